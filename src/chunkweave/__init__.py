@@ -1,0 +1,54 @@
+"""chunkweave: RAG answers that start sooner.
+
+The names below load on first use, so that `import chunkweave.store` and the like work without PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
+    from chunkweave.engine.answer import Answer, Request, StreamEvent
+    from chunkweave.engine.engine import Engine
+    from chunkweave.errors import ChunkweaveError
+    from chunkweave.metrics import ReuseReport
+    from chunkweave.types import Chunk
+
+__all__ = [
+    "Answer",
+    "Chunk",
+    "ChunkweaveError",
+    "Engine",
+    "Request",
+    "ReuseConfig",
+    "ReuseReport",
+    "SamplingParams",
+    "StoreConfig",
+    "StreamEvent",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Answer": "chunkweave.engine.answer",
+    "Chunk": "chunkweave.types",
+    "ChunkweaveError": "chunkweave.errors",
+    "Engine": "chunkweave.engine.engine",
+    "Request": "chunkweave.engine.answer",
+    "ReuseConfig": "chunkweave.config",
+    "ReuseReport": "chunkweave.metrics",
+    "SamplingParams": "chunkweave.config",
+    "StoreConfig": "chunkweave.config",
+    "StreamEvent": "chunkweave.engine.answer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'chunkweave' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,117 @@
+"""Small frozen configurations, checked when they are made, and the pure functions that resolve "auto"."""
+
+import re
+from dataclasses import dataclass, field
+
+from chunkweave.errors import UsageError
+
+GIB = 1 << 30
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+
+DEFAULT_RECOMPUTE_RATIO = 0.15
+"""CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes named by a text such as `2GiB`, `500 MB` or `4096`.
+
+    Raises:
+        UsageError: the text is no size.
+
+    >>> parse_bytes("1.5 KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(f"not a size in bytes: {text!r}; write for example 2GiB, 500MB or 4096")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """How much memory segments may take, and which one leaves first when it is full."""
+
+    budget_bytes: int = 4 * GIB
+    policy: str = "lru"
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 0:
+            raise UsageError(f"the store's budget must not be negative: {self.budget_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseConfig:
+    """What a reuse method may be told; each takes what concerns it.
+
+    `recompute_ratio` is the share of reused-chunk tokens that are computed again. `check_layers` are the layers at
+    which CacheBlend compares fresh with cached KV. `seed` feeds the `random` baseline.
+    """
+
+    recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
+    check_layers: tuple[int, ...] = (1,)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.recompute_ratio <= 1.0:
+            raise UsageError(f"recompute_ratio must be between 0 and 1, not {self.recompute_ratio}")
+        layers = self.check_layers
+        if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
+            raise UsageError(
+                f"check_layers must be ascending layer numbers from 1 on (layer 0 cannot deviate), not {layers}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. `temperature=0` is greedy and deterministic."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not self.temperature >= 0.0:
+            raise UsageError(f"temperature must not be negative, not {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if any(not text for text in self.stop):
+            raise UsageError("a stop text must not be empty")
+
+
+def resolve_device(device: str, *, cuda_available: bool) -> str:
+    """`auto` becomes `cuda` where there is one, else `cpu`; anything else stays.
+
+    Raises:
+        UsageError: CUDA was asked for and is not there.
+    """
+    if device == "auto":
+        return "cuda" if cuda_available else "cpu"
+    if device.startswith("cuda") and not cuda_available:
+        raise UsageError(f"device {device!r} was asked for, but PyTorch sees no CUDA GPU; use device='cpu'")
+    return device
+
+
+def resolve_dtype(dtype: str, *, device: str, checkpoint: str, fast_bf16: bool) -> str:
+    """The name of the floating-point type to compute in.
+
+    `auto` takes the checkpoint's type on CUDA. On a CPU a half-precision checkpoint is computed in bfloat16 where the
+    CPU has instructions for it (`fast_bf16`) and in float32 elsewhere.
+
+    Raises:
+        UsageError: an unknown type, or float16 on a CPU.
+    """
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    name = short.get(dtype, dtype)
+    if name == "auto":
+        if device != "cpu":
+            return checkpoint
+        return "bfloat16" if fast_bf16 and checkpoint in ("bfloat16", "float16") else "float32"
+    if name not in short.values():
+        raise UsageError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
+    if name == "float16" and device == "cpu":
+        raise UsageError("float16 is not supported on a CPU; use bfloat16 or float32")
+    return name

@@ -1,0 +1,62 @@
+"""What happened to one request: tokens by fate and time by phase."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chunkweave.types import ChunkId, SegmentId, Span
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """The fate of one part of the prompt (a chunk, or the system part).
+
+    `fate` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where it
+    came from. `recomputed` are the prompt positions of this chunk that were active at the last layer.
+    """
+
+    id: ChunkId
+    source: str
+    fate: str
+    variant: SegmentId | None
+    tier: str | None
+    tokens: int
+    recomputed_tokens: int
+    recomputed: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """Tokens by fate and time by phase of one answer (DESIGN: every answer carries one).
+
+    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`.
+    `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
+    tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
+    Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
+    """
+
+    method: str
+    prompt_tokens: int
+    prefix_exact_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    recompute_fraction: float
+    queue_s: float
+    lookup_s: float
+    load_s: float
+    weave_s: float
+    ttft_s: float
+    decode_s: float
+    new_tokens: int
+    prefill_flops: float
+    full_prefill_flops: float
+    chunks: tuple[ChunkReport, ...] = ()
+
+    @property
+    def flops_limit(self) -> float:
+        """How many times sooner than full prefill the first token could be if time were FLOPs."""
+        return self.full_prefill_flops / self.prefill_flops if self.prefill_flops else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values, `flops_limit` included."""
+        return {**asdict(self), "flops_limit": self.flops_limit}

@@ -1,0 +1,79 @@
+"""Plain values that every layer shares. Nothing here imports torch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NewType
+
+ChunkId = NewType("ChunkId", str)
+"""32 hex digits: BLAKE2b-128 over model fingerprint, cache salt and token ids."""
+
+SegmentId = NewType("SegmentId", str)
+"""32 hex digits: BLAKE2b-128 over a chunk id and the context that the chunk was computed in."""
+
+Context = tuple[ChunkId, ...]
+"""Ids of the parts before a chunk, in prompt order; empty = computed alone (after BOS at most)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of retrieved text.
+
+    `source` names where it came from (a file, a URL, a title); it is shown in reports and never tokenized.
+    """
+
+    text: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Token positions `start <= p < stop` of one prompt."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a span: [{self.start}, {self.stop})")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def positions(self) -> range:
+        """The positions of this span, ascending."""
+        return range(self.start, self.stop)
+
+
+def spans_of(positions: Iterable[int]) -> tuple[Span, ...]:
+    """Fewest spans that cover exactly `positions` (any order, duplicates allowed).
+
+    >>> spans_of([4, 2, 3, 9])
+    (Span(start=2, stop=5), Span(start=9, stop=10))
+    """
+    return tuple(_runs(sorted(set(positions))))
+
+
+def _runs(ascending: list[int]) -> Iterator[Span]:
+    start = 0
+    for i in range(1, len(ascending) + 1):
+        if i == len(ascending) or ascending[i] != ascending[i - 1] + 1:
+            yield Span(ascending[start], ascending[i - 1] + 1)
+            start = i
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes of a decoder-only transformer that planning and cost models need."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+
+    def kv_elements_per_token(self) -> int:
+        """Elements of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
