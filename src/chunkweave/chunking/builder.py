@@ -1,0 +1,105 @@
+"""Instruction, chunks and question into a `Prompt`, every part tokenized apart."""
+
+from collections.abc import Sequence
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.template import PromptTemplate
+from chunkweave.chunking.token_cache import TokenCache
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import UsageError
+from chunkweave.types import Chunk
+
+
+class PromptBuilder:
+    """Builds prompts for one model: its tokenizer, its template, its fingerprint.
+
+    A chunk's token ids depend on its text and the template alone, so they are the same wherever it stands.
+    Ids of chunks are remembered, up to `cache_tokens`.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, template: PromptTemplate, fingerprint: str, *, cache_tokens: int = 500_000
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._fingerprint = fingerprint
+        self._cache = TokenCache(cache_tokens)
+        start = tokenizer.start_ids
+        head = tuple(tokenizer.encode(template.head, control_tokens=True))
+        self._start = (PromptPart(PartKind.START, start),) if start else ()
+        self._head_ids = head[len(start) :] if start and head[: len(start)] == start else head
+        self._lead_ids = tuple(tokenizer.encode(template.lead, control_tokens=True))
+        self._tail_ids = tuple(tokenizer.encode(template.tail, control_tokens=True))
+
+    def build(
+        self,
+        question: str | None,
+        chunks: Sequence[Chunk | str] = (),
+        *,
+        system: str | None = None,
+        cache_salt: str = "",
+    ) -> Prompt:
+        """START, SYSTEM, the chunks in the order given, QUESTION; parts without tokens are left out.
+
+        `system=None` means the template's instruction, `system=""` none. `question=None` makes a prompt to
+        precompute. No chunks is plain generation.
+
+        Raises:
+            UsageError: the question or a chunk is empty, or nothing at all was asked for.
+        """
+        parts = [
+            *self._start,
+            *self._system_parts(self._template.instruction if system is None else system, cache_salt),
+            *(self._chunk_part(chunk, cache_salt, place) for place, chunk in enumerate(chunks)),
+        ]
+        if question is not None:
+            parts.append(self._question_part(question))
+        if all(part.kind is PartKind.START for part in parts):
+            raise UsageError("nothing to build a prompt from: no instruction, no chunk, no question")
+        return Prompt(tuple(parts))
+
+    def chunk_part(self, chunk: Chunk | str, *, cache_salt: str = "") -> PromptPart:
+        """One chunk as it stands in every prompt.
+
+        Raises:
+            UsageError: the chunk is empty.
+        """
+        return self._chunk_part(chunk, cache_salt, None)
+
+    def alone(self, chunk: Chunk | str, *, cache_salt: str = "") -> Prompt:
+        """START and this chunk only: the prompt that computes its context-free segment.
+
+        Raises:
+            UsageError: the chunk is empty.
+        """
+        return Prompt((*self._start, self.chunk_part(chunk, cache_salt=cache_salt)))
+
+    def _system_parts(self, instruction: str, cache_salt: str) -> tuple[PromptPart, ...]:
+        text_ids = self._tokenizer.encode(self._template.instruction_text(instruction))
+        token_ids = (*self._head_ids, *text_ids, *self._lead_ids)
+        if not token_ids:
+            return ()
+        return (PromptPart(PartKind.SYSTEM, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids)),)
+
+    def _chunk_part(self, chunk: Chunk | str, cache_salt: str, place: int | None) -> PromptPart:
+        if isinstance(chunk, str):
+            chunk = Chunk(chunk)
+        token_ids = self._chunk_ids(chunk.text) if chunk.text.strip() else ()
+        if not token_ids:
+            which = "the chunk" if place is None else f"chunk {place}"
+            raise UsageError(f"{which}{f' ({chunk.source})' if chunk.source else ''} is empty")
+        return PromptPart(PartKind.CHUNK, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), chunk.source)
+
+    def _chunk_ids(self, text: str) -> tuple[int, ...]:
+        token_ids = self._cache.get(text)
+        if token_ids is None:
+            token_ids = tuple(self._tokenizer.encode(self._template.chunk_text(text)))
+            self._cache.put(text, token_ids)
+        return token_ids
+
+    def _question_part(self, question: str) -> PromptPart:
+        if not question.strip():
+            raise UsageError("the question is empty")
+        text_ids = self._tokenizer.encode(self._template.question_text(question))
+        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))

@@ -1,0 +1,82 @@
+"""Text files into documents."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from chunkweave.errors import DocumentError
+
+logger = logging.getLogger(__name__)
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+"""What is read from a folder. A file that is named itself is read whatever its suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text and what to call it in reports."""
+
+    name: str
+    text: str
+
+
+def read_documents(paths: Sequence[Path], *, on_error: Literal["raise", "skip"] = "raise") -> list[Document]:
+    """Read files and folders (recursively, sorted, hidden ones left out) of UTF-8 text.
+
+    A document is named by its path inside its folder, or by its file name; where that is not unique, by the whole
+    path. A file reached twice is read once. Line ends become line feeds. Empty files are left out with a logged
+    warning. With `on_error="skip"` so are files that cannot be read or are not UTF-8.
+
+    Raises:
+        DocumentError: a path does not exist, a folder has no text file, or (with `on_error="raise"`) a file
+            cannot be read or is not UTF-8; the message names the file and the offset of the first bad byte.
+    """
+    found = list({path.resolve(): (path, name) for given in paths for path, name in _text_files(Path(given))}.values())
+    uses = Counter(name for _, name in found)
+    documents: list[Document] = []
+    for path, name in found:
+        try:
+            text = _read_text(path)
+        except DocumentError as error:
+            if on_error == "raise":
+                raise
+            logger.warning("document left out: %s", error)
+            continue
+        if not text.strip():
+            logger.warning("document left out: %s is empty", path)
+            continue
+        documents.append(Document(name if uses[name] == 1 else path.as_posix(), text))
+    return documents
+
+
+def _text_files(path: Path) -> Iterator[tuple[Path, str]]:
+    """Files under `path` with the names of their documents."""
+    if path.is_file():
+        yield path, path.name
+        return
+    if not path.is_dir():
+        raise DocumentError(f"no such file or folder: {path}")
+    inside = sorted(
+        (file.relative_to(path) for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()),
+        key=lambda relative: relative.as_posix(),
+    )
+    visible = [relative for relative in inside if not any(part.startswith(".") for part in relative.parts)]
+    if not visible:
+        raise DocumentError(f"no {', '.join(TEXT_SUFFIXES)} file in folder: {path}")
+    for relative in visible:
+        yield path / relative, relative.as_posix()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DocumentError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")

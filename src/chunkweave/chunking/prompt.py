@@ -1,0 +1,91 @@
+"""A prompt as a list of parts that are tokenized apart, so that a chunk's ids never depend on its neighbours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chunkweave.types import ChunkId, Context, Span
+
+
+class PartKind(StrEnum):
+    """What a part of a prompt is."""
+
+    START = "start"
+    """The model's BOS tokens alone. Never stored (one token), never in a context, always computed."""
+    SYSTEM = "system"
+    """Instruction and everything else before the first chunk. Stored like a chunk."""
+    CHUNK = "chunk"
+    QUESTION = "question"
+    """The question and what follows it (the header of the assistant's turn). Never stored, always computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """One part: its token ids and, for parts that are stored, its id.
+
+    `id` is None exactly for parts that are never stored (START, QUESTION).
+    """
+
+    kind: PartKind
+    token_ids: tuple[int, ...]
+    id: ChunkId | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.id is None) != (self.kind in (PartKind.START, PartKind.QUESTION)):
+            raise ValueError(f"a {self.kind} part {'must' if self.id is None else 'cannot'} have an id")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Parts in order: at most one START, at most one SYSTEM, any number of CHUNKs, at most one QUESTION.
+
+    A prompt without a question is one to precompute. Empty parts are not allowed.
+    """
+
+    parts: tuple[PromptPart, ...]
+
+    def __post_init__(self) -> None:
+        order = [list(PartKind).index(part.kind) for part in self.parts]
+        if order != sorted(order):
+            raise ValueError("parts must come in the order start, system, chunks, question")
+        for kind in (PartKind.START, PartKind.SYSTEM, PartKind.QUESTION):
+            if sum(part.kind is kind for part in self.parts) > 1:
+                raise ValueError(f"more than one {kind} part")
+        if any(len(part) == 0 for part in self.parts):
+            raise ValueError("a prompt part has no tokens")
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All token ids in order, `[tokens]`."""
+        return tuple(token for part in self.parts for token in part.token_ids)
+
+    def spans(self) -> tuple[Span, ...]:
+        """The positions of each part."""
+        spans: list[Span] = []
+        start = 0
+        for part in self.parts:
+            spans.append(Span(start, start + len(part)))
+            start += len(part)
+        return tuple(spans)
+
+    def contexts(self) -> tuple[Context, ...]:
+        """For each part the ids of the stored parts before it; START never counts."""
+        contexts: list[Context] = []
+        before: tuple[ChunkId, ...] = ()
+        for part in self.parts:
+            contexts.append(before)
+            if part.id is not None:
+                before = (*before, part.id)
+        return tuple(contexts)
+
+
+def part_sources(parts: Sequence[PromptPart]) -> list[str]:
+    """What to call each part in a report: its source, else its kind."""
+    return [part.source or str(part.kind) for part in parts]

@@ -1,0 +1,133 @@
+"""Where the parts of a prompt stand: the fixed text around instruction, chunks and question."""
+
+from dataclasses import dataclass
+
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import UsageError
+
+INSTRUCTION = (
+    "Answer the question from the passages below. Be short and exact. "
+    "If the passages do not hold the answer, say that it is not stated."
+)
+"""The instruction of both kinds of template, unless another is given."""
+
+_INSTRUCTION_MARK = "CHUNKWEAVE-INSTRUCTION-MARK"
+_CHUNKS_MARK = "CHUNKWEAVE-CHUNKS-MARK"
+_QUESTION_MARK = "CHUNKWEAVE-QUESTION-MARK"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A prompt is `head` instruction `lead` chunk... question `tail`.
+
+    `head`, `lead` and `tail` come from the model's template: control tokens in them count as such. The three
+    formats are ordinary text around what a user gives, tokenized together with it and never read as control
+    tokens. `instruction` is used where a request gives none. A BOS at the start of `head` is dropped by the
+    builder, which places BOS itself.
+
+    Raises:
+        UsageError: a format does not hold its placeholder exactly once.
+    """
+
+    instruction: str = INSTRUCTION
+    head: str = ""
+    instruction_format: str = "{instruction}\n\n"
+    lead: str = ""
+    chunk_format: str = "{text}\n\n"
+    question_format: str = "Question: {question}\nAnswer:"
+    tail: str = ""
+
+    def __post_init__(self) -> None:
+        for form, placeholder in (
+            (self.instruction_format, "{instruction}"),
+            (self.chunk_format, "{text}"),
+            (self.question_format, "{question}"),
+        ):
+            if form.count(placeholder) != 1:
+                raise UsageError(f"the format {form!r} must hold {placeholder} exactly once")
+
+    def instruction_text(self, instruction: str) -> str:
+        """The instruction as it is tokenized; nothing for an empty one."""
+        return self.instruction_format.replace("{instruction}", instruction) if instruction else ""
+
+    def chunk_text(self, text: str) -> str:
+        """A chunk's text as it is tokenized."""
+        return self.chunk_format.replace("{text}", text)
+
+    def question_text(self, question: str) -> str:
+        """The question as it is tokenized."""
+        return self.question_format.replace("{question}", question)
+
+
+def plain_template(instruction: str | None = None) -> PromptTemplate:
+    """The template of base models: instruction, passages and `Question: ...`, `Answer:` as plain text."""
+    return PromptTemplate(instruction=INSTRUCTION if instruction is None else instruction)
+
+
+def chat_template(tokenizer: TextTokenizer, instruction: str | None = None) -> PromptTemplate:
+    """The tokenizer's chat template, rendered once with marks where the parts go, and cut there.
+
+    The instruction is the system message. If the template has no system role (it refuses one, or leaves it
+    out), the instruction opens the user's turn instead.
+
+    Raises:
+        UsageError: there is no chat template, or a mark does not come back exactly once and in order.
+    """
+    content = _CHUNKS_MARK + _QUESTION_MARK
+    system = {"role": "system", "content": _INSTRUCTION_MARK}
+    user = {"role": "user", "content": content}
+    instruction_format = "{instruction}"
+    try:
+        head, lead, tail = _cut(tokenizer, [system, user])
+    except _NotCuttableError:
+        instruction_format = "{instruction}\n\n"
+        head, lead, tail = _cut(tokenizer, [{"role": "user", "content": _INSTRUCTION_MARK + content}])
+    return PromptTemplate(
+        instruction=INSTRUCTION if instruction is None else instruction,
+        head=head,
+        instruction_format=instruction_format,
+        lead=lead,
+        question_format="Question: {question}",
+        tail=tail,
+    )
+
+
+def template_for(tokenizer: TextTokenizer, instruction: str | None = None) -> PromptTemplate:
+    """The chat template if the tokenizer has one, else the plain template.
+
+    Raises:
+        UsageError: there is a chat template that cannot be cut; see `chat_template`.
+    """
+    if _has_chat_template(tokenizer):
+        return chat_template(tokenizer, instruction)
+    return plain_template(instruction)
+
+
+class _NotCuttableError(UsageError):
+    """A mark did not come back exactly once, or not in order."""
+
+
+def _cut(tokenizer: TextTokenizer, messages: list[dict[str, str]]) -> tuple[str, str, str]:
+    try:
+        rendered = tokenizer.render_chat(messages)
+    except UsageError as error:
+        raise _NotCuttableError(str(error)) from error
+    if rendered is None:
+        raise UsageError("the tokenizer has no chat template: use the plain template")
+    for mark in (_INSTRUCTION_MARK, _CHUNKS_MARK, _QUESTION_MARK):
+        if (count := rendered.count(mark)) != 1:
+            raise _NotCuttableError(
+                f"the chat template cannot be cut: a mark in a message comes back {count} times instead of once"
+            )
+    head, _, rest = rendered.partition(_INSTRUCTION_MARK)
+    lead, found, tail = rest.partition(_CHUNKS_MARK + _QUESTION_MARK)
+    if not found:
+        raise _NotCuttableError("the chat template cannot be cut: it puts the instruction after the user's message")
+    return head, lead, tail
+
+
+def _has_chat_template(tokenizer: TextTokenizer) -> bool:
+    try:
+        return tokenizer.render_chat([{"role": "user", "content": "?"}]) is not None
+    except UsageError:
+        return True

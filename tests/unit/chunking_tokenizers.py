@@ -1,0 +1,83 @@
+"""Tokenizers of several families, made from the bundled one: its merges, their control tokens and chat templates."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+import chunkweave
+from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+
+ASSETS = Path(chunkweave.__file__).parent / "assets"
+
+LLAMA_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are kind.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant roles are supported') }}{% endif %}{% endfor %}"
+)
+
+
+@cache
+def bundled() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast.from_pretrained(ASSETS / "tokenizer"))
+
+
+def family(
+    chat_template: str | None,
+    *,
+    special: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
+    adds_bos: bool = True,
+    **names: Any,
+) -> HuggingFaceTokenizer:
+    """The bundled tokenizer with other control tokens, BOS habit and chat template."""
+    backend = Tokenizer.from_file(str(ASSETS / "tokenizer" / "tokenizer.json"))
+    if not adds_bos:
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=chat_template, **{"bos_token": "<s>", "eos_token": "</s>"} | names
+    )
+    return HuggingFaceTokenizer(fast)
+
+
+@cache
+def llama() -> HuggingFaceTokenizer:
+    return family(LLAMA_TEMPLATE, special=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"))
+
+
+@cache
+def chatml() -> HuggingFaceTokenizer:
+    return family(
+        CHATML_TEMPLATE,
+        special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        added=("<think>", "  "),
+        adds_bos=False,
+        bos_token=None,
+        eos_token="<|im_end|>",
+    )
+
+
+@cache
+def mistral() -> HuggingFaceTokenizer:
+    return family(MISTRAL_TEMPLATE, special=("[INST]", "[/INST]"))
+
+
+@cache
+def without_template() -> HuggingFaceTokenizer:
+    return family(None)

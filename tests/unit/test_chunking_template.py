@@ -1,0 +1,92 @@
+"""Chat templates, cut where the parts go."""
+
+import pytest
+
+from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.chunking.template import INSTRUCTION, PromptTemplate, chat_template, plain_template, template_for
+from chunkweave.errors import UsageError
+from tests.unit.chunking_tokenizers import bundled, chatml, family, llama, mistral, without_template
+
+
+def filled(template: PromptTemplate, instruction: str, passage: str, question: str) -> str:
+    return (
+        template.head
+        + template.instruction_text(instruction)
+        + template.lead
+        + template.chunk_text(passage)
+        + template.question_text(question)
+        + template.tail
+    )
+
+
+@pytest.mark.parametrize("tokenizer", [llama(), chatml(), bundled()], ids=["llama", "chatml", "bundled"])
+def test_the_parts_put_together_are_what_the_template_renders(tokenizer: HuggingFaceTokenizer) -> None:
+    template = chat_template(tokenizer)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "A passage.\n\nQuestion: Why?"},
+    ]
+    assert filled(template, "Be brief.", "A passage.", "Why?") == tokenizer.render_chat(messages)
+
+
+def test_without_a_system_role_the_instruction_opens_the_users_turn() -> None:
+    template = chat_template(mistral(), "Be brief.")
+    assert template.head == "<s>[INST] "
+    assert filled(template, "Be brief.", "A passage.", "Why?") == (
+        "<s>[INST] Be brief.\n\nA passage.\n\nQuestion: Why? [/INST]"
+    )
+
+
+def test_a_template_that_drops_the_system_message_counts_as_one_without() -> None:
+    dropping = "{% for m in messages %}{% if m['role'] == 'user' %}[U]{{ m['content'] }}[/U]{% endif %}{% endfor %}"
+    template = chat_template(family(dropping))
+    assert (template.head, template.lead, template.tail) == ("[U]", "", "[/U]")
+    assert template.instruction_text("Be brief.") == "Be brief.\n\n"
+
+
+def test_a_template_that_moves_the_system_message_into_the_users_turn() -> None:
+    merging = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}"
+        "{% else %}[INST]{{ ns.system }}\n\n{{ m['content'] }}[/INST]{% endif %}{% endfor %}"
+    )
+    template = chat_template(family("{% set ns = namespace(system='') %}" + merging))
+    assert (template.head, template.lead, template.tail) == ("[INST]", "\n\n", "[/INST]")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m['role'] }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | lower }}{% endfor %}",
+        "{{ raise_exception('no messages, please') }}",
+    ],
+    ids=["twice", "never", "changed", "refusing"],
+)
+def test_a_template_that_cannot_be_cut_is_refused(broken: str) -> None:
+    with pytest.raises(UsageError, match="chat template"):
+        template_for(family(broken))
+
+
+def test_template_for_picks_chat_if_there_is_one() -> None:
+    assert template_for(llama()) == chat_template(llama())
+    assert template_for(without_template()) == plain_template()
+    assert template_for(without_template(), "Be brief.").instruction == "Be brief."
+    assert template_for(llama()).instruction == INSTRUCTION
+
+
+def test_a_chat_template_is_needed_for_chat() -> None:
+    with pytest.raises(UsageError, match="no chat template"):
+        chat_template(without_template())
+
+
+def test_the_plain_template_reads_as_text() -> None:
+    assert filled(plain_template(), "Answer.", "A {text} passage.", "Why {question}?") == (
+        "Answer.\n\nA {text} passage.\n\nQuestion: Why {question}?\nAnswer:"
+    )
+
+
+@pytest.mark.parametrize("form", ["no placeholder", "{text}{text}"])
+def test_a_format_holds_its_placeholder_once(form: str) -> None:
+    with pytest.raises(UsageError, match="exactly once"):
+        PromptTemplate(chunk_format=form)

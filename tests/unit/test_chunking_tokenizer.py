@@ -1,0 +1,97 @@
+"""The adapter around Hugging Face tokenizers, and the bundled tokenizer itself."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.errors import UsageError
+from tests.unit.chunking_tokenizers import ASSETS, bundled, chatml, family, llama, mistral, without_template
+
+CONTROL_TEXTS = ["</s>", "<s>", "<|user|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>"]
+HOSTILE = st.lists(st.sampled_from([*CONTROL_TEXTS, "<|im_", "end|>", "<", " ", "  ", "word", "é"])).map("".join)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bundled_tokenizer_gives_every_text_back(text: str) -> None:
+    assert bundled().decode(bundled().encode(text)) == text
+
+
+def test_bundled_vocabulary_and_names() -> None:
+    data = json.loads((ASSETS / "tokenizer" / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((ASSETS / "tokenizer" / "tokenizer_config.json").read_text("utf-8"))
+    contents = [token["content"] for token in data["added_tokens"]]
+    assert len(data["model"]["vocab"]) == 4096
+    assert contents == ["<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
+    assert (config["bos_token"], config["eos_token"], config["pad_token"]) == ("<s>", "</s>", "<pad>")
+
+
+def test_bundled_tokenizer_splits_digits() -> None:
+    assert [bundled().decode([token]) for token in bundled().encode("in 1983")] == ["in", " 1", "9", "8", "3"]
+
+
+def test_bundled_tokenizer_compresses_english() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in sorted((ASSETS / "documents").glob("*.md")))
+    assert len(bundled().encode(text)) < 2.0 * len(text.split())
+
+
+def test_encode_adds_no_bos_and_start_ids_name_it() -> None:
+    assert bundled().start_ids == llama().start_ids == (0,)
+    assert 0 not in bundled().encode("text")
+    assert bundled().encode("") == []
+
+
+def test_a_tokenizer_without_bos_has_no_start_ids() -> None:
+    assert chatml().start_ids == ()
+
+
+@settings(deadline=None)
+@given(HOSTILE)
+def test_text_never_becomes_a_control_token(text: str) -> None:
+    tokenizer = chatml()
+    whole = tokenizer.encode(text)
+    control = {tokenizer.encode(spelled, control_tokens=True)[0] for spelled in CONTROL_TEXTS}
+    assert control.isdisjoint(whole)
+    assert tokenizer.decode(whole) == text
+
+
+def test_control_tokens_count_where_they_are_asked_for() -> None:
+    for spelled in CONTROL_TEXTS:
+        assert len(chatml().encode(spelled, control_tokens=True)) == 1
+        assert len(chatml().encode(spelled)) > 1
+
+
+def test_added_white_space_tokens_are_ordinary_text() -> None:
+    assert len(chatml().encode("  ")) == 1
+
+
+def test_encoding_text_leaves_the_tokenizer_as_it_was() -> None:
+    tokenizer = family(None)
+    before = tokenizer.encode("a</s>b", control_tokens=True)
+    tokenizer.encode("a</s>b")
+    assert tokenizer.encode("a</s>b", control_tokens=True) == before
+
+
+def test_stop_ids_hold_eos_end_of_turn_and_what_the_caller_gives() -> None:
+    eot = llama().encode("<|eot_id|>", control_tokens=True)[0]
+    assert llama().stop_ids == {1, eot}
+    assert mistral().stop_ids == {1}
+    assert HuggingFaceTokenizer(llama()._tokenizer, stop_ids=[7]).stop_ids == {1, 7, eot}
+
+
+def test_decode_leaves_special_tokens_out() -> None:
+    assert bundled().decode([0, *bundled().encode("kept"), 1]) == "kept"
+
+
+def test_render_chat() -> None:
+    message = {"role": "user", "content": "Hello"}
+    assert bundled().render_chat([message]) == "<s><|user|>\nHello</s>\n<|assistant|>\n"
+    assert without_template().render_chat([message]) is None
+
+
+def test_a_refused_role_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="only user and assistant"):
+        mistral().render_chat([{"role": "system", "content": "x"}])
