@@ -1,0 +1,75 @@
+"""The layer loop: executes passes over a flat batch. It knows rules, not methods.
+
+Per layer: load cached KV -> q, k, v of the active tokens -> evidence, refine -> K and V of the survivors over the
+cache -> attention and the rest of the layer. These are CacheBlend's three interfaces (§6): `fetch_kv` is
+`RequestCache.load_layer`, `prefill_layer` is `_run_layer`, `synchronize` is the stream order between them.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkweave.fusion.rows import ActiveRows
+from chunkweave.models.base import LayerwiseModel
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """Seconds spent bringing cached KV in; the caller owns it and adds up several passes."""
+
+    load_s: float = 0.0
+
+
+def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTimes | None = None) -> torch.Tensor:
+    """Run the active tokens of all requests through all layers.
+
+    Mutates each request's cache and active set. Returns the hidden state behind the last layer of each request's last
+    active token, `[requests, hidden]`.
+    """
+    times = times if times is not None else LoopTimes()
+    hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
+    stops = [int(rows.positions[-1]) + 1 for rows in batch]
+    for layer in range(model.geometry.num_layers):
+        started = time.perf_counter()
+        for rows in batch:
+            rows.cache.load_layer(layer, model.rotate)
+        times.load_s += time.perf_counter() - started
+        hidden = _run_layer(model, layer, hidden, batch, stops)
+    ends = torch.tensor([len(rows) for rows in batch]).cumsum(0) - 1
+    return hidden[ends.to(hidden.device)]
+
+
+def _run_layer(
+    model: LayerwiseModel, layer: int, hidden: torch.Tensor, batch: Sequence[ActiveRows], stops: Sequence[int]
+) -> torch.Tensor:
+    q, k, v = model.qkv(layer, hidden)
+    entered = [len(rows) for rows in batch]
+    keep = _refine(layer, k, v, batch)
+    if keep is not None:
+        hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
+    positions = torch.cat([rows.positions for rows in batch])
+    rotated_q, rotated_k = model.rotate(q, positions), model.rotate(k, positions)
+    attended = []
+    start = 0
+    for rows, before, stop in zip(batch, entered, stops, strict=True):
+        mine = slice(start, start + len(rows))
+        rows.write(layer, k[mine], rotated_k[mine], v[mine])
+        attended.append(rows.attend(layer, rotated_q[mine], stop))
+        rows.record(before)
+        start = mine.stop
+    return model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+
+
+def _refine(layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Sequence[ActiveRows]) -> torch.Tensor | None:
+    """Rows of the flat batch that stay active, or None if no request narrows at this layer."""
+    kept: list[torch.Tensor] = []
+    start, narrowed = 0, False
+    for rows in batch:
+        stop = start + len(rows)
+        mine = rows.refine(layer, keys[start:stop], values[start:stop])
+        narrowed |= mine is not None
+        kept.append(torch.arange(start, stop, device=keys.device) if mine is None else mine + start)
+        start = stop
+    return torch.cat(kept) if narrowed else None

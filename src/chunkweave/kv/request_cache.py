@@ -1,0 +1,99 @@
+"""The KV cache of one request, assembled layer by layer from segments and from what is computed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.types import Geometry, Span
+
+Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(`[tokens, heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """A segment and the positions that it takes in the prompt."""
+
+    span: Span
+    segment: SegmentKV
+
+
+class RequestCache:
+    """Keys after RoPE and values of one request, `[layers][2, capacity, kv_heads, head_dim]`.
+
+    Owned and written by one request; segments are only read. Token-major, so that scattered rows are written with
+    one index copy; attention reads it through a transposed view.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        capacity: int,
+        placements: Sequence[Placement] = (),
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.capacity = capacity
+        self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
+        self._shape = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
+        self._dtype, self._device = dtype, device
+        self._placements = tuple(placements)
+        self._positions = _positions_of(self._placements, device)
+        self._row_of = torch.full((capacity,), -1, dtype=torch.long, device=device)
+        self._row_of[self._positions] = torch.arange(len(self._positions), device=device)
+        self._raw: tuple[int, torch.Tensor] | None = None
+        self._loaded = [not self._placements] * geometry.num_layers
+
+    def load_layer(self, layer: int, rotate: Rotate) -> None:
+        """Bring all placed segments' KV of `layer` in: keys rotated to their positions, values as they are.
+
+        Happens once a layer: a later pass must not lose what an earlier one recomputed.
+        """
+        if self._loaded[layer]:
+            return
+        self._loaded[layer] = True
+        cache = self._layer(layer)
+        raw = self._gather(layer)
+        cache[0].index_copy_(0, self._positions, rotate(raw[0], self._positions))
+        cache[1].index_copy_(0, self._positions, raw[1])
+
+    def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Segments' KV at `positions` (all of them placed), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
+        return self._gather(layer)[:, self._row_of[positions]]
+
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite rows: rotated `keys` and `values` `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`."""
+        cache = self._layer(layer)
+        cache[0].index_copy_(0, positions, keys)
+        cache[1].index_copy_(0, positions, values)
+
+    def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values of positions below `stop`, `[stop, kv_heads, head_dim]` each (views)."""
+        cache = self._layer(layer)
+        return cache[0, :stop], cache[1, :stop]
+
+    def release_segments(self) -> None:
+        """Forget the segments once every layer is loaded; the cache no longer needs them."""
+        self._placements, self._raw = (), None
+
+    def _layer(self, layer: int) -> torch.Tensor:
+        cache = self._layers[layer]
+        if cache is None:
+            cache = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._layers[layer] = cache
+        return cache
+
+    def _gather(self, layer: int) -> torch.Tensor:
+        """All placed segments' rows of one layer; the last one asked for is kept, since a check reads it again."""
+        if self._raw is None or self._raw[0] != layer:
+            rows = [p.segment.layer(layer).to(self._device, non_blocking=True) for p in self._placements]
+            self._raw = (layer, torch.cat(rows, dim=1))
+        return self._raw[1]
+
+
+def _positions_of(placements: Sequence[Placement], device: torch.device) -> torch.Tensor:
+    ranges = [torch.arange(p.span.start, p.span.stop) for p in placements]
+    return torch.cat(ranges).to(device) if ranges else torch.empty(0, dtype=torch.long, device=device)

@@ -1,0 +1,94 @@
+"""Attention of queries at any positions over one request's whole KV cache.
+
+Query i at position p sees the keys at positions <= p. Queries are sorted by position and cut into blocks; a block
+reads keys only up to its last position, so that little beyond the visible half is computed. The query heads that share
+a key head become rows of one query block: on CPUs that is up to a fifth faster than SDPA's own grouped-query path,
+whose blocks of few scattered queries are too small for its matrix kernels. Rejected: plain matmul and softmax (faster
+still in bfloat16 on CPUs, but it rounds the scores to bfloat16).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name that every PyTorch reader knows)
+
+_BLOCK_QUERIES = 128
+_MAX_MASK_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryBlock:
+    """Queries `[start, stop)` see keys below `key_stop`, as `mask` says (additive, `[queries, keys]`), else all."""
+
+    start: int
+    stop: int
+    key_stop: int
+    mask: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class ScatteredQueries:
+    """How a set of query positions is attended; made once and used for every layer that has the same set."""
+
+    def __init__(self, positions: torch.Tensor, dtype: torch.dtype, block_queries: int = _BLOCK_QUERIES) -> None:
+        """`positions` is `[queries]`, ascending, on the device of the queries."""
+        self._positions = positions
+        self._dtype = dtype
+        where = positions.tolist()
+        self._whole_prompt = bool(where) and where[0] == 0 and where[-1] == len(where) - 1
+        edges = [*range(0, len(where), block_queries), len(where)]
+        blocks = [QueryBlock(a, b, where[b - 1] + 1) for a, b in pairwise(edges) if b > a]
+        mask_bytes = sum(len(b) * b.key_stop for b in blocks) * torch.finfo(dtype).bits // 8
+        if mask_bytes <= _MAX_MASK_BYTES and not self._whole_prompt:
+            blocks = [QueryBlock(b.start, b.stop, b.key_stop, self._mask(b)) for b in blocks]
+        self._blocks = blocks
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Exact causal attention by position.
+
+        `queries` is `[queries, heads, head_dim]` after RoPE; `keys` and `values` are `[positions, kv_heads, head_dim]`
+        from position 0 on. Returns `[queries, heads * head_dim]`.
+        """
+        if self._whole_prompt:
+            return _causal(queries, keys, values)
+        out = [
+            _masked(
+                queries[b.start : b.stop],
+                keys[: b.key_stop],
+                values[: b.key_stop],
+                self._mask(b) if b.mask is None else b.mask,
+            )
+            for b in self._blocks
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _mask(self, block: QueryBlock) -> torch.Tensor | None:
+        """0 where a key is visible and -inf where not; None for a single query, which sees all its keys."""
+        if len(block) == 1:
+            return None
+        positions = self._positions[block.start : block.stop]
+        hidden = torch.arange(block.key_stop, device=positions.device) > positions[:, None]
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """All positions from 0 on; heads made contiguous, which pays for itself where every key is read many times."""
+    q, k, v = (states.transpose(0, 1).contiguous().unsqueeze(0) for states in (queries, keys, values))
+    grouped = queries.shape[1] != keys.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out[0].transpose(0, 1).reshape(queries.shape[0], -1)
+
+
+def _masked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """One block: the query heads of each key head are folded into rows, `[kv_heads, queries * group, head_dim]`."""
+    n, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    q = queries.view(n, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, n * group, dim)
+    k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    rows = None if mask is None else mask.repeat_interleave(group, dim=0) if group > 1 else mask
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows)
+    return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads * dim)

@@ -1,0 +1,84 @@
+"""One string that changes whenever a model's KV would: part of every chunk id."""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+KV_LAYOUT = "layers,2,tokens,kv_heads,head_dim;keys-before-rope;v1"
+_WEIGHTS = ("*.safetensors", "*.bin")
+_BLOCK_BYTES = 8 << 20
+
+
+def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "") -> str:
+    """Fingerprint of a checkpoint: its config, the content of every weight file, dtype, layout and adapter.
+
+    The path does not count. Content hashes are remembered by size and modification time (`memo_path`), so that only
+    the first load reads the files twice.
+    """
+    memo = _read_memo()
+    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    hashes = [_file_hash(path, memo) for path in files]
+    _write_memo(memo)
+    return _digest([_config_text(config), *hashes, dtype, KV_LAYOUT, adapter])
+
+
+def fingerprint_shape(config: Any, dtype: str, seed: int) -> str:
+    """Fingerprint of a random-weight model: geometry and seed instead of weights."""
+    return _digest([_config_text(config), f"seed={seed}", dtype, KV_LAYOUT])
+
+
+def memo_path() -> Path:
+    """Where content hashes are remembered, under the user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "chunkweave" / "weight-hashes.json"
+
+
+def _config_text(config: Any) -> str:
+    values = config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        values.pop(volatile, None)
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _digest(parts: list[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _file_hash(path: Path, memo: dict[str, str]) -> str:
+    stat = path.stat()
+    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    if key not in memo:
+        digest = hashlib.blake2b(digest_size=16)
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        memo[key] = digest.hexdigest()
+    return memo[key]
+
+
+def _read_memo() -> dict[str, str]:
+    try:
+        memo = json.loads(memo_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return memo if isinstance(memo, dict) else {}
+
+
+def _write_memo(memo: dict[str, str]) -> None:
+    path = memo_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(memo), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        logger.info("weight hashes are not remembered (%s): the next load reads the files again", error)

@@ -1,0 +1,141 @@
+"""Drives the layers of a Hugging Face model, without a copy of any model file."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkweave.errors import UnsupportedModelError
+from chunkweave.models.attention import ScatteredQueries
+from chunkweave.models.inspection import check_config, check_modules, geometry_of
+from chunkweave.types import Geometry
+
+_PROBE_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest difference of log-probabilities in the start-up check; bfloat16 rounds at every layer."""
+
+
+class HuggingFaceModel:
+    """A `LayerwiseModel` over a Llama-like `PreTrainedModel` (Llama, Mistral, Qwen2, Qwen3 and their kin).
+
+    Only reads the modules; the model itself stays usable. `scaling` of the attention modules is folded into the
+    queries where it is not 1/sqrt(head_dim).
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Look the model over.
+
+        Raises:
+            UnsupportedModelError: its anatomy or positions cannot be driven; the message names the feature.
+        """
+        check_config(model.config)
+        check_modules(model)
+        self.model = model
+        self._body = model.model
+        self._layers = list(model.model.layers)
+        self._geometry = geometry_of(model.config)
+        self._apply_rope = _rope_function(self._layers[0].self_attn)
+        self._query_scale = self._layers[0].self_attn.scaling * self._geometry.head_dim**0.5
+        self._cos: torch.Tensor | None = None
+        self._sin: torch.Tensor | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the model."""
+        return self._geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that hidden states and KV are computed in."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.model.device
+        return device
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids `[tokens]` -> `[tokens, hidden]`."""
+        hidden: torch.Tensor = self._body.embed_tokens(token_ids)
+        return hidden
+
+    def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values before RoPE, `[tokens, heads or kv_heads, head_dim]`."""
+        block = self._layers[layer]
+        attention = block.self_attn
+        normed = block.input_layernorm(hidden)
+        shape = (hidden.shape[0], -1, self._geometry.head_dim)
+        q = attention.q_proj(normed).view(shape)
+        k = attention.k_proj(normed).view(shape)
+        v = attention.v_proj(normed).view(shape)
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        if self._query_scale != 1.0:
+            q = q * self._query_scale
+        return q, k, v
+
+    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's own RoPE at `positions`; angles come from a table made by its rotary module."""
+        cos, sin = self._table(self._geometry.max_positions)
+        rotated: torch.Tensor
+        rotated, _ = self._apply_rope(states, states[:, :0], cos[positions], sin[positions], unsqueeze_dim=1)
+        return rotated
+
+    def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection, residuals and MLP of one layer."""
+        block = self._layers[layer]
+        hidden = hidden + block.self_attn.o_proj(attended)
+        mlp = block.mlp(block.post_attention_layernorm(hidden))
+        output: torch.Tensor = hidden + (mlp[0] if isinstance(mlp, tuple) else mlp)
+        return output
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[tokens, hidden]` -> `[tokens, vocab]`, float32."""
+        logits: torch.Tensor = self.model.lm_head(self._body.norm(hidden))
+        return logits.float()
+
+    def verify(self) -> None:
+        """Drive a few tokens through every layer and compare with the model's own forward.
+
+        Raises:
+            UnsupportedModelError: they differ, so something in the model is not as its anatomy suggests.
+        """
+        ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self._geometry.vocab_size
+        positions = torch.arange(_PROBE_TOKENS, device=self.device)
+        with torch.inference_mode():
+            hidden = self.embed(ids)
+            queries = ScatteredQueries(positions, self.dtype)
+            for layer in range(self._geometry.num_layers):
+                q, k, v = self.qkv(layer, hidden)
+                attended = queries.attend(self.rotate(q, positions), self.rotate(k, positions), v)
+                hidden = self.finish(layer, hidden, attended)
+            ours = torch.log_softmax(self.logits(hidden), -1)
+            theirs = torch.log_softmax(self.model(ids[None], use_cache=False).logits[0].float(), -1)
+        error = (ours - theirs).abs().max().item()
+        if not error <= _TOLERANCE[self.dtype]:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} is not supported: driven layer by layer its log-probabilities differ "
+                f"from its own forward by {error:.3g}; some step of its layers is not known to chunkweave"
+            )
+
+    def _table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, `[positions, head_dim]` of the model's rotary module."""
+        if self._cos is None or self._sin is None:
+            positions = torch.arange(length, device=self.device)[None]
+            probe = torch.empty(0, dtype=self.dtype, device=self.device)
+            cos, sin = self._body.rotary_emb(probe, positions)
+            self._cos, self._sin = cos[0], sin[0]
+        return self._cos, self._sin
+
+
+def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The function that the attention module's own file rotates with."""
+    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if function is None:
+        raise UnsupportedModelError(f"{type(attention).__name__} is not supported: its file has no known RoPE function")
+    rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = function
+    return rope

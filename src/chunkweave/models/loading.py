@@ -1,0 +1,118 @@
+"""From a name to a model that can be driven: a checkpoint folder, or a shape with random weights."""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.config import resolve_device, resolve_dtype
+from chunkweave.errors import ModelNotFoundError
+from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.inspection import check_config
+from chunkweave.models.shapes import random_model, shape_config
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by."""
+
+    model: HuggingFaceModel
+    tokenizer: HuggingFaceTokenizer
+    fingerprint: str
+    name: str
+
+
+def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
+    """Load a checkpoint folder in Hugging Face format; nothing is downloaded.
+
+    `verify` drives a few tokens through the model and compares with its own forward before it is used.
+
+    Raises:
+        ModelNotFoundError: the folder or a file in it is missing or cannot be read.
+        UnsupportedModelError: the architecture cannot be woven.
+        UsageError: device or dtype do not exist here.
+    """
+    config = _read_config(path)
+    check_config(config)
+    device = resolve_device(device, cuda_available=torch.cuda.is_available())
+    checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, _safetensors_error()) as error:
+        raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
+    driven = HuggingFaceModel(model.to(device).eval())
+    if verify:
+        driven.verify()
+    name = path.resolve().name
+    wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(model, config))
+    return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name)
+
+
+def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> LoadedModel:
+    """A random-weight model of a known geometry with the bundled tokenizer: for timing, its text means nothing.
+
+    Raises:
+        UnknownMethodError: no shape of that name.
+    """
+    config = shape_config(name)
+    device = resolve_device(device, cuda_available=torch.cuda.is_available())
+    dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())
+    model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
+    return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint_shape(config, dtype, seed), name)
+
+
+def bundled_tokenizer() -> HuggingFaceTokenizer:
+    """The byte-level tokenizer that comes with the package."""
+    folder = Path(str(files("chunkweave") / "assets" / "tokenizer"))
+    return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_dir():
+        raise ModelNotFoundError(f"no model folder at {path}; give a checkpoint folder in Hugging Face format")
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelNotFoundError(f"{path} has no config.json: it is not a Hugging Face checkpoint folder")
+    try:
+        json.loads(config_file.read_text(encoding="utf-8"))
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"{config_file} cannot be read: {_first_line(error)}") from error
+
+
+def _stop_ids(model: Any, config: Any) -> tuple[int, ...]:
+    """End-of-sequence ids that the generation config or the config names, beside the tokenizer's own."""
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None) or getattr(config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def _fast_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    probes = [getattr(torch.cpu, name, None) for name in names]
+    return capability != "DEFAULT" and any(probe() for probe in probes if probe is not None)
+
+
+def _safetensors_error() -> type[Exception]:
+    from safetensors import SafetensorError
+
+    error: type[Exception] = SafetensorError
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

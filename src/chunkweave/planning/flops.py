@@ -1,0 +1,39 @@
+"""Floating-point operations of a prefill: the limit that a measured time is held against."""
+
+from dataclasses import dataclass
+
+from chunkweave.types import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What one layer of one pass computed.
+
+    `entered_tokens` had q, k, v computed; `finished_tokens` of them went through attention and MLP;
+    `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
+    """
+
+    entered_tokens: int
+    finished_tokens: int
+    visible_keys: int
+
+
+def layer_flops(geometry: Geometry, work: LayerWork) -> float:
+    """FLOPs of one layer: two per weight and token in the linear maps, four per head dim, query and visible key."""
+    g = geometry
+    q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    qkv = 2 * g.hidden_size * (q_width + 2 * kv_width)
+    rest = 2 * q_width * g.hidden_size + 2 * 3 * g.hidden_size * g.intermediate_size
+    attention = 4 * q_width
+    return float(work.entered_tokens * qkv + work.finished_tokens * rest + work.visible_keys * attention)
+
+
+def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
+    """FLOPs of a prefill to the first token's logits: all layers of all passes and one row of the output head."""
+    return sum(layer_flops(geometry, work) for work in layers) + 2.0 * geometry.hidden_size * geometry.vocab_size
+
+
+def full_prefill_flops(geometry: Geometry, prompt_tokens: int) -> float:
+    """FLOPs of computing every token of a prompt at every layer."""
+    n = prompt_tokens
+    return prefill_flops(geometry, [LayerWork(n, n, n * (n + 1) // 2)] * geometry.num_layers)

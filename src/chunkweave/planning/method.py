@@ -1,0 +1,97 @@
+"""The contract of reuse methods, what they share, and the registry.
+
+To add one: write `planning/methods/<name>.py` with a class that has `name` and `plan`, add a line to `METHODS`, and a
+test. Nothing else in the project needs to know.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Protocol
+
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import UnknownMethodError
+from chunkweave.planning.plan import Fate, PartPlan, Plan, is_computed_always
+from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Geometry, Span, spans_of
+
+
+class ReuseMethod(Protocol):
+    """Decides what of a prompt is taken from the store and which tokens are computed at which layers."""
+
+    @property
+    def name(self) -> str:
+        """As it is written on the command line and in requests."""
+
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
+
+
+METHODS = {
+    "full": "chunkweave.planning.methods.full:FullPrefill",
+    "prefix": "chunkweave.planning.methods.prefix:ExactPrefix",
+    "full-reuse": "chunkweave.planning.methods.full_reuse:FullReuse",
+    "cacheblend": "chunkweave.planning.methods.cacheblend:CacheBlend",
+    "epic": "chunkweave.planning.methods.epic:Epic",
+    "random": "chunkweave.planning.methods.random:RandomTokens",
+}
+
+
+def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
+    """The method of that name, set up with `config`.
+
+    Raises:
+        UnknownMethodError: no such method; the message lists those there are.
+    """
+    if name not in METHODS:
+        raise UnknownMethodError(f"unknown reuse method {name!r}; there are: {', '.join(METHODS)}")
+    module, _, attribute = METHODS[name].partition(":")
+    factory: Callable[[ReuseConfig], ReuseMethod] = getattr(import_module(module), attribute)
+    return factory(config or ReuseConfig())
+
+
+def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
+    """Every part computed."""
+    return tuple(PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
+
+
+def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
+    """The longest exact prefix from the store, the rest computed."""
+    return tuple(_exact(entry) or PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
+
+
+def reuse_every_hit(
+    lookup: PromptLookup, choose: Callable[[Sequence[SegmentRecord]], SegmentRecord | None]
+) -> tuple[PartPlan, ...]:
+    """The longest exact prefix, then for each other part the variant that `choose` picks; the rest computed."""
+    parts: list[PartPlan] = []
+    for entry in lookup.parts:
+        exact = _exact(entry)
+        variant = None if exact or is_computed_always(entry.part) else choose(entry.variants)
+        if exact is not None:
+            parts.append(exact)
+        elif variant is not None:
+            parts.append(PartPlan(entry.part, entry.span, Fate.REUSED, variant.id))
+        else:
+            parts.append(PartPlan(entry.part, entry.span, Fate.COMPUTED))
+    return tuple(parts)
+
+
+def prefer_alone(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
+    """The context-free variant if there is one, else the most recently used (DESIGN §3.4)."""
+    return next((record for record in variants if record.alone), variants[0] if variants else None)
+
+
+def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:
+    """Positions of all computed parts and of `also`, as few spans as possible."""
+    computed = [p for part in parts if part.fate is Fate.COMPUTED for p in part.span.positions()]
+    return spans_of([*computed, *also])
+
+
+def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
+    """The spans of reused (not exact) parts: where recomputation can help."""
+    return tuple(part.span for part in parts if part.fate is Fate.REUSED)
+
+
+def _exact(entry: PartLookup) -> PartPlan | None:
+    return PartPlan(entry.part, entry.span, Fate.EXACT, entry.exact.id) if entry.exact else None

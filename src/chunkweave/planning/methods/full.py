@@ -1,0 +1,21 @@
+"""`full`: compute the whole prompt. The reference for quality and for time."""
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import required_spans, reuse_nothing
+from chunkweave.planning.plan import Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.types import Geometry
+
+
+class FullPrefill:
+    """Nothing from the store, every token active at every layer."""
+
+    name = "full"
+
+    def __init__(self, _config: ReuseConfig) -> None:
+        pass
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over all tokens."""
+        parts = reuse_nothing(lookup)
+        return Plan(self.name, parts, (Pass(required_spans(parts)),))

@@ -1,0 +1,21 @@
+"""`full-reuse`: every cached chunk at its new position, nothing recomputed (CacheBlend §3.2; the PromptCache way)."""
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
+from chunkweave.planning.plan import Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.types import Geometry
+
+
+class FullReuse:
+    """All hits reused; only misses and the question are computed. Fastest, and blind across chunks."""
+
+    name = "full-reuse"
+
+    def __init__(self, _config: ReuseConfig) -> None:
+        pass
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses and question."""
+        parts = reuse_every_hit(lookup, prefer_alone)
+        return Plan(self.name, parts, (Pass(required_spans(parts)),))

@@ -1,0 +1,21 @@
+"""`prefix`: reuse the longest exact prefix, chunk by chunk. Exact (RAGCache §5.1 without its policies)."""
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import required_spans, reuse_exact_prefix
+from chunkweave.planning.plan import Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.types import Geometry
+
+
+class ExactPrefix:
+    """The longest exact prefix from the store, everything after it computed."""
+
+    name = "prefix"
+
+    def __init__(self, _config: ReuseConfig) -> None:
+        pass
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over the tokens behind the prefix."""
+        parts = reuse_exact_prefix(lookup)
+        return Plan(self.name, parts, (Pass(required_spans(parts)),))

@@ -1,0 +1,31 @@
+"""`random`: recompute tokens drawn at random, the floor that a selection must beat (CacheBlend Figure 6)."""
+
+from math import ceil
+from random import Random
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
+from chunkweave.planning.plan import Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.types import Geometry
+
+
+class RandomTokens:
+    """`ceil(recompute_ratio * reused tokens)` of the reused chunks' tokens, uniformly, without replacement.
+
+    The draw depends on the seed and on the prompt's ids alone, so a request repeated gives the same plan.
+    """
+
+    name = "random"
+
+    def __init__(self, config: ReuseConfig) -> None:
+        self._ratio = config.recompute_ratio
+        self._seed = config.seed
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses, question and the tokens drawn."""
+        parts = reuse_every_hit(lookup, prefer_alone)
+        reused = [position for span in reused_spans(parts) for position in span.positions()]
+        rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
+        drawn = rng.sample(reused, ceil(self._ratio * len(reused)))
+        return Plan(self.name, parts, (Pass(required_spans(parts, drawn)),))
