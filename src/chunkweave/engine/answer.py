@@ -1,0 +1,104 @@
+"""What the engine takes and what it gives back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chunkweave.chunking.prompt import PartKind
+from chunkweave.config import SamplingParams
+from chunkweave.engine.runner import Prefilled
+from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.planning.flops import full_prefill_flops, prefill_flops
+from chunkweave.planning.plan import Fate, PartPlan
+from chunkweave.types import Chunk, Geometry, Span, spans_of
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question over chunks, as `Engine.generate_batch` takes them.
+
+    `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt
+    are never found under another.
+    """
+
+    question: str
+    chunks: Sequence[Chunk | str] = ()
+    system: str | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    report: ReuseReport
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A piece of an answer as it comes; the last event has the whole `answer` (and the rest of the text)."""
+
+    text: str
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds that the engine measured around the runner's own."""
+
+    ttft_s: float
+    decode_s: float
+    queue_s: float
+
+
+def make_report(prefilled: Prefilled, geometry: Geometry, durations: Durations, new_tokens: int) -> ReuseReport:
+    """Tokens by fate and time by phase of one answer."""
+    plan = prefilled.plan
+    reused = plan.tokens(Fate.REUSED)
+    recomputed = sum(len(span) for span in prefilled.recomputed)
+    return ReuseReport(
+        method=plan.method,
+        prompt_tokens=plan.prompt_tokens,
+        prefix_exact_tokens=plan.tokens(Fate.EXACT),
+        reused_tokens=reused - recomputed,
+        recomputed_tokens=recomputed,
+        computed_tokens=plan.tokens(Fate.COMPUTED),
+        recompute_fraction=prefilled.recompute_work / (geometry.num_layers * reused) if reused else 0.0,
+        queue_s=durations.queue_s,
+        lookup_s=prefilled.lookup_s,
+        load_s=prefilled.load_s,
+        weave_s=prefilled.weave_s,
+        ttft_s=durations.ttft_s,
+        decode_s=durations.decode_s,
+        new_tokens=new_tokens,
+        prefill_flops=prefill_flops(geometry, list(prefilled.work)),
+        full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
+        chunks=tuple(
+            _chunk_report(part, prefilled.recomputed)
+            for part in plan.parts
+            if part.part.kind in (PartKind.SYSTEM, PartKind.CHUNK)
+        ),
+    )
+
+
+def _chunk_report(part: PartPlan, recomputed: Sequence[Span]) -> ChunkReport:
+    assert part.part.id is not None, "system and chunk parts have ids"
+    inside = spans_of(p for span in recomputed for p in _overlap(span, part.span).positions())
+    return ChunkReport(
+        id=part.part.id,
+        source=part.part.source or str(part.part.kind),
+        fate=str(part.fate),
+        variant=part.segment,
+        tier="host" if part.segment is not None else None,
+        tokens=len(part.span),
+        recomputed_tokens=sum(len(span) for span in inside),
+        recomputed=inside,
+    )
+
+
+def _overlap(a: Span, b: Span) -> Span:
+    start = max(a.start, b.start)
+    return Span(start, max(start, min(a.stop, b.stop)))

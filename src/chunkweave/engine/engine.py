@@ -1,0 +1,277 @@
+"""The public engine: a model, a segment store and a reuse method behind `generate`."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.chunking.template import PromptTemplate, template_for
+from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.engine.answer import Answer, Durations, Request, StreamEvent, make_report
+from chunkweave.engine.detokenizer import Detokenizer
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.engine.sampling import Sampler
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.store.eviction import make_policy
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.tiers.host import HostTier
+from chunkweave.types import Chunk
+
+DEFAULT_METHOD = "prefix"
+"""Exact: approximate reuse is a default only for a model with a calibration record (DESIGN §3.9)."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) during long work."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request between its first and its last token. Owned by `Engine._decode_all`."""
+
+    request: Request
+    prefilled: Prefilled
+    sampler: Sampler
+    detokenizer: Detokenizer
+    room: int
+    queue_s: float
+    ttft_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Engine:
+    """Answers questions over chunks with one model, and keeps the KV cache of every chunk it computes.
+
+    Not thread-safe: one call at a time. The store outlives calls, so that the next question over the same chunks
+    starts sooner.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        method: str | None = None,
+        reuse: ReuseConfig | None = None,
+        template: PromptTemplate | None = None,
+    ) -> None:
+        """Put an engine around a loaded model.
+
+        Args:
+            loaded: model, tokenizer and fingerprint (`chunkweave.models.loading`).
+            store: a budget and policy for a new store, or an existing store of the same model.
+            method: reuse method for calls that name none; None = exact prefix reuse.
+            reuse: ratio, check layers and seed for the method.
+            template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
+
+        Raises:
+            UnknownMethodError: no such method or eviction policy.
+        """
+        self._loaded = loaded
+        self._reuse = reuse or ReuseConfig()
+        self._method = method or DEFAULT_METHOD
+        make_method(self._method, self._reuse)
+        if not isinstance(store, SegmentStore):
+            config = store or StoreConfig()
+            tier: HostTier[SegmentKV] = HostTier()
+            store = SegmentStore(tier, budget_bytes=config.budget_bytes, policy=make_policy(config.policy))
+        self.store: SegmentStore[SegmentKV] = store
+        self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
+        self.runner = Runner(loaded.model, store)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        method: str | None = None,
+        reuse: ReuseConfig | None = None,
+    ) -> Self:
+        """An engine for a checkpoint folder in Hugging Face format.
+
+        Raises:
+            ModelNotFoundError: the folder or a file in it is missing or unreadable.
+            UnsupportedModelError: the architecture cannot be woven; the message names the feature.
+            UsageError: device, dtype or method do not exist here.
+        """
+        make_method(method or DEFAULT_METHOD)
+        return cls(load_folder(Path(model), device=device, dtype=dtype), store=store, method=method, reuse=reuse)
+
+    @classmethod
+    def load_shape(
+        cls,
+        shape: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        seed: int = 0,
+        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        method: str | None = None,
+        reuse: ReuseConfig | None = None,
+    ) -> Self:
+        """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
+
+        Raises:
+            UnknownMethodError: no such shape or method.
+        """
+        loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
+        return cls(loaded, store=store, method=method, reuse=reuse)
+
+    @property
+    def model_name(self) -> str:
+        """Folder or shape name of the model."""
+        return self._loaded.name
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with its tokenizer and fingerprint."""
+        return self._loaded
+
+    def generate(
+        self,
+        question: str,
+        chunks: Sequence[Chunk | str] = (),
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        cache_salt: str = "",
+        method: str | None = None,
+        recompute_ratio: float | None = None,
+    ) -> Answer:
+        """Answer one question over chunks; what was computed for it is stored.
+
+        Raises:
+            UsageError: an empty question or chunk, a ratio outside [0, 1], an unknown method.
+            PromptTooLongError: chunks and question do not fit the model's context.
+        """
+        sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
+        request = Request(question, tuple(chunks), system, sampling, cache_salt)
+        return self.generate_batch([request], method=method, recompute_ratio=recompute_ratio)[0]
+
+    def stream(
+        self, request: Request, *, method: str | None = None, recompute_ratio: float | None = None
+    ) -> Iterator[StreamEvent]:
+        """The answer in pieces as tokens come; the last event carries the whole `Answer`.
+
+        Leaving the iteration early is fine: the prompt's chunks are stored by then.
+        """
+        chosen = self._choose_method(method, recompute_ratio)
+        running = self._start(request, chosen, time.perf_counter(), 0.0)
+        started = time.perf_counter()
+        yield StreamEvent(running.detokenizer.text)
+        while running.finish_reason is None:
+            yield StreamEvent(self._advance(running, self._decode([running])[0]))
+        rest = running.detokenizer.finish()
+        yield StreamEvent(rest, self._answer(running, time.perf_counter() - started))
+
+    def generate_batch(
+        self, requests: Sequence[Request], *, method: str | None = None, recompute_ratio: float | None = None
+    ) -> list[Answer]:
+        """Answer several requests: prefilled one after the other, decoded together, answers in the same order.
+
+        A later request of the batch already reuses what an earlier one computed.
+
+        Raises:
+            UsageError: as `generate`; nothing has been computed then.
+        """
+        chosen = self._choose_method(method, recompute_ratio)
+        prompts = [self._build(request) for request in requests]
+        for prompt in prompts:
+            self.runner.room_for_new_tokens(prompt)
+        arrived = time.perf_counter()
+        batch = []
+        for request in requests:
+            batch.append(self._start(request, chosen, arrived, time.perf_counter() - arrived))
+        started = time.perf_counter()
+        while active := [running for running in batch if running.finish_reason is None]:
+            for running, logits in zip(active, self._decode(active), strict=True):
+                self._advance(running, logits)
+        elapsed = time.perf_counter() - started
+        for running in batch:
+            running.detokenizer.finish()
+        return [self._answer(running, elapsed) for running in batch]
+
+    def precompute(
+        self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", progress: Progress | None = None
+    ) -> int:
+        """Compute and store the context-free KV of chunks that the store lacks; returns how many were computed.
+
+        Interrupting it loses at most the chunk being computed; calling it again goes on from there.
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: a chunk alone does not fit the model's context.
+        """
+        computed = 0
+        for index, chunk in enumerate(chunks):
+            prompt = self.builder.alone(chunk, cache_salt=cache_salt)
+            if not any(record.alone for record in self.store.lookup(prompt).parts[-1].variants):
+                prefilled = self.runner.prefill(prompt, FullPrefill(self._reuse))
+                computed += self.runner.store_new(prefilled)
+            if progress is not None:
+                progress(index + 1, len(chunks))
+        return computed
+
+    def _choose_method(self, method: str | None, recompute_ratio: float | None) -> ReuseMethod:
+        reuse = self._reuse if recompute_ratio is None else replace(self._reuse, recompute_ratio=recompute_ratio)
+        return make_method(method or self._method, reuse)
+
+    def _build(self, request: Request) -> Prompt:
+        return self.builder.build(
+            request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
+        )
+
+    def _start(self, request: Request, method: ReuseMethod, arrived: float, queue_s: float) -> _Running:
+        """Prefill one request, choose its first token, and store what was computed."""
+        prompt = self._build(request)
+        room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
+        prefilled = self.runner.prefill(prompt, method, new_tokens=room)
+        detokenizer = Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop)
+        running = _Running(request, prefilled, Sampler(request.sampling), detokenizer, room, queue_s)
+        self._advance(running, prefilled.logits)
+        running.ttft_s = time.perf_counter() - arrived
+        self.runner.store_new(prefilled)
+        return running
+
+    def _decode(self, active: Sequence[_Running]) -> torch.Tensor:
+        return self.runner.decode(
+            [running.prefilled.cache for running in active],
+            [running.token_ids[-1] for running in active],
+            [len(running.prefilled.prompt) + len(running.token_ids) - 1 for running in active],
+        )
+
+    def _advance(self, running: _Running, logits: torch.Tensor) -> str:
+        """Choose a request's next token from its logits `[vocab]`; returns the text that may be shown now."""
+        token = running.sampler.choose(logits)
+        if token in self._loaded.tokenizer.stop_ids:
+            running.finish_reason = "stop"
+            return ""
+        running.token_ids.append(token)
+        text = running.detokenizer.add(running.token_ids)
+        if running.detokenizer.stopped:
+            running.finish_reason = "stop"
+        elif len(running.token_ids) >= running.room:
+            running.finish_reason = "length"
+        return text
+
+    def _answer(self, running: _Running, decode_s: float) -> Answer:
+        durations = Durations(running.ttft_s, decode_s, running.queue_s)
+        geometry = self._loaded.model.geometry
+        report = make_report(running.prefilled, geometry, durations, len(running.token_ids))
+        reason = running.finish_reason or "length"
+        return Answer(running.detokenizer.text, tuple(running.token_ids), reason, report)

@@ -1,0 +1,102 @@
+"""Prompts of random tokens, and shortcuts from a prompt to log-probabilities, for the oracle tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.config import ReuseConfig
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.models.loading import LoadedModel
+from chunkweave.planning.method import make_method
+from chunkweave.planning.plan import Plan
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.tiers.host import HostTier
+
+BOS = 1
+
+
+def chunk_part(ids: Sequence[int], kind: PartKind = PartKind.CHUNK) -> PromptPart:
+    return PromptPart(kind, tuple(ids), chunk_id("test", "", tuple(ids)))
+
+
+def make_prompt(
+    sizes: Sequence[int], *, system: int = 0, question: int = 5, seed: int = 0, order: Sequence[int] | None = None
+) -> Prompt:
+    """START, a system part of `system` tokens, chunks of `sizes` in `order`, a question; ids are random by `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(10, 4000, (n,), generator=generator).tolist()
+
+    head = ids(system)
+    chunks = [ids(n) for n in sizes]
+    tail = ids(question)
+    parts = [PromptPart(PartKind.START, (BOS,))]
+    if head:
+        parts.append(chunk_part(head, PartKind.SYSTEM))
+    parts += [chunk_part(chunks[i]) for i in (order if order is not None else range(len(chunks)))]
+    if tail:
+        parts.append(PromptPart(PartKind.QUESTION, tuple(tail)))
+    return Prompt(tuple(parts))
+
+
+def alone(part: PromptPart) -> Prompt:
+    return Prompt((PromptPart(PartKind.START, (BOS,)), part))
+
+
+@dataclass
+class Bench:
+    """A model, a store, and what the tests ask of them."""
+
+    loaded: LoadedModel
+    runner: Runner
+
+    def prefill(self, prompt: Prompt, method: str, *, ratio: float = 0.15, keep: bool = False, **config) -> Prefilled:
+        chosen = make_method(method, ReuseConfig(recompute_ratio=ratio, **config))
+        prefilled = self.runner.prefill(prompt, chosen, new_tokens=16)
+        if keep:
+            self.runner.store_new(prefilled)
+        self.runner.store.check()
+        return prefilled
+
+    def log_probs(self, prompt: Prompt, method: str, **options) -> torch.Tensor:
+        return torch.log_softmax(self.prefill(prompt, method, **options).logits, -1)
+
+    def precompute(self, prompt: Prompt) -> None:
+        for part in prompt.parts:
+            if part.kind is PartKind.CHUNK:
+                self.prefill(alone(part), "full", keep=True)
+
+    def decode(self, prefilled: Prefilled, tokens: int) -> list[int]:
+        out = [int(prefilled.logits.argmax())]
+        for step in range(tokens - 1):
+            logits = self.runner.decode([prefilled.cache], [out[-1]], [len(prefilled.prompt) + step])
+            out.append(int(logits[0].argmax()))
+        return out
+
+    def own_log_probs(self, prompt: Prompt) -> torch.Tensor:
+        """The Hugging Face model's own forward."""
+        with torch.inference_mode():
+            logits = self.loaded.model.model(torch.tensor([prompt.token_ids])).logits[0, -1]
+        return torch.log_softmax(logits.float(), -1)
+
+
+def make_bench(loaded: LoadedModel, *, budget_bytes: int = 1 << 30) -> Bench:
+    tier: HostTier[SegmentKV] = HostTier()
+    return Bench(loaded, Runner(loaded.model, SegmentStore(tier, budget_bytes=budget_bytes)))
+
+
+class PassThrough:
+    """A method that returns a plan made elsewhere."""
+
+    name = "given"
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def plan(self, lookup, geometry) -> Plan:
+        return self._plan
