@@ -12,7 +12,6 @@ from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Plan
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 
@@ -54,6 +53,7 @@ class Bench:
 
     loaded: LoadedModel
     runner: Runner
+    tier: HostTier[SegmentKV]
 
     def prefill(self, prompt: Prompt, method: str, *, ratio: float = 0.15, keep: bool = False, **config) -> Prefilled:
         chosen = make_method(method, ReuseConfig(recompute_ratio=ratio, **config))
@@ -87,16 +87,4 @@ class Bench:
 
 def make_bench(loaded: LoadedModel, *, budget_bytes: int = 1 << 30) -> Bench:
     tier: HostTier[SegmentKV] = HostTier()
-    return Bench(loaded, Runner(loaded.model, SegmentStore(tier, budget_bytes=budget_bytes)))
-
-
-class PassThrough:
-    """A method that returns a plan made elsewhere."""
-
-    name = "given"
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def plan(self, lookup, geometry) -> Plan:
-        return self._plan
+    return Bench(loaded, Runner(loaded.model, SegmentStore(tier, budget_bytes=budget_bytes)), tier)

@@ -194,9 +194,7 @@ class Engine:
         for prompt in prompts:
             self.runner.room_for_new_tokens(prompt)
         arrived = time.perf_counter()
-        batch = []
-        for request in requests:
-            batch.append(self._start(request, chosen, arrived, time.perf_counter() - arrived))
+        batch = [self._start(request, chosen, arrived, time.perf_counter() - arrived) for request in requests]
         started = time.perf_counter()
         while active := [running for running in batch if running.finish_reason is None]:
             for running, logits in zip(active, self._decode(active), strict=True):

@@ -1,0 +1,205 @@
+"""Checkpoint folders: what loads, what is refused and with which words."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, GemmaConfig, GraniteConfig, MistralConfig, Qwen2Config
+
+from chunkweave import Engine
+from chunkweave.errors import (
+    ModelNotFoundError,
+    PromptTooLongError,
+    UnknownMethodError,
+    UnsupportedModelError,
+    UsageError,
+)
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.inspection import check_config, geometry_of
+from chunkweave.models.shapes import SHAPES, random_model, shape_config
+from chunkweave.testing.toys import TOY_FAMILIES, toy_config, toy_model
+
+TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def save_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    model = toy_model(family, seed=seed).model.model
+    model.save_pretrained(folder)
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", sorted(TOY_FAMILIES))
+def test_a_saved_checkpoint_answers_like_the_model_it_was_saved_from(family, tmp_path):
+    folder = save_checkpoint(tmp_path / family, family)
+    loaded = Engine.load(folder, dtype="float32")
+    original = Engine(toy_model(family))
+    ask = {"question": "Who?", "chunks": ["One.", "Two."], "max_new_tokens": 8}
+    assert loaded.generate(**ask).token_ids == original.generate(**ask).token_ids
+    assert loaded.model_name == family
+
+
+def test_the_fingerprint_follows_content_not_place(tmp_path):
+    here = save_checkpoint(tmp_path / "a")
+    copy = Path(shutil.copytree(here, tmp_path / "b"))
+    other = save_checkpoint(tmp_path / "c", seed=1)
+
+    def prints(folder, dtype="float32"):
+        return Engine.load(folder, dtype=dtype).loaded.fingerprint
+
+    assert prints(here) == prints(copy)
+    assert len({prints(here), prints(other), prints(here, "bfloat16")}) == 3
+
+
+def test_changed_weights_of_the_same_size_change_the_fingerprint(tmp_path):
+    folder = save_checkpoint(tmp_path / "a")
+    before = Engine.load(folder).loaded.fingerprint
+    save_checkpoint(folder, seed=5)
+    assert Engine.load(folder).loaded.fingerprint != before
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="no model folder at .*nowhere"):
+        Engine.load(tmp_path / "nowhere")
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="no config.json"):
+        Engine.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", b"{ not json"), ("model.safetensors", b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")],
+)
+def test_a_corrupt_file(tmp_path, file, content):
+    folder = save_checkpoint(tmp_path / "model")
+    (folder / file).write_bytes(content)
+    with pytest.raises(ModelNotFoundError, match="model"):
+        Engine.load(folder)
+
+
+def test_missing_weights(tmp_path):
+    folder = save_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
+        Engine.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "RoPE type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+            "M-RoPE",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per-layer RoPE"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        ({"kv_lora_rank": 64}, "MLA"),
+        ({"state_size": 16}, "Mamba"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+    ],
+)
+def test_what_cannot_be_woven_is_refused_by_name(changes, feature):
+    config = toy_config("llama")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedModelError, match=feature):
+        check_config(config)
+
+
+def test_longrope_is_refused():
+    config = toy_config("llama")
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="length"):
+        check_config(config)
+
+
+def test_other_layer_anatomies_are_refused():
+    for model_type in ("gemma2", "olmo2", "phi3"):
+        sizes = {
+            name: value
+            for name, value in toy_config("llama").to_dict().items()
+            if name.startswith(("hidden_s", "num_", "inter"))
+        }
+        config = AutoConfig.for_model(model_type, **sizes, vocab_size=128, head_dim=16, pad_token_id=0)
+        with pytest.raises(UnsupportedModelError):
+            HuggingFaceModel(random_model(config, dtype=torch.float32, device="cpu", seed=0))
+
+
+def test_a_model_that_looks_right_but_computes_otherwise_is_caught_by_the_probe():
+    model = toy_model("llama").model
+    model.verify()
+    model.model.model.layers[1].register_forward_hook(lambda _layer, _inputs, hidden: hidden * 1.1)
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        model.verify()
+
+
+def test_any_model_with_llama_like_layers_is_driven():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 256}
+    config = GemmaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    HuggingFaceModel(random_model(config, dtype=torch.float32, device="cpu", seed=0)).verify()
+
+
+def test_granite_multipliers_are_refused_unless_they_are_one():
+    with pytest.raises(UnsupportedModelError, match="multiplier"):
+        check_config(GraniteConfig(residual_multiplier=0.22))
+
+
+def test_a_sliding_window_bounds_the_prompt():
+    assert geometry_of(MistralConfig(sliding_window=1024)).max_positions == 1024
+    assert geometry_of(MistralConfig(sliding_window=None)).max_positions == MistralConfig().max_position_embeddings
+    assert geometry_of(Qwen2Config(use_sliding_window=False)).max_positions == Qwen2Config().max_position_embeddings
+    engine = Engine(toy_model("mistral", sliding_window=64))
+    with pytest.raises(PromptTooLongError, match="64"):
+        engine.generate("Who?", ["word " * 80])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [("cuda", "auto", "no CUDA"), ("cpu", "float16", "float16"), ("cpu", "int3", "int3")],
+)
+def test_devices_and_types_that_are_not_there(device, dtype, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = save_checkpoint(tmp_path / "model")
+    with pytest.raises(UsageError, match=message):
+        Engine.load(folder, device=device, dtype=dtype)
+
+
+def test_shapes_have_the_sizes_of_the_models_they_name():
+    billions = {
+        "smollm2-135m": 0.135,
+        "qwen2.5-0.5b": 0.494,
+        "llama-3-8b": 8.03,
+        "mistral-7b": 7.25,
+        "qwen3-0.6b": 0.596,
+    }
+    for name, size in billions.items():
+        with torch.device("meta"):
+            model = random_model(shape_config(name), dtype=torch.bfloat16, device="meta", seed=0)
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(size, rel=0.01)
+    assert set(billions) <= set(SHAPES)
+    with pytest.raises(UnknownMethodError, match="llama-3-8b"):
+        shape_config("llama-9")
+
+
+def test_equal_seeds_give_equal_shapes():
+    a, b = (Engine.load_shape("demo", dtype="float32", seed=3) for _ in range(2))
+    assert a.loaded.fingerprint == b.loaded.fingerprint != Engine.load_shape("demo", seed=4).loaded.fingerprint
+    assert a.generate("Who?", max_new_tokens=5).token_ids == b.generate("Who?", max_new_tokens=5).token_ids
+
+
+def test_config_json_without_a_known_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(ModelNotFoundError, match="cannot be read"):
+        Engine.load(tmp_path)

@@ -1,0 +1,193 @@
+"""What is found, what is stored and what is reported, for any pattern of hits and misses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.answer import Durations, make_report
+from chunkweave.errors import PromptTooLongError, UsageError
+from chunkweave.planning.method import make_method
+from chunkweave.planning.plan import Fate
+from chunkweave.testing.toys import toy_model
+from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+
+SIZES = (17, 23, 9, 31)
+METHODS = ["full", "prefix", "full-reuse", "cacheblend", "epic", "random"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model("qwen3")
+
+
+@pytest.fixture
+def bench(model) -> Bench:
+    return make_bench(model)
+
+
+def fates(prefilled) -> str:
+    """One letter a stored part: Exact, Reused, Computed."""
+    letters = {Fate.EXACT: "E", Fate.REUSED: "R", Fate.COMPUTED: "C"}
+    return "".join(letters[part.fate] for part in prefilled.plan.parts if part.part.id is not None)
+
+
+def test_nothing_stored_everything_computed(bench):
+    assert fates(bench.prefill(make_prompt(SIZES, system=6), "cacheblend")) == "CCCCC"
+
+
+def test_a_repeated_request_is_an_exact_prefix(bench):
+    prompt = make_prompt(SIZES, system=6)
+    bench.prefill(prompt, "cacheblend", keep=True)
+    assert fates(bench.prefill(prompt, "prefix")) == "EEEEE"
+
+
+def test_another_order_is_prefix_then_reuse(bench):
+    bench.prefill(make_prompt(SIZES, system=6), "full", keep=True)
+    shuffled = make_prompt(SIZES, system=6, order=(0, 2, 1, 3))
+    assert fates(bench.prefill(shuffled, "prefix")) == "EECCC"
+    assert fates(bench.prefill(shuffled, "full-reuse")) == "EERRR"
+
+
+def test_hits_after_a_miss_are_used_and_the_miss_is_stored_inexact(bench):
+    prompt = make_prompt(SIZES)
+    for i in (0, 2, 3):
+        bench.prefill(alone(prompt.parts[1 + i]), "full", keep=True)
+    woven = bench.prefill(prompt, "cacheblend", keep=True)
+    assert fates(woven) == "ECRR"
+    again = bench.prefill(prompt, "prefix")
+    assert fates(again) == "EECC"  # its predecessors were exact, so the stored miss is too
+
+    other = make_prompt(SIZES, order=(3, 2, 1, 0))
+    bench.runner.store.discard_chunk(prompt.parts[2].id)
+    woven = bench.prefill(other, "cacheblend", keep=True)
+    assert fates(woven) == "ERCR"
+    stored = [r for r in bench.runner.store.records() if r.chunk_id == prompt.parts[2].id]
+    assert [record.exact for record in stored] == [False]
+    assert fates(bench.prefill(other, "prefix")) == "ECCC"
+
+
+def test_alone_variants_are_preferred_whatever_was_used_last(bench):
+    prompt = make_prompt(SIZES, system=6)
+    bench.precompute(prompt)
+    bench.prefill(prompt, "full", keep=True)
+    woven = bench.prefill(make_prompt(SIZES, system=6, order=(2, 1, 0, 3)), "full-reuse")
+    by_id = {record.id: record for record in bench.runner.store.records()}
+    assert all(by_id[p.segment].alone for p in woven.plan.parts if p.fate is Fate.REUSED)
+
+
+def test_a_repeated_chunk_in_one_prompt(bench):
+    prompt = make_prompt((17, 23))
+    first, second = prompt.parts[1:3]
+    twice = Prompt((prompt.parts[0], first, second, first, prompt.parts[-1]))
+    bench.precompute(twice)
+    assert fates(bench.prefill(twice, "cacheblend")) == "ERR"
+    woven = bench.log_probs(twice, "cacheblend", ratio=1.0)
+    assert (woven - bench.own_log_probs(twice)).abs().max() < 1e-4
+
+
+def test_no_chunks_is_plain_generation(bench):
+    prompt = make_prompt(())
+    for method in METHODS:
+        assert (bench.log_probs(prompt, method) - bench.own_log_probs(prompt)).abs().max() < 1e-4
+
+
+def test_a_segment_that_the_tier_lost_is_computed_again(bench):
+    prompt = make_prompt(SIZES)
+    bench.precompute(prompt)
+    store = bench.runner.store
+    lost = next(r for r in store.records() if r.chunk_id == prompt.parts[3].id)
+    bench.tier.delete(lost.id)
+    woven = bench.runner.prefill(prompt, make_method("full-reuse"))
+    assert fates(woven) == "ERCR"
+    assert store.stats.lost == 1
+    store.check()
+
+
+def test_no_budget_means_no_reuse_and_right_answers(model):
+    bench = make_bench(model, budget_bytes=0)
+    prompt = make_prompt(SIZES)
+    bench.prefill(prompt, "full", keep=True)
+    assert fates(bench.prefill(prompt, "cacheblend")) == "CCCC"
+    assert bench.runner.store.used_bytes == 0
+
+
+def test_a_small_budget_keeps_the_store_within_it(model):
+    one = 2 * 4 * 2 * 16 * 4 * max(SIZES)
+    bench = make_bench(model, budget_bytes=2 * one)
+    for seed in range(6):
+        bench.prefill(make_prompt(SIZES, seed=seed), "cacheblend", keep=True)
+        assert bench.runner.store.used_bytes <= 2 * one
+    assert bench.runner.store.stats.evictions > 0
+
+
+def test_an_interrupted_prefill_leaves_nothing_pinned_and_the_store_whole(bench, monkeypatch):
+    prompt = make_prompt(SIZES)
+    bench.precompute(prompt)
+    before = set(r.id for r in bench.runner.store.records())
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.loaded.model), "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.runner.prefill(prompt, make_method("cacheblend"))
+    store = bench.runner.store
+    store.check()
+    assert {r.id for r in store.records()} == before
+    for segment in before:
+        store.remove(segment)
+    assert store.used_bytes == 0
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_its_size(bench):
+    with pytest.raises(PromptTooLongError, match=r"541 tokens .*512"):
+        bench.prefill(make_prompt((500, 35)), "full")
+
+
+def test_a_check_layer_beyond_the_model_is_refused(bench):
+    prompt = make_prompt(SIZES)
+    bench.precompute(prompt)
+    with pytest.raises(UsageError, match="layer 9"):
+        bench.prefill(prompt, "cacheblend", check_layers=(9,))
+
+
+def test_stored_segments_are_never_written_to(bench):
+    prompt = make_prompt(SIZES, system=6)
+    bench.precompute(prompt)
+    store = bench.runner.store
+    before = {r.id: store.get(r.id).kv.clone() for r in store.records()}
+    for method in METHODS:
+        bench.decode(bench.prefill(prompt, method, ratio=0.5, keep=True), 4)
+    assert all(bool((store.get(segment).kv == kv).all()) for segment, kv in before.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stored=st.sets(st.integers(0, 3)),
+    in_context=st.booleans(),
+    order=st.permutations(range(4)),
+    system=st.sampled_from([0, 6]),
+    method=st.sampled_from(METHODS),
+    ratio=st.sampled_from([0.0, 0.07, 0.5, 1.0]),
+)
+def test_the_report_accounts_for_every_token(model, stored, in_context, order, system, method, ratio):
+    bench = make_bench(model)
+    if in_context:
+        bench.prefill(make_prompt(SIZES, system=system), "full", keep=True)
+    prompt = make_prompt(SIZES, system=system, order=order)
+    chunks = [part for part in prompt.parts if part.kind == "chunk"]
+    for i in stored:
+        bench.prefill(alone(chunks[i]), "full", keep=True)
+    woven = bench.prefill(prompt, method, ratio=ratio)
+    report = make_report(woven, bench.loaded.model.geometry, Durations(1.0, 0.0, 0.0), 1)
+    parts = (report.prefix_exact_tokens, report.reused_tokens, report.recomputed_tokens, report.computed_tokens)
+    assert sum(parts) == report.prompt_tokens == len(prompt)
+    assert 0.0 <= report.recompute_fraction <= 1.0
+    assert sum(chunk.recomputed_tokens for chunk in report.chunks) == report.recomputed_tokens
+    assert report.flops_limit >= 1.0
+    if ratio == 1.0 and method in ("cacheblend", "epic", "random"):
+        assert report.reused_tokens == 0
+    if method in ("full", "prefix") or ratio == 1.0 and method != "full-reuse":
+        assert (woven.logits.log_softmax(-1) - bench.own_log_probs(prompt)).abs().max() < 1e-4
