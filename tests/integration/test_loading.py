@@ -67,12 +67,12 @@ def test_changed_weights_of_the_same_size_change_the_fingerprint(tmp_path):
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(ModelNotFoundError, match="no model folder at .*nowhere"):
+    with pytest.raises(ModelNotFoundError, match=r"no model folder at .*nowhere"):
         Engine.load(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
-    with pytest.raises(ModelNotFoundError, match="no config.json"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         Engine.load(tmp_path)
 
 

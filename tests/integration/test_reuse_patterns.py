@@ -124,7 +124,7 @@ def test_a_small_budget_keeps_the_store_within_it(model):
 def test_an_interrupted_prefill_leaves_nothing_pinned_and_the_store_whole(bench, monkeypatch):
     prompt = make_prompt(SIZES)
     bench.precompute(prompt)
-    before = set(r.id for r in bench.runner.store.records())
+    before = {r.id for r in bench.runner.store.records()}
 
     def interrupted(*_args):
         raise KeyboardInterrupt
@@ -189,5 +189,5 @@ def test_the_report_accounts_for_every_token(model, stored, in_context, order, s
     assert report.flops_limit >= 1.0
     if ratio == 1.0 and method in ("cacheblend", "epic", "random"):
         assert report.reused_tokens == 0
-    if method in ("full", "prefix") or ratio == 1.0 and method != "full-reuse":
+    if method in ("full", "prefix") or (ratio == 1.0 and method != "full-reuse"):
         assert (woven.logits.log_softmax(-1) - bench.own_log_probs(prompt)).abs().max() < 1e-4

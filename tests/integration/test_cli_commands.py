@@ -1,0 +1,244 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import chunkweave
+from chunkweave.cli import demo as demo_module
+from chunkweave.cli.app import app
+from chunkweave.eval import ttft
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    texts = [f"Passage {i} is about the town number {i} and its harbour. " * 4 for i in range(6)]
+    rows = [{"question": f"What about {i}?", "chunks": texts[i:] + texts[:i], "answers": ["x"]} for i in range(4)]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"d{i}.md").write_text(f"Document {i} tells of the lighthouse. " * 20, encoding="utf-8")
+    return folder
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+BENCH = ("bench", "ttft", "--shape", "demo", "--chunks", 3, "--chunk-tokens", 16, "--questions", 2, "--threads", 1)
+ASK = ("ask", "--shape", "demo", "--max-new-tokens", 3)
+
+
+def test_version():
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"chunkweave {chunkweave.__version__}\n")
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; sys.argv[1:] = ['--help']\n"
+        "from chunkweave.cli.app import main; main()"
+    )
+    path = {"PYTHONPATH": str(Path(chunkweave.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ask" in done.stdout
+    assert "bench" in done.stdout
+
+
+def test_ask_shows_reuse_from_the_second_question_on(documents):
+    result = invoke(*ASK, "--docs", documents, "First question?", "Second question?")
+    assert result.exit_code == 0, result.output
+    first, second = result.stdout.split("> Second question?")
+    assert "computed" in first
+    assert "prefix-exact │" not in first
+    assert second.count("prefix-exact │") == 4  # system and three documents
+    assert "d1.md" in second
+    assert "first token after" in second
+    assert "random weights" in result.stderr
+
+
+def test_ask_json_is_all_of_stdout_and_what_the_file_holds(documents, tmp_path):
+    out = tmp_path / "answers.json"
+    result = invoke(*ASK, "--docs", documents, "--json", "--out", out, "--precompute", "--method", "full-reuse", "Why?")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data == json.loads(out.read_text(encoding="utf-8"))
+    (answer,) = data["answers"]
+    assert answer["question"] == "Why?"
+    report = answer["report"]
+    assert report["reused_tokens"] > 0
+    tokens = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    assert sum(report[name] for name in tokens) == report["prompt_tokens"]
+
+
+def test_ask_takes_files_of_a_shell_pattern_as_documents(documents):
+    files = sorted(documents.iterdir())
+    result = invoke(*ASK, "--json", "--docs", *files, "Why?")
+    assert result.exit_code == 0, result.output
+    (answer,) = json.loads(result.stdout)["answers"]
+    assert [chunk["source"] for chunk in answer["report"]["chunks"]] == ["system", "d0.md", "d1.md", "d2.md"]
+
+
+def test_ask_without_documents_is_plain_generation():
+    result = invoke(*ASK, "--json", "Why?")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["answers"][0]["report"]["new_tokens"] >= 0
+
+
+def test_a_bad_document_is_refused_or_skipped_as_asked(documents):
+    (documents / "bad.md").write_bytes(b"caf\xe9")
+    refused = invoke(*ASK, "--docs", documents, "Why?")
+    assert refused.exit_code == 1
+    assert "bad.md" in refused.stderr
+    assert "Traceback" not in refused.output
+    skipped = invoke(*ASK, "--docs", documents, "--skip-bad-docs", "--json", "Why?")
+    assert skipped.exit_code == 0, skipped.output
+    sources = [chunk["source"] for chunk in json.loads(skipped.stdout)["answers"][0]["report"]["chunks"]]
+    assert sources == ["system", "d0.md", "d1.md", "d2.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("ask", "Why?"), 2, "--model"),
+        (("ask", "--shape", "demo", "--model", "x", "Why?"), 2, "--model"),
+        (("ask", "--shape", "demo"), 2, "QUESTION"),
+        (("ask", "--shape", "no-such-shape", "Why?"), 2, "no-such-shape"),
+        (("ask", "--shape", "demo", "--method", "magic", "Why?"), 2, "magic"),
+        (("ask", "--shape", "demo", "--recompute-ratio", "1.5", "Why?"), 2, "between 0 and 1"),
+        (("ask", "--shape", "demo", " "), 2, "a question is empty"),
+        (("ask", "--shape", "demo", "--store-budget", "lots", "Why?"), 2, "lots"),
+        (("ask", "--shape", "demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),
+        (("ask", "--shape", "demo", "--out", "/no/such/folder/a.json", "Why?"), 2, "/no/such/folder"),
+        (("ask", "--model", "/no/such/model", "Why?"), 1, "/no/such/model"),
+        (("nonsense",), 2, "nonsense"),
+    ],
+)
+def test_errors_are_one_line_on_stderr_with_an_exit_code(arguments, code, said):
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output
+    assert said in result.stderr.replace("\n", "")
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_a_document_longer_than_the_context_is_a_usage_error(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("The harbour is deep. " * 4000, encoding="utf-8")
+    result = invoke(*ASK, "--docs", path, "Why?")
+    assert result.exit_code == 2
+    assert "8192" in result.stderr
+
+
+def test_bench_ttft_prints_a_table_and_writes_json(dataset, tmp_path):
+    out = tmp_path / "ttft.json"
+    result = invoke(*BENCH, "--dataset", dataset, "--methods", "cacheblend,prefix", "--out", out)
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text(encoding="utf-8"))
+    methods = ["full", "hf-forward", "cacheblend", "prefix"]
+    assert [row["method"] for row in data["rows"]] == methods
+    assert all(f"│ {method} " in result.stdout for method in methods)
+    assert "peak memory" in result.stdout
+    assert data["complete"] is True
+    assert data["config"]["chunk_tokens"] == 16
+    assert data["config"]["warm"] == "alone"
+    assert data["store"]["budget_bytes"] == 4 << 30
+    assert 0 < data["store"]["bytes"] <= 4 << 30
+    assert len(data["samples"]) == 8
+    blend = data["rows"][2]
+    assert blend["reused_tokens"] + blend["recomputed_tokens"] == 48
+    assert blend["flops_limit"] > 1
+    assert 0 < blend["recompute_fraction"] < 1
+
+
+def test_bench_json_is_all_of_stdout(dataset):
+    result = invoke(*BENCH, "--dataset", dataset, "--methods", "prefix", "--no-hf-reference", "--json")
+    assert result.exit_code == 0, result.output
+    assert [row["method"] for row in json.loads(result.stdout)["rows"]] == ["full", "prefix"]
+
+
+def test_bench_interrupted_keeps_the_questions_measured(dataset, tmp_path, monkeypatch):
+    real = ttft.measure
+
+    def interrupted(*arguments):
+        for sample in real(*arguments):
+            if sample.question == 1:
+                raise KeyboardInterrupt
+            yield sample
+
+    monkeypatch.setattr(ttft, "measure", interrupted)
+    out = tmp_path / "ttft.json"
+    result = invoke(*BENCH, "--dataset", dataset, "--methods", "prefix", "--out", out)
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert data["complete"] is False
+    assert {row["questions"] for row in data["rows"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (("--warm", "hot"), 2, "queries:N"),
+        (("--threads", 0), 2, "threads"),
+        (("--methods", "magic"), 2, "magic"),
+        (("--questions", 99), 2, "99"),
+        (("--chunks", 99), 2, "99"),
+        (("--out", "/no/such/folder/a.json"), 2, "/no/such/folder"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(dataset, more, code, said):
+    result = invoke(*BENCH, "--dataset", dataset, *more)
+    assert result.exit_code == code, result.output
+    assert said in result.stderr
+
+
+def test_bench_names_an_unreadable_data_set(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("{", encoding="utf-8")
+    result = invoke(*BENCH, "--dataset", path)
+    assert result.exit_code == 1
+    assert "d.jsonl:1" in result.stderr.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_demo_answers_from_bundled_documents_and_compares(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_module, "STAND_IN_SHAPE", "demo")
+    out = tmp_path / "demo.json"
+    result = invoke("demo", "--out", out)
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert len(data["answers"]) == 3
+    assert all(answer["report"]["method"] == "cacheblend" for answer in data["answers"])
+    assert all(answer["report"]["reused_tokens"] > 0 for answer in data["answers"])
+    assert data["ttft"]["rows"][0]["method"] == "full"
+    assert ("random weights" in result.stdout) == data["random_weights"]
+
+
+def test_the_demo_gives_each_question_the_documents_that_answer_it():
+    documents, questions = demo_module.bundled_documents()
+    names = {name for name, _ in documents}
+    assert len(questions) >= 3
+    assert all(question.answers and set(question.sources) <= names for question in questions)

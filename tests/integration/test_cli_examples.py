@@ -1,0 +1,67 @@
+"""The examples and the README's snippet run as they are written, on a toy checkpoint."""
+
+import json
+import runpy
+import sys
+from importlib.resources import files
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chunkweave.cli.app import app
+from chunkweave.models.shapes import random_model
+from chunkweave.testing.toys import toy_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "toy"
+    copytree(Path(str(files("chunkweave") / "assets" / "tokenizer")), folder)
+    random_model(toy_config("llama"), dtype=torch.float32, device="cpu", seed=0).save_pretrained(folder)
+    return folder
+
+
+def run_example(name: str, monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
+def test_ten_lines(checkpoint, monkeypatch, capsys):
+    run_example("ten_lines.py", monkeypatch, checkpoint)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "tokens reused, first token after" in last
+    assert not last.startswith("0 tokens")
+
+
+def test_the_readme_shows_the_example_that_is_tested():
+    body = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
+    assert f"```python\n{body}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_streaming(checkpoint, monkeypatch, capsys, tmp_path):
+    document = tmp_path / "note.md"
+    document.write_text("The harbour is deep.", encoding="utf-8")
+    run_example("streaming.py", monkeypatch, checkpoint, document, "How deep?")
+    assert f"{document}: reused" in capsys.readouterr().out
+
+
+def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
+    result = CliRunner().invoke(app, ["ask", "--model", str(checkpoint), "--json", "--max-new-tokens", "2", "Why?"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["model"] == str(checkpoint)
+    assert result.stderr == ""
+
+
+def test_a_corrupt_checkpoint_is_named(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"not a model")
+    result = CliRunner().invoke(app, ["ask", "--model", str(broken), "Why?"])
+    assert result.exit_code == 1
+    assert "broken" in result.stderr
+    assert "Traceback" not in result.output

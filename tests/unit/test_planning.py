@@ -1,0 +1,161 @@
+"""Plans without tensors: fates, passes, ratios, FLOPs, and what a plan may not say."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.planning.flops import LayerWork, full_prefill_flops, layer_flops
+from chunkweave.planning.method import METHODS, make_method
+from chunkweave.planning.methods.cacheblend import filter_ratios
+from chunkweave.planning.plan import Fate, KeepTop, PartPlan, Pass, Plan
+from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Geometry, Span, spans_of
+
+GEOMETRY = Geometry(
+    num_layers=8,
+    hidden_size=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=3,
+    intermediate_size=10,
+    vocab_size=50,
+    max_positions=4096,
+)
+
+
+def make_lookup(sizes, stored=(), exact=0) -> PromptLookup:
+    """START, chunks of `sizes` (those in `stored` with an alone variant, the first `exact` exact), QUESTION of 4."""
+    parts = [PromptPart(PartKind.START, (1,))]
+    for i, size in enumerate(sizes):
+        ids = tuple(range(10 + i, 10 + i + size))
+        parts.append(PromptPart(PartKind.CHUNK, ids, chunk_id("f", "", ids)))
+    parts.append(PromptPart(PartKind.QUESTION, (7, 7, 7, 7)))
+    prompt = Prompt(tuple(parts))
+    entries = []
+    for i, (part, span) in enumerate(zip(prompt.parts, prompt.spans(), strict=True), -1):
+        record = part.id and SegmentRecord.of(part.id, (), part.token_ids, exact=True, nbytes=1)
+        variants = (record,) if record and i in stored else ()
+        entries.append(PartLookup(part, span, record if record and i < exact else None, variants))
+    return PromptLookup(tuple(entries))
+
+
+def plan(method, lookup, **config) -> Plan:
+    made = make_method(method, ReuseConfig(**config)).plan(lookup, GEOMETRY)
+    made.validate(GEOMETRY.num_layers)
+    return made
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=6),
+    data=st.data(),
+    method=st.sampled_from(sorted(METHODS)),
+    ratio=st.floats(0, 1),
+)
+def test_every_plan_covers_its_prompt(sizes, data, method, ratio):
+    exact = data.draw(st.integers(0, len(sizes)))
+    stored = data.draw(st.sets(st.integers(0, max(len(sizes) - 1, 0)))) | set(range(exact))
+    lookup = make_lookup(sizes, stored, exact)
+    made = plan(method, lookup, recompute_ratio=ratio)
+    assert [part.span for part in made.parts] == [entry.span for entry in lookup.parts]
+    assert sum(made.tokens(fate) for fate in Fate) == lookup.prompt_tokens
+    (only,) = made.passes
+    required = {p for span in only.required for p in span.positions()}
+    assert {p for span in made.spans(Fate.COMPUTED) for p in span.positions()} <= required
+    assert not {p for span in made.spans(Fate.EXACT) for p in span.positions()} & required
+    again = plan(method, lookup, recompute_ratio=ratio)
+    assert again == made
+
+
+def test_each_methods_choice():
+    lookup = make_lookup((10, 20, 30), stored={0, 1, 2}, exact=1)
+    assert plan("full", lookup).passes == (Pass((Span(0, 65),)),)
+    assert plan("prefix", lookup).passes == (Pass((Span(0, 1), Span(11, 65))),)
+    assert plan("full-reuse", lookup).passes == (Pass((Span(0, 1), Span(61, 65))),)
+    assert plan("epic", lookup, recompute_ratio=0.1).passes == (
+        Pass((Span(0, 1), Span(11, 13), Span(31, 34), Span(61, 65))),
+    )
+    assert plan("cacheblend", lookup, recompute_ratio=0.1).passes == (
+        Pass((Span(0, 1), Span(61, 65)), (Span(11, 31), Span(31, 61)), (KeepTop(1, 5),)),
+    )
+    drawn = plan("random", lookup, recompute_ratio=0.1)
+    assert drawn.passes[0].required_tokens == 5 + 5
+    assert drawn != plan("random", lookup, recompute_ratio=0.1, seed=1)
+
+
+def test_a_ratio_of_nothing_costs_nothing():
+    lookup = make_lookup((10, 20), stored={0, 1})
+    assert plan("cacheblend", lookup, recompute_ratio=0.0).passes == plan("full-reuse", lookup).passes
+
+
+def test_unknown_methods_are_named_with_those_there_are():
+    with pytest.raises(UnknownMethodError, match="'blend'; there are: full, prefix, full-reuse, cacheblend"):
+        make_method("blend")
+
+
+@given(
+    ratio=st.floats(0.001, 1.0),
+    layers=st.sets(st.integers(1, 30), min_size=1, max_size=5).map(lambda found: tuple(sorted(found))),
+    more=st.integers(1, 20),
+)
+def test_filter_ratios_fall_and_average_to_the_ratio(ratio, layers, more):
+    num_layers = layers[-1] + more
+    ratios = filter_ratios(ratio, layers, num_layers)
+    assert all(0 < r <= 1 for r in ratios)
+    assert list(ratios) == sorted(ratios, reverse=True)
+    ends = (*layers[1:], num_layers)
+    held = [end - layer for layer, end in zip(layers, ends, strict=True)]
+    assert sum(h * r for h, r in zip(held, ratios, strict=True)) / sum(held) == pytest.approx(ratio)
+
+
+def test_layer_flops_by_hand():
+    work = LayerWork(entered_tokens=5, finished_tokens=3, visible_keys=11)
+    qkv = 5 * 2 * 6 * (12 + 6 + 6)
+    rest = 3 * (2 * 12 * 6 + 2 * 3 * 6 * 10)
+    assert layer_flops(GEOMETRY, work) == qkv + rest + 11 * 4 * 12
+    whole = layer_flops(GEOMETRY, LayerWork(4, 4, 10))
+    assert full_prefill_flops(GEOMETRY, 4) == 8 * whole + 2 * 6 * 50
+
+
+def part(fate, start, stop):
+    ids = tuple(range(stop - start))
+    record = SegmentRecord.of(chunk_id("f", "", ids), (), ids, exact=True, nbytes=1)
+    chunk = PromptPart(PartKind.CHUNK, ids, record.chunk_id)
+    return PartPlan(chunk, Span(start, stop), fate, record.id if fate is not Fate.COMPUTED else None)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ((), "last token"),
+        ((Pass((Span(0, 5),)),), "last token"),
+        ((Pass((Span(10, 14),), (Span(0, 3),)),), "only tokens of reused"),
+        ((Pass((Span(10, 14),)),), "must be required"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(2, 3), KeepTop(1, 2))),), "up in layers"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(1, 3), KeepTop(2, 4))),), "down in counts"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(1, 6),)),), "down in counts"),
+    ],
+)
+def test_contradictory_plans_are_caught(passes, message):
+    parts = (part(Fate.COMPUTED, 0, 5), part(Fate.REUSED, 5, 10), part(Fate.COMPUTED, 10, 14))
+    with pytest.raises(ValueError, match=message):
+        Plan("given", parts, passes).validate(4)
+
+
+def test_a_check_layer_that_the_model_lacks_is_the_users_error():
+    lookup = make_lookup((10,), stored={0})
+    with pytest.raises(UsageError, match="layer 9 is to be checked, but the model has 8"):
+        plan("cacheblend", lookup, check_layers=(9,))
+
+
+@given(st.lists(st.integers(0, 60)))
+def test_spans_cover_exactly_the_positions(positions):
+    spans = spans_of(positions)
+    assert [p for span in spans for p in span.positions()] == sorted(set(positions))
+    assert all(a.stop < b.start for a, b in pairwise(spans))
