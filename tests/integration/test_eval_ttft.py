@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import StoreConfig
@@ -10,6 +11,14 @@ from chunkweave.testing.toys import toy_model
 from chunkweave.types import Chunk
 
 METHODS = ("prefix", "full-reuse", "cacheblend")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def examples(count: int = 6) -> list[Example]:

@@ -1,0 +1,71 @@
+"""The `chunkweave` command: its groups, its exit codes, and where its logs go."""
+
+import logging
+from typing import Annotated, Any
+
+import typer
+from rich.logging import RichHandler
+from rich.markup import escape
+
+import chunkweave
+from chunkweave.cli import bench
+from chunkweave.cli.ask import ask
+from chunkweave.cli.console import stderr
+from chunkweave.cli.demo import demo
+from chunkweave.errors import ChunkweaveError, UsageError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns the library's errors into a line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            Exit: it failed in a way that has an exit code.
+        """
+        try:
+            return super().invoke(ctx)
+        except ChunkweaveError as error:
+            stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and company.",
+)
+app.command()(ask)
+app.command()(demo)
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"chunkweave {chunkweave.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _configure(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the library does.")] = False,
+) -> None:
+    handler = RichHandler(console=stderr(), show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("chunkweave").setLevel(logging.DEBUG if verbose else logging.WARNING)
+
+
+def main() -> None:
+    """Entry point: exits with 0, 1 (failure), 2 (usage) or 130 (Ctrl-C)."""
+    app()

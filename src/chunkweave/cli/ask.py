@@ -1,0 +1,137 @@
+"""`chunkweave ask`: questions over documents."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chunkweave.chunking.documents import read_documents
+from chunkweave.cli import options
+from chunkweave.cli.console import Output, stderr
+from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.tables import reuse_summary
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, SamplingParams, StoreConfig, parse_bytes
+from chunkweave.errors import UsageError
+from chunkweave.types import Chunk
+
+if TYPE_CHECKING:
+    from chunkweave.engine.answer import Answer, Request
+    from chunkweave.engine.engine import Engine
+
+
+def ask(
+    questions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="QUESTION...",
+            help="One or more questions. Leading arguments that name existing files or folders are taken as "
+            "further documents, so that --docs *.md works.",
+            show_default=False,
+        ),
+    ],
+    docs: Annotated[list[Path] | None, typer.Option("--docs", help="Text file or folder of them; repeatable.")] = None,
+    model: options.Model = None,
+    shape: options.Shape = None,
+    method: Annotated[str, typer.Option(help="Reuse method; `prefix` is exact.")] = "prefix",
+    recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
+    chunk_tokens: Annotated[int, typer.Option(help="Most tokens of a chunk.")] = 512,
+    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share at most.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
+    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    store_budget: options.StoreBudget = "4GiB",
+    skip_bad_docs: Annotated[bool, typer.Option("--skip-bad-docs", help="Leave out unreadable documents.")] = False,
+    precompute: Annotated[
+        bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
+    ] = False,
+    json: options.Json = False,
+    out: options.Out = None,
+) -> None:
+    """Answer questions over documents; every question after the first reuses what is stored."""
+    from chunkweave.chunking.splitter import SplitConfig
+
+    output = Output(json, out)
+    choice = ModelChoice(model, shape, device, dtype)
+    sampling = SamplingParams(max_new_tokens, temperature)
+    reuse = ReuseConfig(recompute_ratio)
+    split = SplitConfig(chunk_tokens, overlap_tokens)
+    store = StoreConfig(parse_bytes(store_budget))
+    paths, asked = _documents_first(docs or [], questions)
+    documents = read_documents(paths, on_error="skip" if skip_bad_docs else "raise")
+    engine = choice.load(store=store, method=method, reuse=reuse)
+    chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
+    if choice.random_weights:
+        stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
+    if precompute:
+        precompute_chunks(engine, chunks)
+    from chunkweave.engine.answer import Request
+
+    base = Request("", tuple(chunks), system, sampling)
+    answers = [answer_aloud(engine, replace(base, question=question), output) for question in asked]
+    output.finish({"model": choice.name, "answers": [answer_dict(*pair) for pair in zip(asked, answers, strict=True)]})
+
+
+def split_documents(engine: "Engine", documents: Sequence[tuple[str, str]], split: Any = None) -> list[Chunk]:
+    """(name, text) of documents -> their chunks in order, bounded in the engine's own tokens."""
+    from chunkweave.chunking.splitter import split_text
+
+    tokenizer = engine.loaded.tokenizer
+    return [chunk for name, text in documents for chunk in split_text(text, tokenizer, split, source=name)]
+
+
+def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:
+    """Warm the store behind a progress bar."""
+    from chunkweave.cli.console import progress
+
+    with progress("computing chunks") as report:
+        engine.precompute(chunks, progress=report)
+
+
+def answer_aloud(engine: "Engine", request: "Request", output: Output, *, method: str | None = None) -> "Answer":
+    """Stream one answer to the screen, then show what was reused for it."""
+    output.show_text(f"> {request.question}\n")
+    answer = None
+    for event in engine.stream(request, method=method):
+        output.show_text(event.text)
+        answer = event.answer
+    assert answer is not None, "the last event of a stream carries the answer"
+    output.show_text("\n\n")
+    output.show(reuse_summary(answer.report), "")
+    return answer
+
+
+def answer_dict(question: str, answer: "Answer") -> dict[str, Any]:
+    """One answer as JSON."""
+    return {
+        "question": question,
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "report": answer.report.as_dict(),
+    }
+
+
+def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """`--docs` and positional arguments -> documents and questions.
+
+    A shell turns `--docs *.md "why?"` into one document and many positional arguments; only leading ones that exist
+    are moved, so a question is never lost.
+    """
+    paths, questions = list(docs), list(arguments)
+    while docs and questions and _exists(questions[0]):
+        paths.append(Path(questions.pop(0)))
+    if not questions:
+        raise UsageError("no question: give at least one after the documents")
+    if not all(question.strip() for question in questions):
+        raise UsageError("a question is empty")
+    return paths, questions
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # a question can be longer than any file name
+        return False

@@ -1,0 +1,76 @@
+"""From `--model` or `--shape` to an engine. PyTorch and transformers are imported here, when they are needed."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chunkweave.cli.console import status
+from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.errors import UsageError
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A checkpoint folder or a shape, and how to compute with it.
+
+    Raises:
+        UsageError: both were given, or neither.
+    """
+
+    folder: Path | None
+    shape: str | None
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (self.shape is None):
+            raise UsageError("give either --model FOLDER or --shape NAME")
+
+    @property
+    def name(self) -> str:
+        """What to call the model on screen."""
+        return self.shape if self.folder is None else str(self.folder)  # type: ignore[return-value]
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the weights are random, so that only times mean something."""
+        return self.folder is None
+
+    def load(
+        self, *, store: StoreConfig | None = None, method: str | None = None, reuse: ReuseConfig | None = None
+    ) -> "Engine":
+        """Load the model and put an engine around it.
+
+        Raises:
+            ModelError: the model cannot be loaded or driven.
+            UnknownMethodError: no such shape or method.
+        """
+        with status(f"loading {self.name}"):
+            _quiet_transformers()
+            from chunkweave.engine.engine import Engine
+
+            if self.folder is not None:
+                return Engine.load(
+                    self.folder, device=self.device, dtype=self.dtype, store=store, method=method, reuse=reuse
+                )
+            return Engine.load_shape(
+                self.shape or "",
+                device=self.device,
+                dtype=self.dtype,
+                seed=self.seed,
+                store=store,
+                method=method,
+                reuse=reuse,
+            )
+
+
+def _quiet_transformers() -> None:
+    """No weight-loading bars and no advice from transformers between a command's own lines."""
+    logging: Any = import_module("transformers.utils.logging")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

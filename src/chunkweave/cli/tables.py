@@ -1,0 +1,83 @@
+"""Rich tables of reuse reports and benchmark rows."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from chunkweave.eval.ttft_table import TtftRow
+from chunkweave.metrics import ReuseReport
+
+
+def reuse_summary(report: ReuseReport) -> RenderableType:
+    """What happened to the tokens and chunks of one prompt, and how long it took."""
+    tokens = (
+        f"{report.method}: {report.prompt_tokens} tokens: {report.prefix_exact_tokens} prefix-exact, "
+        f"{report.reused_tokens} reused, {report.recomputed_tokens} recomputed, {report.computed_tokens} computed"
+    )
+    table = Table()
+    table.add_column("chunk", overflow="fold")
+    table.add_column("fate")
+    table.add_column("tokens", justify="right")
+    table.add_column("recomputed", justify="right")
+    table.add_column("tier")
+    for chunk in report.chunks:
+        table.add_row(
+            escape(chunk.source), chunk.fate, str(chunk.tokens), str(chunk.recomputed_tokens), chunk.tier or "-"
+        )
+    return Group(tokens, table, times(report))
+
+
+def times(report: ReuseReport) -> str:
+    """One line: time to first token with its phases, and decoding."""
+    return (
+        f"first token after {seconds(report.ttft_s)} (lookup {seconds(report.lookup_s)}, "
+        f"load {seconds(report.load_s)}, weave {seconds(report.weave_s)}); "
+        f"{report.new_tokens} tokens, decoding {seconds(report.decode_s)}"
+    )
+
+
+def ttft_table(rows: Sequence[TtftRow], title: str, caption: str) -> Table:
+    """Methods against the reference, with the limit that FLOPs set."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("method", no_wrap=True)
+    for name in ("TTFT", "p10", "p90", "speed-up", "limit", "of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("exact", "reused", "recomp.", "computed", "recomp. fraction"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            seconds(row.ttft_median_s),
+            seconds(row.ttft_p10_s),
+            seconds(row.ttft_p90_s),
+            f"{row.speedup:.2f}x",
+            f"{row.flops_limit:.2f}x",
+            f"{row.limit_share:.0%}",
+            f"{row.prefix_exact_tokens:.0f}",
+            f"{row.reused_tokens:.0f}",
+            f"{row.recomputed_tokens:.0f}",
+            f"{row.computed_tokens:.0f}",
+            f"{row.recompute_fraction:.3f}",
+        )
+    return table
+
+
+def seconds(value: float) -> str:
+    """A duration with three significant digits: `1.23 s`, `45.6 ms`."""
+    if value >= 1.0:
+        return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+    return f"{value * 1e3:.3g} ms"
+
+
+def size(value: int | None) -> str:
+    """Bytes in the unit that suits them: `1.2 GiB`."""
+    if value is None:
+        return "unknown"
+    amount = float(value)
+    for unit in ("bytes", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

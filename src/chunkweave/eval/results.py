@@ -1,0 +1,163 @@
+"""What every benchmark writes beside its rows: where, with what, from which source and how it was run."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from chunkweave.errors import UsageError
+
+_PACKAGES = ("chunkweave", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult:
+    """A finished or interrupted benchmark in the form that docs/benchmarks.md describes.
+
+    `rows` are JSON-able, one for each contender; `more` holds what this kind of benchmark adds. `complete` is False
+    if it was interrupted and `rows` cover only what was measured until then.
+    """
+
+    benchmark: str
+    command: str
+    seed: int
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    more: dict[str, Any]
+    complete: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object, with machine, versions and commit of this process."""
+        return {
+            "benchmark": self.benchmark,
+            "complete": self.complete,
+            "command": self.command,
+            "machine": machine(),
+            "versions": versions(),
+            "commit": commit(),
+            "seed": self.seed,
+            "config": self.config,
+            **self.more,
+            "rows": self.rows,
+        }
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores that this process may use, bytes of memory, system."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that times depend on; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit that this source was run from, with `+` if files were changed; None outside a repository."""
+    folder = Path(__file__).resolve().parent
+    tracked = _git(folder, "ls-files", "--", __file__)
+    head = _git(folder, "rev-parse", "HEAD") if tracked else None
+    if not head:
+        return None
+    return f"{head}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def peak_rss_bytes() -> int | None:
+    """Most physical memory that this process ever held; None where the system does not say."""
+    status = _proc_file("/proc/self/status")
+    if "VmHWM" in status:
+        # Not getrusage: on Linux its ru_maxrss starts at the size of the process that forked this one.
+        return int(status["VmHWM"].split()[0]) * 1024
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a long run whether its result can be written.
+
+    Raises:
+        UsageError: the folder does not exist or cannot be written to, or the path is a folder.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise UsageError(f"cannot write to {path}: it is a folder")
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: no permission")
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write `data` as indented JSON; a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path.exists() and not path.is_file():  # a pipe or /dev/stdout: nothing to replace
+        path.write_text(to_json(data) + "\n", encoding="utf-8")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(to_json(data) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def to_json(data: object) -> str:
+    """JSON as the command line prints and writes it."""
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed arguments
+            ["git", "-C", str(folder), *arguments],  # noqa: S607 - git is looked up in PATH on purpose
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    return _proc_file("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    total = _proc_file("/proc/meminfo").get("MemTotal")
+    return int(total.split()[0]) * 1024 if total else None
+
+
+def _proc_file(path: str) -> dict[str, str]:
+    """`name: value` lines of a Linux status file, the last of equal names; empty elsewhere."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}

@@ -1,0 +1,84 @@
+"""How right an answer is: the scores that question answering is compared by. Imports no torch."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from chunkweave.errors import UsageError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces: the normalization of SQuAD 1.1's evaluation.
+
+    >>> normalize("The  Harbour-Master's.")
+    'harbourmasters'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 if both are the same after normalization, else 0."""
+    return float(normalize(prediction) == normalize(answer))
+
+
+def f1(prediction: str, answer: str) -> float:
+    """Harmonic mean of precision and recall over the words of both, counted with repetition (SQuAD 1.1).
+
+    >>> f1("the old harbour of Skerrow", "Skerrow harbour")
+    0.6666666666666666
+    """
+    predicted, wanted = normalize(prediction).split(), normalize(answer).split()
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    shared = sum((Counter(predicted) & Counter(wanted)).values())
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(predicted), shared / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def jaccard(prediction: str, answer: str) -> float:
+    """Words in both over words in either, as sets.
+
+    >>> jaccard("old harbour", "harbour bell")
+    0.3333333333333333
+    """
+    predicted, wanted = set(normalize(prediction).split()), set(normalize(answer).split())
+    return len(predicted & wanted) / len(predicted | wanted) if predicted | wanted else 1.0
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """F-measure of the longest common subsequence of words, by the package rouge-score.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    return float(_rouge_scorer().score(answer, prediction)["rougeL"].fmeasure)
+
+
+SCORES: dict[str, Callable[[str, str], float]] = {
+    "f1": f1,
+    "exact_match": exact_match,
+    "rouge_l": rouge_l,
+    "jaccard": jaccard,
+}
+
+
+def best_scores(prediction: str, answers: Sequence[str]) -> dict[str, float]:
+    """Every score of `prediction` against the answer that it is best for; `answers` is not empty."""
+    return {name: max(score(prediction, answer) for answer in answers) for name, score in SCORES.items()}
+
+
+@cache
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise UsageError("ROUGE-L needs the package rouge-score: pip install 'chunkweave[bench]'") from error
+    return RougeScorer(["rougeL"])

@@ -1,0 +1,233 @@
+"""Time to first token by reuse method, measured in one run with alternating contenders over one warm store."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+import torch
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
+from chunkweave.engine.answer import Durations, make_report
+from chunkweave.engine.engine import Engine
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.errors import UsageError
+from chunkweave.eval.datasets import Example
+from chunkweave.eval.prompts import PromptMaker, alone_prompts
+from chunkweave.metrics import ReuseReport
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.method import ReuseMethod, make_method
+
+REFERENCE = "full"
+"""What speed-ups are measured against; always among the contenders."""
+
+HF_REFERENCE = "hf-forward"
+"""The row of the Hugging Face forward on the same ids: shows that `full` is no straw man."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) after every measured or warming step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """How the store is filled before anything is measured.
+
+    `queries=0`: the system part and every chunk computed alone. Else by that many earlier requests of the data set,
+    prefilled in full and stored as a request's chunks are: each in the context that it stood in.
+    """
+
+    queries: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Warmth":
+        """From `alone` or `queries:N`.
+
+        Raises:
+            UsageError: neither of them.
+        """
+        if text == "alone":
+            return cls()
+        kind, _, count = text.partition(":")
+        if kind != "queries" or not count.isdecimal() or int(count) < 1:
+            raise UsageError(f"not a way to warm the store: {text!r}; write alone or queries:N with N from 1 on")
+        return cls(int(count))
+
+    def __str__(self) -> str:
+        return f"queries:{self.queries}" if self.queries else "alone"
+
+
+@dataclass(frozen=True, slots=True)
+class TtftConfig:
+    """What is measured: contenders, the size of the prompts, how the store is warmed, how many questions."""
+
+    methods: tuple[str, ...] = ("prefix", "full-reuse", "cacheblend")
+    recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
+    chunks: int = 6
+    chunk_tokens: int = 512
+    warm: Warmth = Warmth()
+    questions: int = 10
+    seed: int = 0
+    hf_reference: bool = True
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise UsageError(f"questions must be at least 1, not {self.questions}")
+
+    def contenders(self) -> tuple[str, ...]:
+        """Names of all rows in order: the references first, every method once."""
+        references = (REFERENCE, HF_REFERENCE) if self.hf_reference else (REFERENCE,)
+        return tuple(dict.fromkeys((*references, *self.methods)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One contender's first token on one question; `report` is None for the Hugging Face forward."""
+
+    question: int
+    method: str
+    ttft_s: float
+    report: ReuseReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts that warm the store and prompts that are measured."""
+
+    earlier: tuple[Prompt, ...]
+    measured: tuple[Prompt, ...]
+
+
+class Contender(Protocol):
+    """Something that brings a prompt to its first token."""
+
+    def first_token(self, prompt: Prompt) -> Prefilled | None:
+        """Compute the first token and wait for it; returns what a report can be made of, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class WovenPrefill:
+    """A reuse method on our own layer loop. Nothing is captured, so nothing can be stored."""
+
+    runner: Runner
+    method: ReuseMethod
+
+    def first_token(self, prompt: Prompt) -> Prefilled:
+        prefilled = self.runner.prefill(prompt, self.method, capture=False)
+        prefilled.logits.argmax().item()
+        return prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceForward:
+    """The model's own forward on the whole prompt, as `generate` begins with."""
+
+    model: HuggingFaceModel
+
+    def first_token(self, prompt: Prompt) -> None:
+        ids = torch.tensor([prompt.token_ids], device=self.model.device)
+        with torch.inference_mode():
+            self.model.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().item()
+
+
+def make_workload(examples: Sequence[Example], engine: Engine, config: TtftConfig) -> Workload:
+    """Draw the questions with the config's seed and build their prompts for the engine's tokenizer.
+
+    Raises:
+        UsageError: the data set has too few questions or too little text.
+        PromptTooLongError: a prompt does not fit the model's context.
+    """
+    needed = config.warm.queries + config.questions
+    if len(examples) < needed:
+        raise UsageError(f"the data set has {len(examples)} questions, but {needed} are asked for")
+    drawn = Random(config.seed).sample(list(examples), needed)
+    maker = PromptMaker(
+        examples,
+        engine.builder,
+        engine.loaded.fingerprint,
+        chunks=config.chunks,
+        chunk_tokens=config.chunk_tokens,
+    )
+    prompts = tuple(maker.prompt(example) for example in drawn)
+    for prompt in prompts:
+        engine.runner.room_for_new_tokens(prompt)
+    return Workload(prompts[: config.warm.queries], prompts[config.warm.queries :])
+
+
+def measure(
+    engine: Engine, workload: Workload, config: TtftConfig, progress: Progress | None = None
+) -> Iterator[Sample]:
+    """Warm the store, run every contender once uncounted, then yield samples question by question.
+
+    Contenders alternate within each question and take turns in going first. A question's samples come together, so
+    that leaving early keeps whole questions. With `alone`, a question's chunks are warmed right before it is measured:
+    so a budget that holds one prompt is enough, and no contender finds chunks evicted that another found.
+
+    Raises:
+        UnknownMethodError: a method of the config does not exist.
+    """
+    contenders = make_contenders(engine, config)
+    names = list(contenders)
+    steps = _Steps(progress, len(workload.earlier) + len(names) * (1 + len(workload.measured)))
+    for prompt in workload.earlier:
+        _store(engine, prompt)
+        steps.done()
+    for index, prompt in enumerate(workload.measured):
+        if not workload.earlier:
+            _warm_alone(engine, prompt)
+        if index == 0:
+            for name in names:
+                contenders[name].first_token(prompt)
+                steps.done()
+        samples = []
+        for turn in range(len(names)):
+            name = names[(index + turn) % len(names)]
+            samples.append(_sample(engine, index, name, contenders[name], prompt))
+            steps.done()
+        yield from samples
+
+
+def make_contenders(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
+    """Everything that is to be measured, by its row's name."""
+    reuse = ReuseConfig(recompute_ratio=config.recompute_ratio, seed=config.seed)
+    return {
+        name: HuggingFaceForward(engine.loaded.model)
+        if name == HF_REFERENCE
+        else WovenPrefill(engine.runner, make_method(name, reuse))
+        for name in config.contenders()
+    }
+
+
+@dataclass(slots=True)
+class _Steps:
+    progress: Progress | None
+    total: int
+    finished: int = 0
+
+    def done(self) -> None:
+        self.finished += 1
+        if self.progress is not None:
+            self.progress(self.finished, self.total)
+
+
+def _warm_alone(engine: Engine, prompt: Prompt) -> None:
+    """Compute those parts of the prompt alone that are not stored; those that are stay while room is made."""
+    with engine.store.lease(engine.store.lookup(prompt)):
+        for part in alone_prompts(prompt):
+            if not engine.store.lookup(part).parts[-1].variants:
+                _store(engine, part)
+
+
+def _store(engine: Engine, prompt: Prompt) -> None:
+    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE)))
+
+
+def _sample(engine: Engine, index: int, name: str, contender: Contender, prompt: Prompt) -> Sample:
+    started = time.perf_counter()
+    prefilled = contender.first_token(prompt)
+    ttft_s = time.perf_counter() - started
+    if prefilled is None:
+        return Sample(index, name, ttft_s, None)
+    report = make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0)
+    return Sample(index, name, ttft_s, report)

@@ -1,0 +1,157 @@
+"""What a world is made of: facts, passages that state them, questions, requests."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chunkweave.types import Chunk
+
+NOT_STATED = "not stated"
+"""The gold answer to a question that the passages at hand do not answer."""
+
+
+class Split(StrEnum):
+    """Which names and wordings a world may use. No name and no combination of names is in both."""
+
+    TRAIN = "train"
+    TEST = "test"
+
+
+class ValueType(StrEnum):
+    """What a fact's value is. Passages can share values of the first four types."""
+
+    CITY = "city"
+    PERSON = "person"
+    YEAR = "year"
+    NUMBER = "number"
+    TRADE = "trade"
+    ALIAS = "alias"
+
+
+SHARED_TYPES = (ValueType.CITY, ValueType.PERSON, ValueType.YEAR, ValueType.NUMBER)
+
+
+class Relation(StrEnum):
+    """How a fact's value belongs to its subject."""
+
+    CITY = "city"
+    LEADER = "leader"
+    OPENED = "opened"
+    COUNT = "count"
+    BIRTHPLACE = "birthplace"
+    BORN = "born"
+    WORKS = "works"
+    TRADE = "trade"
+    ALIAS = "alias"
+    REPORTED_COUNT = "reported count"
+    IS = "is"
+    """The subject is itself the value: a person's own passage names that person."""
+    ASIDE_CITY = "aside: city"
+    ASIDE_PERSON = "aside: person"
+    ASIDE_YEAR = "aside: year"
+    ASIDE_NUMBER = "aside: number"
+
+
+VALUE_TYPES: dict[Relation, ValueType] = {
+    Relation.CITY: ValueType.CITY,
+    Relation.LEADER: ValueType.PERSON,
+    Relation.OPENED: ValueType.YEAR,
+    Relation.COUNT: ValueType.NUMBER,
+    Relation.BIRTHPLACE: ValueType.CITY,
+    Relation.BORN: ValueType.YEAR,
+    Relation.WORKS: ValueType.NUMBER,
+    Relation.TRADE: ValueType.TRADE,
+    Relation.ALIAS: ValueType.ALIAS,
+    Relation.REPORTED_COUNT: ValueType.NUMBER,
+    Relation.IS: ValueType.PERSON,
+    Relation.ASIDE_CITY: ValueType.CITY,
+    Relation.ASIDE_PERSON: ValueType.PERSON,
+    Relation.ASIDE_YEAR: ValueType.YEAR,
+    Relation.ASIDE_NUMBER: ValueType.NUMBER,
+}
+
+
+class QuestionKind(StrEnum):
+    """What answering takes."""
+
+    SINGLE = "single"
+    """One passage holds the answer."""
+    COMMON = "common"
+    """The one city, person, year or number that two passages share. No look-up from the question finds it."""
+    WHICH_TWO = "which-two"
+    """The two subjects whose passages share a value."""
+    BRIDGE = "bridge"
+    """One passage names a person, that person's passage holds the answer."""
+    COMPARISON = "comparison"
+    ALIAS = "alias"
+    """One passage renames what another describes."""
+    CORRECTION = "correction"
+    """Two dated reports differ; the later date counts, wherever it stands in the prompt."""
+    NOT_STATED = "not-stated"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """`subject` has `value` by `relation`; `as_of` is the year of a dated statement."""
+
+    subject: str
+    relation: Relation
+    value: str
+    as_of: int | None = None
+
+    @property
+    def value_type(self) -> ValueType:
+        """What `value` is."""
+        return VALUE_TYPES[self.relation]
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text and every fact that it states. `unit` is what the subject's count counts ("rooms"), if anything."""
+
+    id: str
+    subject: str
+    text: str
+    facts: tuple[Fact, ...]
+    source: str
+    unit: str = ""
+
+    def values(self, value_type: ValueType) -> frozenset[str]:
+        """The values of one type that the passage names."""
+        return frozenset(fact.value for fact in self.facts if fact.value_type is value_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`answers` are equally right, the first is the one to train on; `needed` are the ids of the passages that matter.
+
+    `subjects`, `relation` and `shared` say what the question turns on: from them the checker derives the answer again.
+    """
+
+    kind: QuestionKind
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[str, ...]
+    subjects: tuple[str, ...] = ()
+    relation: Relation | None = None
+    shared: ValueType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Passages that contradict each other only where a later report corrects an earlier one."""
+
+    seed: int
+    split: Split
+    passages: tuple[Passage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question and the chunks to answer it from, in the order of the prompt."""
+
+    question: str
+    chunks: tuple[Chunk, ...]
+    answers: tuple[str, ...]
+    kind: QuestionKind
+    needed: tuple[int, ...]
+    """Places in `chunks` of the passages that the answer takes, ascending."""

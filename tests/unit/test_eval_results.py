@@ -1,0 +1,60 @@
+import json
+import os
+
+import pytest
+
+from chunkweave.errors import UsageError
+from chunkweave.eval import results
+
+
+def make(**changes):
+    values = {
+        "benchmark": "ttft",
+        "command": "chunkweave bench ttft",
+        "seed": 5,
+        "config": {"chunks": 6},
+        "rows": [{"method": "full"}],
+        "more": {"store": {"bytes": 1}},
+    }
+    return results.BenchmarkResult(**{**values, **changes})
+
+
+def test_a_result_says_where_and_how_it_was_made():
+    data = make().as_dict()
+    assert {"machine", "versions", "commit", "seed", "config", "rows", "command", "complete", "store"} <= set(data)
+    assert data["machine"]["cores"] >= 1
+    assert "python" in data["versions"]
+    json.dumps(data)
+
+
+def test_peak_memory_is_at_least_what_is_held():
+    peak = results.peak_rss_bytes()
+    held = bytearray(os.urandom(1 << 16)) * 512
+    assert peak is not None
+    assert results.peak_rss_bytes() >= peak >= 1 << 20
+    assert len(held) == 32 << 20
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    results.write_json(path, {"a": "ü"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ü"}
+    assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_nan_never_gets_into_a_result(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        results.write_json(path, {"a": float("nan")})
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    results.check_writable(tmp_path / "new.json")
+    with pytest.raises(UsageError, match="no folder"):
+        results.check_writable(tmp_path / "missing" / "new.json")
+    with pytest.raises(UsageError, match="it is a folder"):
+        results.check_writable(tmp_path)

@@ -1,0 +1,55 @@
+"""Scores and intervals against values worked out by hand."""
+
+import pytest
+
+from chunkweave.eval.bootstrap import mean_interval
+from chunkweave.eval.scores import best_scores, exact_match, f1, jaccard, normalize, rouge_l
+
+
+def test_normalization_is_that_of_squad():
+    assert normalize(" The Quay's  bell, a\tbuoy ") == "quays bell buoy"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "score"),
+    [
+        ("Skerrow", "skerrow.", 1.0),
+        ("in Skerrow", "Skerrow", 2 / 3),
+        ("north north pier", "north pier", 0.8),
+        ("pier", "quay", 0.0),
+        ("", "", 1.0),
+        ("the", "a", 1.0),
+        ("", "quay", 0.0),
+    ],
+)
+def test_f1(prediction, answer, score):
+    assert f1(prediction, answer) == pytest.approx(score)
+
+
+def test_exact_match_and_jaccard():
+    assert exact_match("The pier", "pier!") == 1.0
+    assert exact_match("piers", "pier") == 0.0
+    assert jaccard("pier pier quay", "quay bell") == pytest.approx(1 / 3)
+
+
+def test_rouge_l_is_about_order():
+    assert rouge_l("quay of the north", "north quay") == pytest.approx(1 / 3)
+    assert rouge_l("north quay", "north quay") == 1.0
+
+
+def test_the_best_answer_counts_for_each_score():
+    scores = best_scores("Orla and Finn", ["Finn and Orla", "Orla and Finn"])
+    assert scores == {"f1": 1.0, "exact_match": 1.0, "rouge_l": 1.0, "jaccard": 1.0}
+
+
+def test_an_interval_holds_its_mean_and_narrows_with_more_questions():
+    few, more = mean_interval([0.0, 1.0] * 10), mean_interval([0.0, 1.0] * 1000)
+    assert few.mean == more.mean == 0.5
+    assert few.low < more.low < 0.5 < more.high < few.high
+    assert more.high - more.low == pytest.approx(2 * 1.96 * 0.5 / 2000**0.5, rel=0.15)
+    assert mean_interval([0.3] * 5).low == pytest.approx(0.3)
+
+
+def test_an_interval_is_repeatable_by_seed():
+    values = [0.1, 0.9, 0.4, 0.0, 1.0, 0.7]
+    assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
