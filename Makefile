@@ -1,0 +1,53 @@
+# Everything sets itself up: Python >= 3.11, pip and make are enough.
+# PYTHON picks the interpreter, PIP_ARGS goes to every pip install (see docs/install.md).
+
+PYTHON ?= python3
+PIP_ARGS ?=
+
+DEMO_VENV := .venv
+TEST_VENV := .venv-test
+SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint checks clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(DEMO_VENV)/.installed ## Install into .venv and show woven answers with times by method
+	$(DEMO_VENV)/bin/chunkweave demo
+
+test: ## Fresh .venv-test, then linters, type check and all tests that need no server
+	rm -rf $(TEST_VENV)
+	$(MAKE) $(TEST_VENV)/.installed
+	$(MAKE) checks
+	$(TEST_VENV)/bin/python -m pytest
+
+lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
+
+checks:
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
+	$(TEST_VENV)/bin/mypy --strict src
+	$(TEST_VENV)/bin/lint-imports
+
+clean: ## Remove everything that the other targets made
+	rm -rf $(DEMO_VENV) $(TEST_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(DEMO_VENV)/.installed: $(SOURCES)
+	$(call make_venv,$(DEMO_VENV))
+	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) .
+	touch $@
+
+$(TEST_VENV)/.installed: pyproject.toml
+	$(call make_venv,$(TEST_VENV))
+	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	touch $@
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "chunkweave needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+$(PYTHON) -m venv $(1)
+endef
