@@ -12,6 +12,7 @@ import chunkweave
 from chunkweave.cli import demo as demo_module
 from chunkweave.cli.app import app
 from chunkweave.eval import ttft
+from chunkweave.eval.bundled import bundled_documents, bundled_examples
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +239,71 @@ def test_demo_answers_from_bundled_documents_and_compares(monkeypatch, tmp_path)
 
 
 def test_the_demo_gives_each_question_the_documents_that_answer_it():
-    documents, questions = demo_module.bundled_documents()
+    documents, questions = bundled_documents()
     names = {name for name, _ in documents}
     assert len(questions) >= 3
     assert all(question.answers and set(question.sources) <= names for question in questions)
+
+
+def test_bundled_questions_come_as_often_as_asked_each_in_an_order_of_its_own():
+    examples = bundled_examples(8, seed=1)
+    assert len(examples) == 8 == len({tuple(chunk.source for chunk in example.chunks) for example in examples})
+    assert examples[0].question == examples[6].question
+    assert examples == bundled_examples(8, seed=1) != bundled_examples(8, seed=2)
+
+
+def test_bench_ttft_takes_the_bundled_documents_without_a_data_set(tmp_path):
+    out = tmp_path / "ttft.json"
+    result = invoke(
+        "bench", "ttft", "--shape", "demo", "--questions", 1, "--chunks", 2, "--chunk-tokens", 16, "--out", out
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text(encoding="utf-8"))["config"]["dataset"] == "bundled documents"
+
+
+def test_bench_quality_prints_a_table_writes_json_and_draws_a_plot(tmp_path):
+    out, plot = tmp_path / "quality.json", tmp_path / "quality.png"
+    options = [
+        "--questions",
+        2,
+        "--chunks",
+        3,
+        "--recompute-ratio",
+        "0.1,0.5",
+        "--max-new-tokens",
+        4,
+        "--deviations",
+        1,
+    ]
+    result = invoke("bench", "quality", "--shape", "demo", *options, "--out", out, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert "cacheblend@0.1" in result.stdout
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["method"] for row in data["rows"]][:3] == ["full", "full-reuse", "cacheblend@0.1"]
+    assert len(data["deviation"]["full-reuse"]["kv"]) == 8
+    assert max(data["deviation"]["full"]["kv"]) < max(data["deviation"]["full-reuse"]["kv"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--kinds", "riddle"], 2, "unknown kind of question 'riddle'; there are: alias"),
+        (["--methods", "magic"], 2, "unknown reuse method 'magic'"),
+        (["--recompute-ratio", "much"], 2, "--recompute-ratio takes numbers"),
+        (["--recompute-ratio", "1.5"], 2, "between 0 and 1"),
+        (["--dataset", "nowhere.jsonl"], 1, "nowhere.jsonl"),
+    ],
+)
+def test_bench_quality_refuses_what_it_cannot_measure(more, code, said):
+    result = invoke("bench", "quality", "--shape", "demo", "--questions", 2, *more)
+    assert result.exit_code == code
+    assert said in " ".join(result.stderr.split())
+
+
+def test_bench_quality_refuses_an_empty_data_set(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("", encoding="utf-8")
+    result = invoke("bench", "quality", "--shape", "demo", "--dataset", path)
+    assert result.exit_code == 1
+    assert "holds no question" in result.stderr

@@ -16,6 +16,7 @@ from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.tables import size, ttft_table
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
+from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
 from chunkweave.eval.ttft_table import summarize
@@ -32,8 +33,11 @@ app.command()(quality)
 @app.command()
 def ttft(
     dataset: Annotated[
-        Path, typer.Option(help="MuSiQue JSON, SQuAD 1.1 JSON, or JSONL of {question, chunks, answers}.")
-    ],
+        Path | None,
+        typer.Option(
+            help="MuSiQue JSON, SQuAD 1.1 JSON, or JSONL of {question, chunks, answers}; bundled documents if left out."
+        ),
+    ] = None,
     model: options.Model = None,
     shape: options.Shape = None,
     methods: Annotated[
@@ -57,15 +61,19 @@ def ttft(
     output = Output(json, out)
     choice = ModelChoice(model, shape, device, dtype, seed)
     store = StoreConfig(parse_bytes(store_budget))
-    examples = load_dataset(dataset, seed=seed)
     set_threads(threads)
     from chunkweave.eval.ttft import TtftConfig, Warmth, make_workload
 
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     config = TtftConfig(names, recompute_ratio, chunks, chunk_tokens, Warmth.parse(warm), questions, seed, hf_reference)
+    examples = (
+        load_dataset(dataset, seed=seed)
+        if dataset is not None
+        else bundled_examples(config.warm.queries + questions, seed=seed)
+    )
     engine = choice.load(store=store)
     workload = make_workload(examples, engine, config)
-    run = TtftRun(engine, config, {"model": choice.name, "dataset": str(dataset)})
+    run = TtftRun(engine, config, {"model": choice.name, "dataset": str(dataset or "bundled documents")})
     try:
         run.measure(workload)
     except KeyboardInterrupt:

@@ -1,20 +1,18 @@
 """`chunkweave demo`: woven answers and a TTFT table over bundled documents, without any argument."""
 
-import json as json_format
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.resources import as_file, files
+from importlib.resources import files
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from chunkweave.chunking.documents import read_documents
 from chunkweave.cli import options
 from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks, split_documents
 from chunkweave.cli.bench import TtftRun
 from chunkweave.cli.console import Output
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.config import SamplingParams
+from chunkweave.eval.bundled import BundledQuestion, bundled_documents
 from chunkweave.eval.datasets import Example
 from chunkweave.types import Chunk
 
@@ -26,17 +24,9 @@ STAND_IN_SHAPE = "smollm2-135m"
 
 METHOD = "cacheblend"
 _QUESTIONS = 3
+_COMPARED_QUESTIONS = 2
 _CHUNKS = 6
 _ANSWER_TOKENS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class DemoQuestion:
-    """A question over the bundled documents, the answers that count as right, the documents that hold them."""
-
-    text: str
-    answers: tuple[str, ...]
-    sources: tuple[str, ...]
 
 
 def demo(json: options.Json = False, out: options.Out = None) -> None:
@@ -63,16 +53,7 @@ def demo_model() -> ModelChoice:
     return ModelChoice(None, STAND_IN_SHAPE)
 
 
-def bundled_documents() -> tuple[list[tuple[str, str]], list[DemoQuestion]]:
-    """(name, text) of every bundled document, and the questions about them."""
-    with as_file(files("chunkweave") / "assets" / "documents") as folder:
-        documents = [(document.name, document.text) for document in read_documents([folder])]
-        entries = json_format.loads((folder / "questions.json").read_text(encoding="utf-8"))
-    questions = [DemoQuestion(entry["question"], tuple(entry["answers"]), tuple(entry["sources"])) for entry in entries]
-    return documents, questions
-
-
-def retrieved(question: DemoQuestion, chunks: Sequence[Chunk], rng: Random) -> tuple[Chunk, ...]:
+def retrieved(question: BundledQuestion, chunks: Sequence[Chunk], rng: Random) -> tuple[Chunk, ...]:
     """Six chunks in no order, as retrieval might bring them: those of the question's documents, and others."""
     needed = [chunk for chunk in chunks if chunk.source.partition("#")[0] in question.sources]
     others = [chunk for chunk in chunks if chunk not in needed]
@@ -104,7 +85,7 @@ def _ask(engine: "Engine", example: Example, output: Output) -> dict[str, Any]:
 def _compare(engine: "Engine", examples: list[Example], choice: ModelChoice, output: Output) -> dict[str, Any]:
     from chunkweave.eval.ttft import TtftConfig, make_workload
 
-    config = TtftConfig(chunks=_CHUNKS, chunk_tokens=0, questions=len(examples), hf_reference=False)
+    config = TtftConfig(chunks=_CHUNKS, chunk_tokens=0, questions=_COMPARED_QUESTIONS, hf_reference=False)
     run = TtftRun(engine, config, {"model": choice.name, "dataset": "bundled documents"})
     run.measure(make_workload(examples, engine, config))
     result = run.result()
