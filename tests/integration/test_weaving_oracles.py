@@ -153,11 +153,12 @@ def test_gradual_filtering_narrows_at_each_check_layer(bench):
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
     woven = bench.prefill(prompt, "cacheblend", ratio=0.3, check_layers=(1, 2, 3))
-    finished = [work.finished_tokens for work in woven.work]
+    kept = [work.kept_tokens for work in woven.work]
     entered = [work.entered_tokens for work in woven.work]
-    assert finished[0] == len(prompt)
-    assert finished[0] > finished[1] > finished[2] > finished[3]
-    assert entered[1:] == finished[:-1]
+    assert kept[0] == len(prompt)
+    assert kept[0] > kept[1] > kept[2] > kept[3]
+    assert entered[1:] == kept[:-1]
+    assert [work.finished_tokens for work in woven.work] == [*kept[:-1], 1]
     last = woven.plan.passes[0].rules[-1].count
     assert sum(len(span) for span in woven.recomputed) == last
 

@@ -115,12 +115,12 @@ def test_filter_ratios_fall_and_average_to_the_ratio(ratio, layers, more):
 
 
 def test_layer_flops_by_hand():
-    work = LayerWork(entered_tokens=5, finished_tokens=3, visible_keys=11)
+    work = LayerWork(entered_tokens=5, kept_tokens=4, finished_tokens=3, visible_keys=11)
     qkv = 5 * 2 * 6 * (12 + 6 + 6)
     rest = 3 * (2 * 12 * 6 + 2 * 3 * 6 * 10)
     assert layer_flops(GEOMETRY, work) == qkv + rest + 11 * 4 * 12
-    whole = layer_flops(GEOMETRY, LayerWork(4, 4, 10))
-    assert full_prefill_flops(GEOMETRY, 4) == 8 * whole + 2 * 6 * 50
+    whole, last = (layer_flops(GEOMETRY, LayerWork(4, 4, *more)) for more in ((4, 10), (1, 4)))
+    assert full_prefill_flops(GEOMETRY, 4) == 7 * whole + last + 2 * 6 * 50
 
 
 def part(fate, start, stop):

@@ -159,7 +159,7 @@ class Runner:
             hidden = run_pass(model, [rows], times)
             work += rows.work
             fixed = plan.computed_tokens_of(a_pass)
-            recompute_work += sum(layer.finished_tokens - fixed for layer in rows.work)
+            recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
         logits = model.logits(hidden)[0]
         recomputed = plan.reused_among(rows.positions.tolist())
         cache.release_segments()

@@ -26,7 +26,7 @@ def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTime
     """Run the active tokens of all requests through all layers.
 
     Mutates each request's cache and active set. Returns the hidden state behind the last layer of each request's last
-    active token, `[requests, hidden]`.
+    active token, `[requests, hidden]`; in that layer the others give their K and V only.
     """
     times = times if times is not None else LoopTimes()
     hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
@@ -37,8 +37,7 @@ def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTime
             rows.cache.load_layer(layer, model.rotate)
         times.load_s += time.perf_counter() - started
         hidden = _run_layer(model, layer, hidden, batch, stops)
-    ends = torch.tensor([len(rows) for rows in batch]).cumsum(0) - 1
-    return hidden[ends.to(hidden.device)]
+    return hidden
 
 
 def _run_layer(
@@ -50,16 +49,27 @@ def _run_layer(
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
-    rotated_q, rotated_k = model.rotate(q, positions), model.rotate(k, positions)
+    rotated_k = model.rotate(k, positions)
+    if layer == model.geometry.num_layers - 1:
+        ends = _ends(batch).to(hidden.device)
+        hidden, q, positions = hidden[ends], q[ends], positions[ends]
+        for rows in batch:
+            rows.finish_only_last()
+    rotated_q = model.rotate(q, positions)
     attended = []
-    start = 0
+    row = query = 0
     for rows, before, stop in zip(batch, entered, stops, strict=True):
-        mine = slice(start, start + len(rows))
+        mine = slice(row, row + len(rows))
         rows.write(layer, k[mine], rotated_k[mine], v[mine])
-        attended.append(rows.attend(layer, rotated_q[mine], stop))
+        attended.append(rows.attend(layer, rotated_q[query : query + rows.finishing], stop))
         rows.record(before)
-        start = mine.stop
+        row, query = mine.stop, query + rows.finishing
     return model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+
+
+def _ends(batch: Sequence[ActiveRows]) -> torch.Tensor:
+    """Row of each request's last active token in the flat batch, `[requests]`."""
+    return torch.tensor([len(rows) for rows in batch]).cumsum(0) - 1
 
 
 def _refine(layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Sequence[ActiveRows]) -> torch.Tensor | None:

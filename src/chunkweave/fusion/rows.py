@@ -83,9 +83,20 @@ class ActiveRows:
         self._activate(self.positions[keep])
         return keep
 
+    def finish_only_last(self) -> None:
+        """From now on only the last active token is attended and finished: nobody reads the others' hidden states."""
+        self._finishing = self.positions[-1:]
+        self._queries = ScatteredQueries(self._finishing, self._dtype)
+
+    @property
+    def finishing(self) -> int:
+        """How many active tokens, the last ones, go through attention and MLP."""
+        return len(self._finishing)
+
     def record(self, entered: int) -> None:
         """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
-        self.work.append(LayerWork(entered, len(self), self._visible))
+        visible = int(self._finishing.sum()) + len(self._finishing)
+        self.work.append(LayerWork(entered, len(self), len(self._finishing), visible))
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
@@ -94,7 +105,7 @@ class ActiveRows:
             capture.take(layer, first_row, keys, values)
 
     def attend(self, layer: int, queries: torch.Tensor, stop: int) -> torch.Tensor:
-        """Attention of the active rows over the request's cache below position `stop`."""
+        """Attention of the `finishing` rows' queries over the request's cache below position `stop`."""
         keys, values = self.cache.view(layer, stop)
         return self._queries.attend(queries, keys, values)
 
@@ -111,7 +122,7 @@ class ActiveRows:
         """Make `positions` the active ones; everything that follows from them is worked out once, here."""
         self.positions = positions
         self._queries = ScatteredQueries(positions, self._dtype)
-        self._visible = int(positions.sum()) + len(positions)
+        self._finishing = positions
         starts = torch.tensor([capture.part.span.start for capture in self.captures], device=positions.device)
         self._capture_rows: list[int] = torch.searchsorted(positions, starts).tolist()
 

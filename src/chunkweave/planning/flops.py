@@ -9,11 +9,13 @@ from chunkweave.types import Geometry
 class LayerWork:
     """What one layer of one pass computed.
 
-    `entered_tokens` had q, k, v computed; `finished_tokens` of them went through attention and MLP;
-    `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
+    `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule, so that their K and V
+    count; `finished_tokens` of these went through attention and MLP (in the last layer only the one whose logits are
+    asked for); `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
     """
 
     entered_tokens: int
+    kept_tokens: int
     finished_tokens: int
     visible_keys: int
 
@@ -34,6 +36,7 @@ def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
 
 
 def full_prefill_flops(geometry: Geometry, prompt_tokens: int) -> float:
-    """FLOPs of computing every token of a prompt at every layer."""
+    """FLOPs of computing every token of a prompt at every layer; the last layer is finished for the last token only."""
     n = prompt_tokens
-    return prefill_flops(geometry, [LayerWork(n, n, n * (n + 1) // 2)] * geometry.num_layers)
+    layers = [LayerWork(n, n, n, n * (n + 1) // 2)] * (geometry.num_layers - 1)
+    return prefill_flops(geometry, [*layers, LayerWork(n, n, 1, n)])

@@ -1,0 +1,51 @@
+"""Attention of scattered queries against softmax(q k^T) v written out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave.models import attention
+from chunkweave.models.attention import ScatteredQueries
+
+
+def written_out(q, k, v, positions) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (states.double().repeat_interleave(group, 1).transpose(0, 1) for states in (k, v))
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    hidden = torch.arange(k.shape[1]) > torch.tensor(positions)[:, None]
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return out.transpose(0, 1).reshape(len(positions), -1)
+
+
+def compare(positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32, block=16) -> float:
+    generator = torch.Generator().manual_seed(len(positions))
+    q = torch.randn(len(positions), heads, dim, generator=generator).to(dtype)
+    k, v = (torch.randn(keys, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+    queries = ScatteredQueries(torch.tensor(positions), dtype, block_queries=block)
+    return (queries.attend(q, k, v).double() - written_out(q, k, v, positions)).abs().max().item()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sets(st.integers(0, 90), min_size=1), st.sampled_from([(6, 2), (4, 4), (8, 1)]), st.integers(1, 40))
+def test_any_positions(positions, heads, block):
+    ordered = sorted(positions)
+    assert compare(ordered, ordered[-1] + 1, heads=heads[0], kv_heads=heads[1], block=block) < 1e-5
+
+
+@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 40])
+def test_runs_of_positions_whichever_path_they_take(start):
+    assert compare(list(range(start, start + 40)), start + 40) < 1e-5
+
+
+def test_keys_behind_the_last_query_are_not_seen():
+    assert compare([3, 7, 8], 9) < 1e-5
+
+
+def test_masks_too_large_to_keep_are_made_again(monkeypatch):
+    monkeypatch.setattr(attention, "_MAX_MASK_BYTES", 0)
+    assert compare([2, 5, 30, 31, 60], 61) < 1e-5
+
+
+def test_bfloat16_within_its_rounding():
+    assert compare(list(range(0, 90, 3)), 88, dtype=torch.bfloat16) < 0.03
