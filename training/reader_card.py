@@ -32,7 +32,7 @@ general assistant.
 
 ## Held-out F1 by kind of question
 
-Test worlds, 6 passages in random order, teacher-forced; `full-reuse` lets no passage see another.
+Test worlds, {tested} in random order, greedy decoding; `full-reuse` lets no passage see another.
 
 {table}
 """
@@ -49,6 +49,7 @@ def write_card(path: Path, preset: dict[str, object], seed: int, progress: dict[
         hardware=", ".join(progress["hardware"]),  # type: ignore[arg-type]
         seed=seed,
         config=json.dumps(preset, indent=1),
+        tested=progress.get("tested", "no questions yet"),
         table=_table(progress["results"]),  # type: ignore[arg-type]
     )
     path.write_text(text, "utf-8")

@@ -64,7 +64,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What rows look like up to a step of training; `step_share` is a step's size as a share of the whole size."""
+    """What rows look like up to a step of training: over how many passages (over none, all rows are for copying).
+
+    `step_share` is a step's size as a share of the whole size.
+    """
 
     until_step: int
     passages: tuple[int, ...]
@@ -78,13 +81,14 @@ _SHORT = WorldSize(8, 6, 2, 2, values=8, max_fillers=0, min_words=0)
 _MIXED = WorldSize(8, 6, 2, 2, values=9, max_fillers=1, min_words=0)
 _EASY = (QuestionKind.SINGLE, QuestionKind.COMMON, QuestionKind.NOT_STATED)
 STAGES = (
-    Stage(300, (1, 2, 3), 0.5, 0.5, _SHORT, _EASY),
-    Stage(1000, (2, 3, 4), 0.2, 0.5, _SHORT, _EASY),
-    Stage(2000, (3, 4, 5), 0.1, 0.75, _SHORT, tuple(QuestionKind)),
-    Stage(2800, (2, 4, 5, 6), 0.05, 1.0, _MIXED, tuple(QuestionKind)),
+    Stage(400, (), 1.0, 0.4, _SHORT, _EASY),
+    Stage(600, (1, 2, 3), 0.3, 0.5, _SHORT, _EASY),
+    Stage(1400, (2, 3, 4), 0.15, 0.5, _SHORT, _EASY),
+    Stage(2200, (3, 4, 5), 0.1, 0.75, _SHORT, tuple(QuestionKind)),
+    Stage(3000, (2, 4, 5, 6), 0.05, 1.0, _MIXED, tuple(QuestionKind)),
     Stage(10**9, (1, 2, 3, 4, 5, 6, 6, 6, 6, 7, 8, 10, 12), 0.03, 1.0, WorldSize(), tuple(QuestionKind)),
 )
-"""Copying first, then few short passages, then up to twelve whole ones."""
+"""Copying alone, then few short passages, then up to twelve whole ones."""
 
 
 def stage_at(step: int) -> Stage:
@@ -104,6 +108,9 @@ class RowMaker:
         """The rows of a training step: about `tokens` tokens together, padding included."""
         rng = Random(f"rows {seed} {step}")
         stage = stage_at(step)
+        if not stage.passages:
+            longest = 34 + step // 10
+            return [self.copy_row(rng, longest) for _ in range(int(tokens * stage.step_share) // longest)]
         passages = rng.choice(stage.passages)
         rows: list[Row] = []
         longest = 0
@@ -117,7 +124,7 @@ class RowMaker:
         return rows
 
     def copy_row(self, rng: Random, longest: int) -> Row:
-        """At most `longest` tokens: random ones of the whole vocabulary, then the same again; the second time counts."""
+        """At most `longest` tokens: random ones of the whole vocabulary, then the same again, which is what counts."""
         row = Row()
         length = rng.randint(8, max(8, min(longest // 2 - 1, 128)))
         span = [rng.randrange(3, self._vocab_size) for _ in range(length)]
@@ -146,7 +153,9 @@ class RowMaker:
             row.add(self._encode(_TEMPLATE.chunk_text(passage.text)), start=len(row), chunk=place)
         return row
 
-    def add_questions(self, row: Row, questions: Sequence[Question], rng: Random | None = None) -> None:
+    def add_questions(
+        self, row: Row, questions: Sequence[Question], rng: Random | None = None, answer_room: int = 0
+    ) -> None:
         """Append questions with answers; with an `rng`, one in six continues the conversation before it."""
         context = start = len(row)
         owner = 0
@@ -156,6 +165,7 @@ class RowMaker:
                 start = context
             ids = self._encode(_TEMPLATE.question_text(question.text))
             answer = [*self._encode(" " + question.answers[0]), self._eos]
+            answer += [self._eos] * (answer_room - len(answer))
             first = len(row) + len(ids)
             row.add([*ids, *answer], start=start, owner=owner)
             start += len(ids) + len(answer)
@@ -201,8 +211,11 @@ def _mix(questions: list[Question], rng: Random) -> list[Question]:
     return chosen
 
 
-def held_out_rows(maker: RowMaker, count: int, passages: int, seed: int) -> list[Row]:
-    """Rows over test worlds, with the default instruction and one conversation turn to a question."""
+def held_out_rows(maker: RowMaker, count: int, passages: int, seed: int, answer_room: int = 0) -> list[Row]:
+    """Rows over test worlds, with the default instruction and one conversation turn to a question.
+
+    With `answer_room`, every answer is padded to that many tokens, so that decoding may give a longer one than gold.
+    """
     rng = Random(f"held out {seed}")
     rows = []
     for _ in range(count):
@@ -210,6 +223,7 @@ def held_out_rows(maker: RowMaker, count: int, passages: int, seed: int) -> list
         chosen = pick_passages(world, rng, passages, rng.choice(CROSSING))
         absent = [passage for passage in world.passages if passage not in chosen]
         row = maker.context(chosen, _TEMPLATE.instruction_text(INSTRUCTION))
-        maker.add_questions(row, _mix(ask_about(chosen, rng, world.split, absent=absent), rng))
+        questions = _mix(ask_about(chosen, rng, world.split, absent=absent), rng)
+        maker.add_questions(row, questions, answer_room=answer_room)
         rows.append(row)
     return rows

@@ -85,7 +85,7 @@ def test_needed_passages_stand_anywhere() -> None:
         for place in sample_request(generate_world(seed, Split.TEST), Random(seed), 6, QuestionKind.COMMON).needed
     )
     assert set(places) == set(range(6))
-    assert min(places.values()) > 50
+    assert all(65 < count < 135 for count in places.values())  # 100 are expected, with a deviation of 9
 
 
 def test_common_questions_come_in_every_type() -> None:
