@@ -9,10 +9,10 @@ TEST_VENV := .venv-test
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint checks clean
+.PHONY: help demo test lint checks clean prove-faults prove-loading prove-disk
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO_VENV)/.installed ## Install into .venv and show woven answers with times by method
 	$(DEMO_VENV)/bin/chunkweave demo
@@ -30,6 +30,17 @@ checks:
 	$(TEST_VENV)/bin/ruff format --check .
 	$(TEST_VENV)/bin/mypy --strict src
 	$(TEST_VENV)/bin/lint-imports
+
+prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every bit of every file); writes docs/results/faults.txt
+	CHUNKWEAVE_FAULT_RUNS=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
+		tests/integration/test_disk_faults.py tests/integration/test_remote_faults.py tests/integration/test_restart.py \
+		| tee docs/results/faults.txt
+
+prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
+	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json
+
+prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page cache dropped; writes docs/results
+	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
 
 clean: ## Remove everything that the other targets made
 	rm -rf $(DEMO_VENV) $(TEST_VENV) build dist *.egg-info src/*.egg-info

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from chunkweave.errors import UsageError
 
@@ -29,14 +30,36 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """How much memory segments may take, and which one leaves first when it is full."""
+    """Where segments may be kept, how much room they may take there, and which one leaves first when it is full.
+
+    `budget_bytes` is host memory, `device_budget_bytes` the accelerator's (0: none, segments lie on the host).
+    With a `cache_dir` they are kept on disk too, with a `remote_url` (`redis://...`, `s3://...`, `file://...`) on
+    another machine; the remote's budget bounds what this process puts there, and None leaves it to the server.
+    `codec` is how segments are encoded on disk and remote. A segment is written there once it was seen `admission`
+    times. Segments older than `ttl_s` seconds are dropped everywhere.
+    """
 
     budget_bytes: int = 4 * GIB
     policy: str = "lru"
+    device_budget_bytes: int = 0
+    cache_dir: Path | None = None
+    disk_budget_bytes: int = 64 * GIB
+    remote_url: str | None = None
+    remote_budget_bytes: int | None = None
+    codec: str = "raw"
+    admission: int = 1
+    ttl_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 0:
-            raise UsageError(f"the store's budget must not be negative: {self.budget_bytes}")
+        budgets = (self.budget_bytes, self.device_budget_bytes, self.disk_budget_bytes, self.remote_budget_bytes or 0)
+        if min(budgets) < 0:
+            raise UsageError(f"the store's budget must not be negative: {min(budgets)}")
+        if self.admission < 1:
+            raise UsageError(f"admission must be at least 1, not {self.admission}")
+        if self.ttl_s is not None and not self.ttl_s > 0.0:
+            raise UsageError(f"a time to live must be positive, not {self.ttl_s} s")
+        if self.remote_url is not None and "://" not in self.remote_url:
+            raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
 
 
 @dataclass(frozen=True, slots=True)

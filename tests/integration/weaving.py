@@ -9,10 +9,11 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method
 from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
 from chunkweave.tiers.host import HostTier
 
 BOS = 1
@@ -53,7 +54,7 @@ class Bench:
 
     loaded: LoadedModel
     runner: Runner
-    tier: HostTier[SegmentKV]
+    tier: HostTier[SegmentSource]
 
     def prefill(self, prompt: Prompt, method: str, *, ratio: float = 0.15, keep: bool = False, **config) -> Prefilled:
         chosen = make_method(method, ReuseConfig(recompute_ratio=ratio, **config))
@@ -86,5 +87,6 @@ class Bench:
 
 
 def make_bench(loaded: LoadedModel, *, budget_bytes: int = 1 << 30) -> Bench:
-    tier: HostTier[SegmentKV] = HostTier()
-    return Bench(loaded, Runner(loaded.model, SegmentStore(tier, budget_bytes=budget_bytes)), tier)
+    tier: HostTier[SegmentSource] = HostTier()
+    store = SegmentStore(tier, budget_bytes=budget_bytes)
+    return Bench(loaded, Runner(loaded.model, TieredStore([Level("host", store)])), tier)

@@ -4,17 +4,20 @@ import pytest
 
 from chunkweave.errors import UnknownMethodError
 from chunkweave.store.eviction import known_policies, make_policy
+from chunkweave.store.policies.fifo import FIFOPolicy
+from chunkweave.store.policies.gdsf import GDSFPolicy
+from chunkweave.store.policies.lfu import LFUPolicy
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId
 
 
-def _record(name: str) -> SegmentRecord:
-    return SegmentRecord.of(ChunkId(name), (), (1,), exact=True, nbytes=1)
+def _record(name: str, *, tokens: int = 1, nbytes: int = 1) -> SegmentRecord:
+    return SegmentRecord.of(ChunkId(name), (), tuple(range(tokens)), exact=True, nbytes=nbytes)
 
 
 def test_every_known_policy_can_be_made_and_starts_empty() -> None:
-    assert "lru" in known_policies()
+    assert set(known_policies()) >= {"lru", "lfu", "fifo", "gdsf"}
     for name in known_policies():
         assert list(make_policy(name).ids()) == []
 
@@ -37,14 +40,68 @@ def test_lru_evicts_what_was_used_longest_ago() -> None:
     assert set(policy.ids()) == {a.id, c.id}
 
 
-def test_lru_passes_over_what_may_not_go_and_changes_nothing_by_choosing() -> None:
-    policy = LRUPolicy()
+@pytest.mark.parametrize("name", ["lru", "lfu", "fifo", "gdsf"])
+def test_a_policy_passes_over_what_may_not_go_and_changes_nothing_by_choosing(name: str) -> None:
+    policy = make_policy(name)
     a, b = _record("a"), _record("b")
     policy.on_insert(a)
     policy.on_insert(b)
     assert policy.victim(lambda segment: segment != a.id) == b.id
     assert policy.victim(lambda _: False) is None
     assert policy.victim(lambda _: True) == a.id
+
+
+def test_fifo_does_not_care_for_uses() -> None:
+    policy = FIFOPolicy()
+    a, b = _record("a"), _record("b")
+    policy.on_insert(a)
+    policy.on_insert(b)
+    policy.on_hit(a)
+    assert policy.victim(lambda _: True) == a.id
+
+
+def test_lfu_evicts_what_was_used_least_and_of_those_the_least_recent() -> None:
+    policy = LFUPolicy()
+    a, b, c = (_record(name) for name in "abc")
+    for record in (a, b, c, a, a, b):
+        (policy.on_hit if record.id in policy.ids() else policy.on_insert)(record)
+    assert policy.victim(lambda _: True) == c.id
+    policy.on_hit(c)
+    assert policy.victim(lambda _: True) == b.id, "as often as c, but longer ago"
+    policy.on_remove(b.id)
+    policy.on_insert(b)
+    assert policy.victim(lambda _: True) == b.id, "what comes back starts anew"
+
+
+def test_gdsf_weighs_cost_and_frequency_against_size() -> None:
+    policy = GDSFPolicy()
+    dear, large, plain = (
+        _record("d", tokens=6, nbytes=2),
+        _record("l", tokens=6, nbytes=12),
+        _record("p", tokens=2, nbytes=2),
+    )
+    for record in (dear, large, plain):
+        policy.on_insert(record)
+    assert policy.victim(lambda _: True) == large.id, "0.5 against 1 and 3"
+    policy.on_hit(large)
+    policy.on_hit(large)
+    assert policy.victim(lambda _: True) == plain.id
+
+
+def test_gdsf_ages_by_evictions_and_not_by_removals() -> None:
+    policy = GDSFPolicy(cost=lambda record: 1.0)
+    old, popular, new = (_record(name) for name in "opn")
+    for record in (old, popular):
+        policy.on_insert(record)
+    for record in (old, popular, popular, popular):
+        policy.on_hit(record)
+    policy.on_remove(popular.id)
+    policy.on_insert(new)
+    assert policy.victim(lambda _: True) == new.id, "1 against 2: the removal left the clock at 0"
+    policy.on_remove(new.id)
+    policy.on_insert(new)
+    policy.on_hit(new)
+    assert policy.victim(lambda _: True) == old.id, "2 against 3: the eviction put the clock at 1"
 
 
 def test_removing_an_unknown_segment_is_ignored() -> None:

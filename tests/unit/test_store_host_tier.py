@@ -1,36 +1,37 @@
 """The host tier holds and returns, nothing more."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from chunkweave.tiers.host import HostTier
-from chunkweave.types import SegmentId
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    nbytes: int
+from tests.unit.tier_fakes import Payload, id_of, payload_of, record_of
 
 
 def test_put_get_replace_delete() -> None:
     tier: HostTier[Payload] = HostTier()
-    a, b = SegmentId("a"), SegmentId("b")
-    first, second = Payload(3), Payload(5)
-    tier.put(a, first)
-    assert tier.get(a) is first
-    assert (tier.nbytes(a), tier.nbytes(b)) == (3, 0)
-    tier.put(a, second)
-    assert tier.get(a) is second
-    assert list(tier.ids()) == [a]
-    tier.delete(a)
-    tier.delete(a)
-    assert tier.get(a) is None
-    assert list(tier.ids()) == []
+    first, second = payload_of(record_of("A", nbytes=3)), payload_of(record_of("A", nbytes=5))
+    tier.put(record_of("A"), first)
+    assert tier.get(id_of("A")) is first
+    assert (tier.nbytes(id_of("A")), tier.nbytes(id_of("B"))) == (3, 0)
+    assert tier.size_of(record_of("A"), second) == 5
+    tier.put(record_of("A"), second)
+    assert tier.get(id_of("A")) is second
+    assert [(record.id, record.nbytes) for record in tier.records()] == [(id_of("A"), 5)]
+    tier.delete(id_of("A"))
+    tier.delete(id_of("A"))
+    assert tier.get(id_of("A")) is None
+    assert list(tier.records()) == []
 
 
-def test_ids_is_a_snapshot() -> None:
+def test_records_is_a_snapshot() -> None:
     tier: HostTier[Payload] = HostTier()
-    for name in "abc":
-        tier.put(SegmentId(name), Payload(1))
-    for segment in tier.ids():
-        tier.delete(segment)
-    assert list(tier.ids()) == []
+    for name in "ABC":
+        tier.put(record_of(name), payload_of(record_of(name)))
+    for record in tier.records():
+        tier.delete(record.id)
+    assert list(tier.records()) == []
+
+
+def test_a_payload_is_moved_into_this_memory_first() -> None:
+    tier: HostTier[Payload] = HostTier(lambda payload: Payload(replace(payload.record, nbytes=4)))
+    tier.put(record_of("A"), payload_of(record_of("A")))
+    assert tier.get(id_of("A")) == payload_of(record_of("A", nbytes=4))

@@ -12,6 +12,7 @@ import pytest
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
+from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.tiers.host import HostTier
@@ -210,9 +211,9 @@ def test_inserting_what_is_there_refreshes_it_and_keeps_the_old_payload() -> Non
 class _WatchedTier(HostTier[Payload]):
     most_bytes = 0
 
-    def put(self, segment: SegmentId, payload: Payload) -> None:
-        super().put(segment, payload)
-        self.most_bytes = max(self.most_bytes, sum(self.nbytes(held) for held in self.ids()))
+    def put(self, record: SegmentRecord, payload: Payload) -> None:
+        super().put(record, payload)
+        self.most_bytes = max(self.most_bytes, sum(held.nbytes for held in self.records()))
 
 
 def test_the_tier_never_holds_more_than_the_budget_not_even_in_flight() -> None:
@@ -302,17 +303,42 @@ def test_a_segment_without_bytes_is_refused(nbytes: int) -> None:
         _put(_store(), "A", nbytes=nbytes)
 
 
-def test_a_record_that_does_not_fit_its_chunk_or_payload_is_refused_and_leaves_nothing() -> None:
+def test_a_record_that_is_not_that_of_its_chunk_is_refused_and_leaves_nothing() -> None:
     store = _store("A")
-    tier = store._tier
     stray = SegmentRecord(_id("B"), ChunkId("C"), (), _tokens("C"), True, 10)
     with pytest.raises(UsageError, match="not its own"):
         store.insert(stray, Payload(10))
-    with pytest.raises(UsageError, match="not of 10 bytes"):
-        store.insert(_record("B", nbytes=10), Payload(11))
-    assert list(tier.ids()) == [_id("A")], "the odd payload goes at once"
     store.check()
     assert _paths(store) == {"A"}
+
+
+class _Codec(HostTier[Payload]):
+    """Says that a payload takes `said` bytes, and then holds `taken`."""
+
+    said, taken = 6, 6
+
+    def size_of(self, record: SegmentRecord, payload: Payload) -> int:
+        return self.said
+
+    def put(self, record: SegmentRecord, payload: Payload) -> None:
+        super().put(record, Payload(self.taken))
+
+
+def test_a_record_counts_for_what_it_takes_in_the_tier() -> None:
+    tier = _Codec()
+    store: Store = SegmentStore(tier, budget_bytes=12)
+    assert _put(store, "A", nbytes=10)
+    assert _put(store, "B", nbytes=10)
+    assert store.used_bytes == 12
+    assert [record.nbytes for record in store.records()] == [6, 6]
+    tier.taken = 5
+    assert _put(store, "C")
+    assert store.used_bytes == 11, "it may take less than was reserved"
+    tier.taken = 7
+    assert not _put(store, "D"), "but not more"
+    assert _id("D") not in {record.id for record in tier.records()}
+    assert store.stats.rejected == 1
+    store.check()
 
 
 def test_other_tokens_under_a_stored_id_are_rejected() -> None:
@@ -323,13 +349,28 @@ def test_other_tokens_under_a_stored_id_are_rejected() -> None:
     assert (store.stats.rejected, store.stats.mismatched) == (1, 1)
 
 
-def test_a_store_starts_from_an_empty_tier_a_fresh_policy_and_a_sane_budget() -> None:
-    used: HostTier[Payload] = HostTier()
-    used.put(SegmentId("x"), Payload(1))
-    with pytest.raises(UsageError, match="empty tier"):
-        SegmentStore(used, budget_bytes=10)
+def test_a_store_starts_from_a_fresh_policy_and_a_sane_budget() -> None:
+    used = LRUPolicy()
+    used.on_insert(_record("A"))
+    with pytest.raises(UsageError, match="fresh"):
+        SegmentStore(HostTier[Payload](), budget_bytes=10, policy=used)
     with pytest.raises(UsageError, match="negative"):
         SegmentStore(HostTier[Payload](), budget_bytes=-1)
+
+
+def test_a_store_over_a_tier_that_holds_records_has_them_and_keeps_to_its_budget() -> None:
+    tier: HostTier[Payload] = HostTier()
+    for path in ("AB", "A", "ABC", "X"):
+        tier.put(_record(path), Payload(10))
+    store: Store = SegmentStore(tier, budget_bytes=40)
+    store.check()
+    assert _exact(store, "ABC") == "ABC"
+    assert store.get(_id("X")) == Payload(10)
+    smaller: Store = SegmentStore(tier, budget_bytes=20)
+    smaller.check()
+    assert (smaller.used_bytes, smaller.stats.evictions) == (20, 2)
+    assert {record.id for record in tier.records()} == {record.id for record in smaller.records()}
+    assert _paths(smaller) == {"A", "X"}, "leaves go first: ABC, then AB, which is older than X"
 
 
 # --- pins ---------------------------------------------------------------------------------------------------
@@ -467,7 +508,7 @@ def _break_budget(store: Store) -> None:
 
 
 def _break_tier(store: Store) -> None:
-    store._tier.put(SegmentId("stray"), Payload(1))
+    store._tier.put(_record("Z", nbytes=1), Payload(1))
 
 
 def _break_pins(store: Store) -> None:
@@ -554,10 +595,10 @@ def test_an_interrupt_at_any_line_leaves_a_store_that_checks_and_works(name: str
 class _FullDisk(HostTier[Payload]):
     full = False
 
-    def put(self, segment: SegmentId, payload: Payload) -> None:
+    def put(self, record: SegmentRecord, payload: Payload) -> None:
         if self.full:
             raise OSError("no space left")
-        super().put(segment, payload)
+        super().put(record, payload)
 
 
 def test_a_tier_that_raises_leaves_a_consistent_store(caplog: pytest.LogCaptureFixture) -> None:
@@ -575,7 +616,7 @@ def test_a_tier_that_raises_leaves_a_consistent_store(caplog: pytest.LogCaptureF
     assert _put(store, "D")
 
 
-def test_a_pinned_segment_whose_better_copy_fails_to_come_in_is_gone_and_unpinned() -> None:
+def test_a_pinned_segment_whose_better_copy_fails_to_come_in_stays() -> None:
     tier = _FullDisk()
     store: Store = SegmentStore(tier, budget_bytes=30)
     _put(store, "A", exact=False)
@@ -584,8 +625,9 @@ def test_a_pinned_segment_whose_better_copy_fails_to_come_in_is_gone_and_unpinne
     with pytest.raises(OSError, match="no space"):
         _put(store, "A", exact=True)
     store.check()
-    assert lease.ids == ()
-    assert len(store) == 0
+    assert lease.ids == (_id("A"),)
+    assert not next(iter(store.records())).exact
+    assert store.used_bytes == 10, "the room is given back"
 
 
 def test_threads_share_one_store() -> None:

@@ -8,10 +8,11 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench
+from chunkweave.cli import bench, cache
 from chunkweave.cli.ask import ask
 from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
+from chunkweave.cli.profile import profile
 from chunkweave.errors import ChunkweaveError, UsageError
 
 EXIT_FAILURE = 1
@@ -45,7 +46,9 @@ app = typer.Typer(
 )
 app.command()(ask)
 app.command()(demo)
+app.command()(profile)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _show_version(asked: bool) -> None:

@@ -12,7 +12,7 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output, stderr
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.tables import reuse_summary
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, SamplingParams, StoreConfig, parse_bytes
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, SamplingParams
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
 
@@ -43,7 +43,12 @@ def ask(
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    store_budget: options.StoreBudget = "4GiB",
+    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    cache_dir: options.CacheDir = None,
+    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
+    remote_url: options.RemoteUrl = None,
+    codec: options.Codec = "raw",
+    ttl: options.Ttl = None,
     skip_bad_docs: Annotated[bool, typer.Option("--skip-bad-docs", help="Leave out unreadable documents.")] = False,
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
@@ -59,19 +64,26 @@ def ask(
     sampling = SamplingParams(max_new_tokens, temperature)
     reuse = ReuseConfig(recompute_ratio)
     split = SplitConfig(chunk_tokens, overlap_tokens)
-    store = StoreConfig(parse_bytes(store_budget))
+    store = options.store_config(
+        store_budget=store_budget,
+        cache_dir=cache_dir,
+        disk_budget=disk_budget,
+        remote_url=remote_url,
+        codec=codec,
+        ttl=ttl,
+    )
     paths, asked = _documents_first(docs or [], questions)
     documents = read_documents(paths, on_error="skip" if skip_bad_docs else "raise")
-    engine = choice.load(store=store, method=method, reuse=reuse)
-    chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
-    if choice.random_weights:
-        stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
-    if precompute:
-        precompute_chunks(engine, chunks)
     from chunkweave.engine.answer import Request
 
-    base = Request("", tuple(chunks), system, sampling)
-    answers = [answer_aloud(engine, replace(base, question=question), output) for question in asked]
+    with choice.open(store=store, method=method, reuse=reuse) as engine:
+        chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
+        if choice.random_weights:
+            stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
+        if precompute:
+            precompute_chunks(engine, chunks)
+        base = Request("", tuple(chunks), system, sampling)
+        answers = [answer_aloud(engine, replace(base, question=question), output) for question in asked]
     output.finish({"model": choice.name, "answers": [answer_dict(*pair) for pair in zip(asked, answers, strict=True)]})
 
 

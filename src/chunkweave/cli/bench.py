@@ -1,7 +1,5 @@
 """`chunkweave bench`: benchmarks."""
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +8,12 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
+from chunkweave.cli.bench_loading import loading
 from chunkweave.cli.bench_quality import quality
 from chunkweave.cli.console import Output, progress, stderr
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.tables import size, ttft_table
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, StoreConfig, parse_bytes
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.errors import UsageError
 from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import load_dataset
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure reuse methods against each other.")
 
 app.command()(quality)
+app.command()(loading)
 
 
 @app.command()
@@ -53,14 +53,26 @@ def ttft(
     dtype: options.Dtype = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")] = None,
     hf_reference: Annotated[bool, typer.Option(help="Measure the Hugging Face forward too.")] = True,
-    store_budget: options.StoreBudget = "4GiB",
+    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    cache_dir: options.CacheDir = None,
+    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
+    remote_url: options.RemoteUrl = None,
+    codec: options.Codec = "raw",
+    ttl: options.Ttl = None,
     json: options.Json = False,
     out: options.Out = None,
 ) -> None:
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
     output = Output(json, out)
     choice = ModelChoice(model, shape, device, dtype, seed)
-    store = StoreConfig(parse_bytes(store_budget))
+    store = options.store_config(
+        store_budget=store_budget,
+        cache_dir=cache_dir,
+        disk_budget=disk_budget,
+        remote_url=remote_url,
+        codec=codec,
+        ttl=ttl,
+    )
     set_threads(threads)
     from chunkweave.eval.ttft import TtftConfig, Warmth, make_workload
 
@@ -71,17 +83,18 @@ def ttft(
         if dataset is not None
         else bundled_examples(config.warm.queries + questions, seed=seed)
     )
-    engine = choice.load(store=store)
-    workload = make_workload(examples, engine, config)
-    run = TtftRun(engine, config, {"model": choice.name, "dataset": str(dataset or "bundled documents")})
-    try:
-        run.measure(workload)
-    except KeyboardInterrupt:
-        if run.samples:
-            stderr().print("interrupted: the result covers the questions measured so far")
-            _show(run, output, complete=False)
-        raise
-    _show(run, output, complete=True)
+    origin = {"model": choice.name, "dataset": str(dataset or "bundled documents"), **options.kept(store)}
+    with choice.open(store=store) as engine:
+        workload = make_workload(examples, engine, config)
+        run = TtftRun(engine, config, origin)
+        try:
+            run.measure(workload)
+        except KeyboardInterrupt:
+            if run.samples:
+                stderr().print("interrupted: the result covers the questions measured so far")
+                _show(run, output, complete=False)
+            raise
+        _show(run, output, complete=True)
 
 
 def set_threads(threads: int | None) -> None:
@@ -123,7 +136,7 @@ class TtftRun:
         ]
         return BenchmarkResult(
             benchmark="ttft",
-            command=shlex.join(["chunkweave", *sys.argv[1:]]),
+            command=options.command_line(),
             seed=self._config.seed,
             config={**asdict(self._config), **self._origin, **self._resolved()},
             rows=[row.as_dict() for row in summarize(self.samples)],

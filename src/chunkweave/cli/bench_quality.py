@@ -1,7 +1,5 @@
 """`chunkweave bench quality`: answer quality by reuse method and recompute ratio."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +13,6 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, stderr
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.tables import seconds
-from chunkweave.config import StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.quality_table import QualityRow, summarize_quality
@@ -52,7 +49,12 @@ def quality(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    store_budget: options.StoreBudget = "4GiB",
+    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    cache_dir: options.CacheDir = None,
+    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
+    remote_url: options.RemoteUrl = None,
+    codec: options.Codec = "raw",
+    ttl: options.Ttl = None,
     plot: Annotated[Path | None, typer.Option(help="Draw F1 against recompute fraction into this PNG.")] = None,
     json: options.Json = False,
     out: options.Out = None,
@@ -75,16 +77,25 @@ def quality(
     )
     config.contenders()
     examples = _examples(dataset, questions + config.warm.queries, chunks, _names(kinds), seed)
-    engine = choice.load(store=StoreConfig(parse_bytes(store_budget)))
-    run = QualityRun(engine, config, {"model": choice.name, "dataset": dataset, "chunks": chunks, "kinds": kinds})
-    try:
-        run.measure(examples, deviations)
-    except KeyboardInterrupt:
-        if run.samples:
-            stderr().print("interrupted: the result covers the questions measured so far")
-            run.show(output, plot, complete=False)
-        raise
-    run.show(output, plot, complete=True)
+    store = options.store_config(
+        store_budget=store_budget,
+        cache_dir=cache_dir,
+        disk_budget=disk_budget,
+        remote_url=remote_url,
+        codec=codec,
+        ttl=ttl,
+    )
+    origin = {"model": choice.name, "dataset": dataset, "chunks": chunks, "kinds": kinds, **options.kept(store)}
+    with choice.open(store=store) as engine:
+        run = QualityRun(engine, config, origin)
+        try:
+            run.measure(examples, deviations)
+        except KeyboardInterrupt:
+            if run.samples:
+                stderr().print("interrupted: the result covers the questions measured so far")
+                run.show(output, plot, complete=False)
+            raise
+        run.show(output, plot, complete=True)
 
 
 class QualityRun:
@@ -129,7 +140,7 @@ class QualityRun:
         rows = summarize_quality(self.samples)
         result = BenchmarkResult(
             benchmark="quality",
-            command=shlex.join(["chunkweave", *sys.argv[1:]]),
+            command=options.command_line(),
             seed=self._config.seed,
             config={**asdict(self._config), **self._origin, "warm": str(self._config.warm)},
             rows=[row.as_dict() for row in rows],

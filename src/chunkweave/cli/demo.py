@@ -28,19 +28,19 @@ _CHUNKS = 6
 _ANSWER_TOKENS = 24
 
 
-def demo(json: options.Json = False, out: options.Out = None) -> None:
+def demo(cache_dir: options.CacheDir = None, json: options.Json = False, out: options.Out = None) -> None:
     """Ask three questions over bundled documents, then compare reuse methods. Takes under a minute on two cores."""
     output = Output(json, out)
     choice = demo_model()
-    engine = choice.load(method=METHOD)
     documents, questions = bundled_documents()
-    chunks = split_documents(engine, documents)
-    output.show(_introduction(choice, len(documents), len(chunks)))
-    precompute_chunks(engine, chunks)
-    rng = Random(0)
-    examples = [Example(q.text, retrieved(q, chunks, rng), q.answers) for q in questions[:_QUESTIONS]]
-    answers = [_ask(engine, example, output) for example in examples]
-    ttft = _compare(engine, examples, choice, output)
+    with choice.open(store=options.store_config(cache_dir=cache_dir), method=METHOD) as engine:
+        chunks = split_documents(engine, documents)
+        output.show(_introduction(choice, len(documents), len(chunks)))
+        precompute_chunks(engine, chunks)
+        rng = Random(0)
+        examples = [Example(q.text, retrieved(q, chunks, rng), q.answers) for q in questions[:_QUESTIONS]]
+        answers = [_ask(engine, example, output) for example in examples]
+        ttft = _compare(engine, examples, choice, output)
     output.finish({"model": choice.name, "random_weights": choice.random_weights, "answers": answers, "ttft": ttft})
 
 

@@ -1,11 +1,13 @@
 """From `--model` or `--shape` to an engine. PyTorch and transformers are imported here, when they are needed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkweave.cli.console import status
+from chunkweave.cli.console import status, stderr
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 
@@ -40,6 +42,26 @@ class ModelChoice:
     def random_weights(self) -> bool:
         """Whether the weights are random, so that only times mean something."""
         return self.folder is None
+
+    @contextmanager
+    def open(
+        self, *, store: StoreConfig | None = None, method: str | None = None, reuse: ReuseConfig | None = None
+    ) -> Iterator["Engine"]:
+        """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
+
+        Raises:
+            ModelError: the model cannot be loaded or driven.
+            UsageError: no such shape, method or codec, or a remote URL that cannot be used.
+        """
+        engine = self.load(store=store, method=method, reuse=reuse)
+        try:
+            yield engine
+        finally:
+            with status("writing segments"):
+                engine.close()
+            stats = engine.store.stats
+            if unwritten := stats.writes_failed + stats.writes_skipped:
+                stderr().print(f"[yellow]{unwritten} writes of segments to disk or remote were not done.[/yellow]")
 
     def load(
         self, *, store: StoreConfig | None = None, method: str | None = None, reuse: ReuseConfig | None = None

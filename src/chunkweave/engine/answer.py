@@ -1,6 +1,6 @@
 """What the engine takes and what it gives back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkweave.chunking.prompt import PartKind
@@ -9,7 +9,7 @@ from chunkweave.engine.runner import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import Fate, PartPlan
-from chunkweave.types import Chunk, Geometry, Span, spans_of
+from chunkweave.types import Chunk, Geometry, SegmentId, Span, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,14 @@ class Durations:
     queue_s: float
 
 
-def make_report(prefilled: Prefilled, geometry: Geometry, durations: Durations, new_tokens: int) -> ReuseReport:
-    """Tokens by fate and time by phase of one answer."""
+def make_report(
+    prefilled: Prefilled,
+    geometry: Geometry,
+    durations: Durations,
+    new_tokens: int,
+    tiers: Mapping[SegmentId, str] | None = None,
+) -> ReuseReport:
+    """Tokens by fate and time by phase of one answer; `tiers` says where segments came from (host, if it does not)."""
     plan = prefilled.plan
     reused = plan.tokens(Fate.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
@@ -77,14 +83,14 @@ def make_report(prefilled: Prefilled, geometry: Geometry, durations: Durations, 
         prefill_flops=prefill_flops(geometry, list(prefilled.work)),
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
         chunks=tuple(
-            _chunk_report(part, prefilled.recomputed)
+            _chunk_report(part, prefilled.recomputed, tiers or {})
             for part in plan.parts
             if part.part.kind in (PartKind.SYSTEM, PartKind.CHUNK)
         ),
     )
 
 
-def _chunk_report(part: PartPlan, recomputed: Sequence[Span]) -> ChunkReport:
+def _chunk_report(part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str]) -> ChunkReport:
     assert part.part.id is not None, "system and chunk parts have ids"
     inside = spans_of(p for span in recomputed for p in _overlap(span, part.span).positions())
     return ChunkReport(
@@ -92,7 +98,7 @@ def _chunk_report(part: PartPlan, recomputed: Sequence[Span]) -> ChunkReport:
         source=part.part.source or str(part.part.kind),
         fate=str(part.fate),
         variant=part.segment,
-        tier="host" if part.segment is not None else None,
+        tier=tiers.get(part.segment, "host") if part.segment is not None else None,
         tokens=len(part.span),
         recomputed_tokens=sum(len(span) for span in inside),
         recomputed=inside,

@@ -1,7 +1,7 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -16,14 +16,16 @@ from chunkweave.engine.answer import Answer, Durations, Request, StreamEvent, ma
 from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.engine.sampling import Sampler
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.engine.stores import open_store
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave.planning.adaptive import HiddenLoading
+from chunkweave.planning.cost_file import stored_cost_model
+from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.methods.full import FullPrefill
-from chunkweave.store.eviction import make_policy
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.tiers.host import HostTier
-from chunkweave.types import Chunk
+from chunkweave.store.tiered import TieredStore
+from chunkweave.types import Chunk, SegmentId
 
 DEFAULT_METHOD = "prefix"
 """Exact: approximate reuse is a default only for a model with a calibration record (DESIGN §3.9)."""
@@ -42,6 +44,7 @@ class _Running:
     detokenizer: Detokenizer
     room: int
     queue_s: float
+    tiers: Mapping[SegmentId, str]
     ttft_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -58,7 +61,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         *,
-        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
         reuse: ReuseConfig | None = None,
         template: PromptTemplate | None = None,
@@ -67,25 +70,28 @@ class Engine:
 
         Args:
             loaded: model, tokenizer and fingerprint (`chunkweave.models.loading`).
-            store: a budget and policy for a new store, or an existing store of the same model.
+            store: what to open, and close with the engine; or an open store of the same model, which its owner closes.
             method: reuse method for calls that name none; None = exact prefix reuse.
             reuse: ratio, check layers and seed for the method.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
 
         Raises:
-            UnknownMethodError: no such method or eviction policy.
+            UnknownMethodError: no such method, eviction policy or codec.
+            UsageError: the store's remote URL cannot be used.
         """
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
         self._method = method or DEFAULT_METHOD
         make_method(self._method, self._reuse)
-        if not isinstance(store, SegmentStore):
+        self._owns_store = not isinstance(store, TieredStore)
+        cost: CostModel | None = None
+        if not isinstance(store, TieredStore):
             config = store or StoreConfig()
-            tier: HostTier[SegmentKV] = HostTier()
-            store = SegmentStore(tier, budget_bytes=config.budget_bytes, policy=make_policy(config.policy))
-        self.store: SegmentStore[SegmentKV] = store
+            cost = stored_cost_model(config.cache_dir, loaded.fingerprint)
+            store = open_store(config, loaded.fingerprint, loaded.model.device)
+        self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
-        self.runner = Runner(loaded.model, store)
+        self.runner = Runner(loaded.model, store, cost=cost)
 
     @classmethod
     def load(
@@ -94,7 +100,7 @@ class Engine:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
         reuse: ReuseConfig | None = None,
     ) -> Self:
@@ -116,7 +122,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         seed: int = 0,
-        store: StoreConfig | SegmentStore[SegmentKV] | None = None,
+        store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
         reuse: ReuseConfig | None = None,
     ) -> Self:
@@ -127,6 +133,20 @@ class Engine:
         """
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
         return cls(loaded, store=store, method=method, reuse=reuse)
+
+    def close(self) -> None:
+        """Write what is still to be written and close the store, if the engine opened it; once is enough.
+
+        An engine that is not closed loses at most what its writer had not written yet.
+        """
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @property
     def model_name(self) -> str:
@@ -226,8 +246,13 @@ class Engine:
         return computed
 
     def _choose_method(self, method: str | None, recompute_ratio: float | None) -> ReuseMethod:
-        reuse = self._reuse if recompute_ratio is None else replace(self._reuse, recompute_ratio=recompute_ratio)
-        return make_method(method or self._method, reuse)
+        """The method by name; with a cost model and no ratio asked for, the loading controller sets the ratio."""
+        name, cost = method or self._method, self.runner.cost
+        if recompute_ratio is not None:
+            return make_method(name, replace(self._reuse, recompute_ratio=recompute_ratio))
+        if cost is None:
+            return make_method(name, self._reuse)
+        return HiddenLoading(name, self._reuse, cost, self.store.tier_of)
 
     def _build(self, request: Request) -> Prompt:
         return self.builder.build(
@@ -240,11 +265,17 @@ class Engine:
         room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
         prefilled = self.runner.prefill(prompt, method, new_tokens=room)
         detokenizer = Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop)
-        running = _Running(request, prefilled, Sampler(request.sampling), detokenizer, room, queue_s)
+        tiers = self._tiers(prefilled)  # before what was loaded is promoted
+        running = _Running(request, prefilled, Sampler(request.sampling), detokenizer, room, queue_s, tiers)
         self._advance(running, prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
         self.runner.store_new(prefilled)
         return running
+
+    def _tiers(self, prefilled: Prefilled) -> dict[SegmentId, str]:
+        """Where the reused segments were found; one that has left since counts as the host's."""
+        segments = [part.segment for part in prefilled.plan.parts if part.segment is not None]
+        return {segment: self.store.tier_of(segment) or "host" for segment in segments}
 
     def _decode(self, active: Sequence[_Running]) -> torch.Tensor:
         return self.runner.decode(
@@ -270,6 +301,6 @@ class Engine:
     def _answer(self, running: _Running, decode_s: float) -> Answer:
         durations = Durations(running.ttft_s, decode_s, running.queue_s)
         geometry = self._loaded.model.geometry
-        report = make_report(running.prefilled, geometry, durations, len(running.token_ids))
+        report = make_report(running.prefilled, geometry, durations, len(running.token_ids), running.tiers)
         reason = running.finish_reason or "length"
         return Answer(running.detokenizer.text, tuple(running.token_ids), reason, report)

@@ -1,25 +1,34 @@
 """Runs prompts through the model: look up, plan, weave, first logits; then decode steps over many requests."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.prefetch import Prefetch
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.loop import LoopTimes, run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.flops import LayerWork
+from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.pruning import too_slow, without
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.types import Span, spans_of
+from chunkweave.store.tiered import TieredStore
+from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
+from chunkweave.types import SegmentId, Span, spans_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +37,7 @@ class Prefilled:
 
     `logits` `[vocab]` are those of the first new token. `recomputed` are the positions of reused chunks that were
     active at the last layer of the last pass; `work` is what every layer of every pass did, `recompute_work` the sum
-    over those layers of the reused-chunk tokens among them.
+    over those layers of the reused-chunk tokens among them. `loaded` are the segments that came from a slower tier.
     """
 
     prompt: Prompt
@@ -42,14 +51,29 @@ class Prefilled:
     lookup_s: float
     load_s: float
     weave_s: float
+    loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
 
 
 class Runner:
     """Owns the way from a prompt to logits for one model and one store. Not thread-safe: one caller at a time."""
 
-    def __init__(self, model: HuggingFaceModel, store: SegmentStore[SegmentKV]) -> None:
+    def __init__(
+        self,
+        model: HuggingFaceModel,
+        store: TieredStore[SegmentSource],
+        *,
+        cost: CostModel | None = None,
+        load_order: LoadOrder = LoadOrder.LAYERS,
+    ) -> None:
+        """Put a runner between a model and a store.
+
+        With a `cost` model, segments that load slower than they compute are computed, and a layer that comes later
+        than that is given up. `load_order` is for comparison only.
+        """
         self.model = model
         self.store = store
+        self.cost = cost
+        self.load_order = load_order
 
     def room_for_new_tokens(self, prompt: Prompt) -> int:
         """How many tokens the context leaves for the answer.
@@ -67,7 +91,15 @@ class Runner:
         return limit - len(prompt)
 
     @torch.inference_mode()
-    def prefill(self, prompt: Prompt, method: ReuseMethod, *, new_tokens: int = 0, capture: bool = True) -> Prefilled:
+    def prefill(
+        self,
+        prompt: Prompt,
+        method: ReuseMethod,
+        *,
+        new_tokens: int = 0,
+        capture: bool = True,
+        prefetched: Prefetch | None = None,
+    ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
@@ -75,14 +107,28 @@ class Runner:
         """
         started = time.perf_counter()
         self.room_for_new_tokens(prompt)
+        given_up: set[SegmentId] = set()
         while True:
-            plan = method.plan(self.store.lookup(prompt), self.model.geometry)
-            plan.validate(self.model.geometry.num_layers)
-            with self.store.lease([part.segment for part in plan.parts if part.segment is not None]):
-                placements = self._fetch(plan)
-                if placements is not None:
-                    lookup_s = time.perf_counter() - started
+            plan = self._plan(prompt, method, given_up)
+            with self.store.lease(plan.segments()), self._loading(plan, prefetched) as placements:
+                lookup_s = time.perf_counter() - started
+                try:
                     return self._weave(prompt, plan, placements, new_tokens, capture, lookup_s)
+                except SegmentLost as lost:
+                    self._give_up(lost, given_up)
+
+    def prefetch(self, prompt: Prompt, method: ReuseMethod) -> Prefetch:
+        """Start reading what `prefill` would read, while the request still waits; pass it to `prefill`, then close it.
+
+        Reads the first layers only, as many as keep the later ones from being waited for (Cache-Craft eq. 16), so
+        that a queue of waiting requests fills memory no further than it helps.
+        """
+        plan = self._plan(prompt, method, ())
+        lease = self.store.lease(plan.segments())
+        wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
+        slow = [(segment, source) for segment, source in wanted if source and not isinstance(source, SegmentKV)]
+        depth = self._preload_depth(plan, slow)
+        return Prefetch(lease, LayerLoader(slow, self.model.geometry.num_layers, order=self.load_order, depth=depth))
 
     @torch.inference_mode()
     def decode(
@@ -99,12 +145,14 @@ class Runner:
         return self.model.logits(run_pass(self.model, batch))
 
     def store_new(self, prefilled: Prefilled) -> int:
-        """Store what the prefill computed; returns how many segments the store took.
+        """Store what the prefill computed and promote what it loaded; returns how many new segments the store took.
 
         A part is exact only if every part before it was; what follows a reused chunk never is.
         """
         contexts = prefilled.prompt.contexts()
         captured = {capture.part.span.start: capture for capture in prefilled.captures}
+        for segment, kv in prefilled.loaded:
+            self.store.promote(segment, kv)
         stored, exact = 0, True
         for part, context in zip(prefilled.plan.parts, contexts, strict=True):
             exact = exact and part.fate is not Fate.REUSED
@@ -122,17 +170,55 @@ class Runner:
                 stored += self.store.insert(record, kv)
         return stored
 
-    def _fetch(self, plan: Plan) -> list[Placement] | None:
-        """The plan's segments; None if one is gone, which the store then no longer lists: plan again."""
-        placements = []
-        for part in plan.parts:
-            if part.segment is None:
-                continue
-            kv = self.store.get(part.segment)
-            if kv is None:
-                return None
-            placements.append(Placement(part.span, kv))
-        return placements
+    def _plan(self, prompt: Prompt, method: ReuseMethod, given_up: Collection[SegmentId]) -> Plan:
+        """Plan with what is stored, but for what was given up or takes longer to load than to compute."""
+        lookup = without(self.store.lookup(prompt), given_up)
+        if self.cost is not None:
+            lookup = without(lookup, too_slow(lookup, self.cost, self.store.tier_of))
+        plan = method.plan(lookup, self.model.geometry)
+        plan.validate(self.model.geometry.num_layers)
+        return plan
+
+    @contextmanager
+    def _loading(self, plan: Plan, prefetched: Prefetch | None) -> Iterator[list[Placement]]:
+        """Where every segment of the plan goes; those not in memory are read by a loader until this is left."""
+        chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
+        exact = {part.segment for part in plan.parts if part.fate is Fate.EXACT}
+        sources: dict[SegmentId, SegmentSource] = {}
+        slow: list[tuple[SegmentId, SegmentSource]] = []
+        for segment in plan.segments():
+            ahead = prefetched.find(segment) if prefetched is not None else None
+            source = ahead or self.store.get(segment, exact=segment in exact) or Gone(segment)
+            sources[segment] = source
+            if not isinstance(source, SegmentKV | LoadingSegment | Gone):
+                slow.append((segment, source))
+        if prefetched is not None:
+            prefetched.start_using()
+        if not slow:
+            yield [Placement(span, sources[segment]) for span, segment in chosen]
+            return
+        wait_s = self.cost.prefill(max(source.tokens for _, source in slow)) if self.cost else None
+        loader = LayerLoader(slow, self.model.geometry.num_layers, order=self.load_order, wait_s=wait_s)
+        try:
+            sources |= {SegmentId(segment.name): segment for segment in loader.segments}
+            loader.release()
+            yield [Placement(span, sources[segment]) for span, segment in chosen]
+        finally:
+            loader.close()
+
+    def _give_up(self, lost: SegmentLost, given_up: set[SegmentId]) -> None:
+        """Go on without a segment: a late one for this request, a broken one for good."""
+        logger.warning("%s; it is computed instead", lost)
+        given_up.add(SegmentId(lost.segment))
+        if not isinstance(lost, SegmentLate):
+            self.store.remove(SegmentId(lost.segment))
+
+    def _preload_depth(self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]]) -> int:
+        if self.cost is None:
+            return self.model.geometry.num_layers
+        load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
+        active = sum(a_pass.required_tokens + sum(r.count for r in a_pass.rules[-1:]) for a_pass in plan.passes)
+        return preload_depth(self.model.geometry.num_layers, self.cost.prefill(active), load_s)
 
     def _weave(
         self,
@@ -176,4 +262,12 @@ class Runner:
             lookup_s=lookup_s,
             load_s=times.load_s,
             weave_s=elapsed - times.load_s,
+            loaded=tuple(_loaded(placements)),
         )
+
+
+def _loaded(placements: Sequence[Placement]) -> Iterator[tuple[SegmentId, SegmentKV]]:
+    for segment in dict.fromkeys(p.segment for p in placements if isinstance(p.segment, LoadingSegment)):
+        whole = segment.whole()
+        if whole is not None:
+            yield SegmentId(segment.name), whole

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.types import Geometry, Span
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -17,7 +17,7 @@ class Placement:
     """A segment and the positions that it takes in the prompt."""
 
     span: Span
-    segment: SegmentKV
+    segment: SegmentSource
 
 
 class RequestCache:

@@ -88,6 +88,10 @@ class Plan:
     def prompt_tokens(self) -> int:
         return self.parts[-1].span.stop if self.parts else 0
 
+    def segments(self) -> tuple[SegmentId, ...]:
+        """Every segment that the plan takes from the store, each once, in prompt order."""
+        return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
+
     def spans(self, fate: Fate) -> tuple[Span, ...]:
         """The spans of all parts of that fate, in prompt order."""
         return tuple(part.span for part in self.parts if part.fate is fate)

@@ -51,5 +51,11 @@ class SegmentRecord:
         """Computed with nothing before it (but BOS)."""
         return not self.context
 
+    @property
+    def document(self) -> str:
+        """The document of a chunk called `document#3`, or of one that is its whole document."""
+        name, _, number = self.source.rpartition("#")
+        return name if name and number.isdecimal() else self.source
+
     def __len__(self) -> int:
         return len(self.token_ids)

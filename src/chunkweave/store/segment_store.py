@@ -1,67 +1,106 @@
 """One pool of segments under a byte budget, found by path (exact prefixes) or by chunk (variants)."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import RLock
+from threading import Condition, RLock
 from typing import Generic
-from weakref import ref
 
-from chunkweave.chunking.prompt import Prompt
+from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.catalog import Catalog
 from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.lease import Lease
-from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.lookup import PromptLookup, look_up
+from chunkweave.store.pins import Pins
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.shared import DescribedPayload, SharedTier
 from chunkweave.store.stats import StoreStats
 from chunkweave.store.tier import PayloadT, Tier
+from chunkweave.store.under_way import Claim, UnderWay
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
+
+_CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
 
 
 class SegmentStore(Generic[PayloadT]):
     """Records, indexes, budget and pins of the segments whose payloads lie in one tier (DESIGN §3.4).
 
-    Owns the catalog, the policy, and what is in the tier; nobody else writes to the tier. Nothing of START or
-    QUESTION parts comes in: a record needs the id that they lack. Thread-safe: one lock, the store's own,
-    is held through every method; tier and policy are called with it held and must not call back.
+    Owns the catalog, the policy, and what this process puts into the tier. Nothing of START or QUESTION parts comes
+    in: a record needs the id that they lack. Thread-safe: one lock, the store's own, guards catalog, policy and pins.
+    Payloads are read, written and deleted without it, so that a slow tier keeps nobody else waiting: room is
+    reserved by a claim under the lock, the payload moved outside, and the record published under the lock again.
+    Who wants to move the same segment waits.
 
-    Bytes held never exceed the budget: room is made before a payload comes in. Leaves of the path index and
-    what is outside it are evicted first, whatever the policy; an inner node goes only if nothing else
+    Bytes held never exceed the budget: what is evicted is deleted before the payload comes in. Leaves of the path
+    index and what is outside it are evicted first, whatever the policy; an inner node goes only if nothing else
     is unpinned, and its descendants then stay as variants.
 
-    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store marked as unsettled, and the next
-    call on it first brings indexes, policy and tier back in line with the records. So no order of
+    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim that nobody
+    holds, and the next call first brings indexes, policy and tier back in line with the records. So no order of
     statements has to be safe by itself, and at most the segment being moved is lost.
     """
 
-    def __init__(self, tier: Tier[PayloadT], *, budget_bytes: int, policy: EvictionPolicy | None = None) -> None:
-        """An empty store.
+    def __init__(
+        self,
+        tier: Tier[PayloadT],
+        *,
+        budget_bytes: int,
+        policy: EvictionPolicy | None = None,
+        shared: bool = False,
+        load: bool = True,
+        kept: frozenset[SegmentId] = frozenset(),
+    ) -> None:
+        """A store of what `tier` holds, evicted down to the budget.
 
         Args:
-            tier: where payloads go; empty, and from now on this store's alone.
+            tier: where payloads go; in this process from now on this store's alone.
             budget_bytes: most bytes of payload held at any time; 0 stores nothing.
             policy: a fresh policy; LRU if None.
+            shared: other processes fill and empty the tier too. Then the budget is for what is known here, and a
+                payload that is not there (any more, or just now) is no broken invariant.
+            kept: segments that are never evicted, whether they are there yet or not.
+            load: list the tier now; without, a shared tier is learnt by `probe` alone.
 
         Raises:
-            UsageError: the budget is negative, or the tier or the policy is in use already.
+            UsageError: the budget is negative, or the policy is in use already.
         """
         if budget_bytes < 0:
             raise UsageError(f"a store's budget cannot be negative: {budget_bytes} bytes")
         policy = LRUPolicy() if policy is None else policy
-        if any(True for _ in tier.ids()) or any(True for _ in policy.ids()):
-            raise UsageError("a new store needs an empty tier and a fresh eviction policy")
+        if any(True for _ in policy.ids()):
+            raise UsageError("a new store needs a fresh eviction policy")
+        self.on_evict: Callable[[SegmentRecord, PayloadT], None] | None = None
+        """Called with each evicted segment, without the lock held; for tiers in memory, whose payloads live on."""
         self._tier = tier
+        self._shared = shared
+        self._kept = kept
+        self._finder = tier if isinstance(tier, SharedTier) else None
         self._budget_bytes = budget_bytes
         self._lock = RLock()
+        self._moved = Condition(self._lock)
         self._unsettled = False
         self._catalog = Catalog(policy)
-        self._leases: list[ref[Lease]] = []
+        self._pins = Pins()
+        self._under_way = UnderWay()
+        self._undeletable: set[SegmentId] = set()
         self._counts = StoreStats()
+        if load:
+            self._load()
+
+    @property
+    def tier(self) -> Tier[PayloadT]:
+        """Where the payloads lie; only this store may change it."""
+        return self._tier
+
+    @property
+    def probes(self) -> bool:
+        """Whether `probe` can find anything."""
+        return self._finder is not None
 
     @property
     def budget_bytes(self) -> int:
@@ -70,7 +109,7 @@ class SegmentStore(Generic[PayloadT]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of payload held now."""
+        """Bytes of payload held now, without those on their way in."""
         with self._settled():
             return self._catalog.used_bytes
 
@@ -83,6 +122,7 @@ class SegmentStore(Generic[PayloadT]):
                 segments=len(self._catalog.records),
                 chunks=self._catalog.num_chunks,
                 bytes=self._catalog.used_bytes,
+                undeletable=len(self._undeletable),
             )
 
     def __len__(self) -> int:
@@ -90,8 +130,12 @@ class SegmentStore(Generic[PayloadT]):
             return len(self._catalog.records)
 
     def __contains__(self, segment: SegmentId) -> bool:
+        return self.record(segment) is not None
+
+    def record(self, segment: SegmentId) -> SegmentRecord | None:
+        """The record of a stored segment, or None."""
         with self._settled():
-            return segment in self._catalog.records
+            return self._catalog.records.get(segment)
 
     def records(self) -> tuple[SegmentRecord, ...]:
         """A snapshot of all records, in no order."""
@@ -106,20 +150,42 @@ class SegmentStore(Generic[PayloadT]):
         """
         with self._settled():
             path = self._catalog.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
-            parts: list[PartLookup] = []
-            hits = misses = 0
-            for part, span in zip(prompt.parts, prompt.spans(), strict=True):
-                if part.id is None:
-                    parts.append(PartLookup(part, span))
-                    continue
-                variants = self._matching_variants(part.id, part.token_ids)
-                exact = next((record for record in variants if path and record.id == path[0]), None)
-                path = path[1:] if exact else []
-                parts.append(PartLookup(part, span, exact, variants))
-                hits += bool(variants)
-                misses += not variants
-            self._count(hits=hits, misses=misses)
-            return PromptLookup(tuple(parts))
+            found = look_up(prompt, path, self.variants)
+            self._count(hits=found.hits, misses=found.misses)
+            return found
+
+    def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
+        """Stored segments with the part's id and token ids, most recently used first."""
+        if part.id is None:
+            return ()
+        matching: list[SegmentRecord] = []
+        equal: tuple[int, ...] | None = None  # variants share this object, so that most need no second comparison
+        with self._settled():
+            for record in self._catalog.variants(part.id):
+                if record.token_ids is equal or record.token_ids == part.token_ids:
+                    equal = record.token_ids
+                    matching.append(record)
+                else:
+                    self._count_mismatch(record)
+        return tuple(matching)
+
+    def probe(self, segments: Sequence[SegmentId]) -> None:
+        """Ask a tier that is shared with other processes for segments not known here; one call for all.
+
+        What is found is entered as far as the budget allows; nothing is evicted for it.
+
+        Raises:
+            OSError: the tier cannot be asked.
+        """
+        if self._finder is None:
+            return
+        with self._settled():
+            unknown = [s for s in segments if s not in self._catalog.records and s not in self._under_way]
+        if not unknown:
+            return
+        for record in self._finder.find(unknown):
+            if record.id in unknown and _is_sound(record):
+                self._adopt(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:
         """Pin segments until the lease is released, and count it as one use of each.
@@ -128,10 +194,9 @@ class SegmentStore(Generic[PayloadT]):
         prompt order. Segments that are stored no longer are skipped; `Lease.ids` has the pinned ones.
         The deepest part is touched first, so that ancestors on a path are more recent than their descendants.
         """
-        ids = dict.fromkeys(_candidates(wanted) if isinstance(wanted, PromptLookup) else wanted)
+        ids = dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted)
         with self._changing():
-            lease = Lease(segment for segment in ids if segment in self._catalog.records)
-            self._leases = [ref(other) for other in (*self._live_leases(), lease)]
+            lease = self._pins.lease(segment for segment in ids if segment in self._catalog.records)
             for segment in reversed(lease.ids):
                 self._catalog.touch(self._catalog.records[segment])
             return lease
@@ -139,49 +204,51 @@ class SegmentStore(Generic[PayloadT]):
     def get(self, segment: SegmentId) -> PayloadT | None:
         """The payload, or None if the segment is not stored (any more).
 
-        A payload that the tier has lost is a miss too: its record is dropped, logged and counted (DESIGN §3.10).
+        A payload that the tier has lost is a miss too: its record is dropped, logged and counted (DESIGN §3.10), but
+        nothing is deleted: a remote that did not answer may still have it. One that another process has replaced
+        by a worse one is lost too.
         """
-        with self._settled():
-            record = self._catalog.records.get(segment)
-            if record is None:
-                return None
-            payload = self._tier.get(segment)
-            if payload is None:
-                with self._changing():
-                    self._drop_lost(record)
-            return payload
+        record = self.record(segment)
+        if record is None:
+            return None
+        payload = self._tier.get(segment)
+        if payload is None or _is_replaced(payload, record):
+            self._drop_lost(record)
+            return None
+        return payload
 
-    def insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
+    def insert(self, record: SegmentRecord, payload: PayloadT, *, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Store a segment, evicting what must go; True if it, or a better one of its id, is stored afterwards.
 
         Better is exact before inexact: an exact segment replaces an inexact one, never the other way round.
-        What is stored already is only refreshed. False, and nothing evicted, if there is no room because it is
-        larger than the budget or the rest is pinned, or if the token ids stored under its id are others.
+        What is stored already is only refreshed. The record's bytes here are what the tier says. False, and
+        nothing evicted, if there is no room because it is larger than the budget or the rest is pinned, or if the
+        token ids stored under its id are others. False also if it is removed, or `wanted` turns false, before the
+        payload is in; `wanted` is asked under the lock.
 
         Raises:
-            UsageError: the record's id or size is not that of its chunk and context, or of the payload.
+            UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
+            OSError: the tier cannot take it.
         """
-        if record.nbytes <= 0 or record.id != segment_id(record.chunk_id, record.context):
+        record = replace(record, nbytes=self._tier.size_of(record, payload))
+        if not _is_sound(record):
             raise UsageError(f"segment {record.id} has an id that is not its own, or no bytes ({record.nbytes})")
-        with self._changing():
-            old = self._still_held(record.id)
-            if old is not None and old.token_ids != record.token_ids:
-                self._count_mismatch(old)
-                self._count(rejected=1)
-                return False
-            if old is not None and (old.exact or not record.exact):
-                self._catalog.touch(old)
-                return True
-            if not self._make_room(record):
-                self._count(rejected=1)
-                logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)
-                return False
-            if old is not None:
-                self._catalog.remove(old)
-            self._put(record, payload)
-            self._catalog.add(record)
-            self._count(inserts=1)
-            return True
+        self.probe([record.id])
+        self._drop_vanished(record.id)
+        claim = Claim(record, record.nbytes)
+        leaving: list[Claim] = []
+        try:
+            stored = self._reserve(claim, leaving)
+            if stored is not None:
+                return stored
+            evicted = self._evicted(leaving)
+            self._bury(leaving)
+            self._pass_on(evicted)
+            self._tier.put(record, payload)
+            return self._publish(claim, wanted)
+        except BaseException:
+            _give_up(claim, *leaving)
+            raise
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment, pinned or not; False if it was not stored.
@@ -189,45 +256,63 @@ class SegmentStore(Generic[PayloadT]):
         A pin guards against eviction, not against withdrawal: a request that has its payload keeps it,
         one that has not finds a miss.
         """
-        with self._changing():
-            record = self._catalog.records.get(segment)
-            if record is not None:
-                self._drop(record)
-            return record is not None
+        return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
     def discard_chunk(self, chunk: ChunkId) -> int:
         """Drop all variants of a chunk, pinned or not; returns how many there were."""
-        with self._changing():
-            variants = self._catalog.variants(chunk)
-            for record in variants:
-                self._drop(record)
-            return len(variants)
+        return self.remove_where(lambda record: record.chunk_id == chunk)
 
     def clear(self) -> None:
         """Drop everything, pinned or not. Counters go on."""
-        with self._changing():
-            for record in tuple(self._catalog.records.values()):
-                self._drop(record)
+        self.remove_where(lambda _: True)
+
+    def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
+        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not; returns how many.
+
+        What is just being written under such a record is not published. Unless told `among` which, a tier shared with
+        other processes is searched as a whole, since it may hold what was never looked up here.
+        """
+        leaving: list[Claim] = []
+        try:
+            with self._changing():
+                self._under_way.cancel_where(doomed)
+                records = self._catalog.records
+                candidates = tuple(records.values()) if among is None else [records[s] for s in among if s in records]
+                dropped = [record for record in candidates if doomed(record)]
+                for record in dropped:
+                    self._withdraw(record, leaving)
+            self._bury(leaving)
+            return len(dropped) + (self._delete_unknown(doomed, among) if self._shared else 0)
+        except BaseException:
+            _give_up(*leaving)
+            raise
 
     def check(self) -> None:
         """Audit records, indexes, policy, pins and tier against each other.
+
+        What lies in a tier shared with other processes is theirs to change, so it is not compared.
 
         Raises:
             StoreError: an invariant does not hold (or the tier lost a payload that no `get` has missed yet).
         """
         with self._settled():
             self._catalog.check()
-            if self._held_bytes() != {record.id: record.nbytes for record in self._catalog.records.values()}:
-                raise StoreError("the tier does not hold exactly the recorded segments in their recorded sizes")
-            if self._catalog.used_bytes > self._budget_bytes:
-                raise StoreError(f"{self._catalog.used_bytes} bytes are held, the budget is {self._budget_bytes}")
-            if not self._pinned() <= self._catalog.records.keys():
+            records, busy = self._catalog.records, self._under_way.ids()
+            if not self._shared:
+                known = {s: record.nbytes for s, record in records.items() if s not in busy}
+                held = {r.id: r.nbytes for r in self._tier.records() if r.id not in busy | self._undeletable}
+                if held != known:
+                    raise StoreError("the tier does not hold exactly the recorded segments in their recorded sizes")
+            used_bytes = self._catalog.used_bytes + self._under_way.extra_bytes(records)
+            if used_bytes > self._budget_bytes:
+                raise StoreError(f"{used_bytes} bytes are held or reserved, the budget is {self._budget_bytes}")
+            if not self._pins.ids() <= records.keys() | busy:
                 raise StoreError("a pin names a segment that is not stored")
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
         with self._lock:
-            if self._unsettled:
+            if self._unsettled or self._under_way.broken():
                 self._rebuild()
             yield
 
@@ -239,66 +324,189 @@ class SegmentStore(Generic[PayloadT]):
             yield
             self._unsettled = False
 
+    def _load(self) -> None:
+        leaving: list[Claim] = []
+        for record in self._listed():
+            if _is_sound(record) and record.id not in self._catalog.records:
+                self._catalog.add(record)
+        records = self._catalog.records
+        while self._catalog.used_bytes > self._budget_bytes and not records.keys() <= self._kept:
+            self._withdraw(self._catalog.victim(kept=self._kept, spared=frozenset()), leaving, keep_room=False)
+            self._count(evictions=1)
+        self._bury(leaving)
+
+    def _found(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
+        try:
+            return [] if self._finder is None else list(self._finder.find(segments))
+        except OSError as error:
+            logger.warning("the tier cannot be asked for segments to delete: %s", error)
+            return []
+
+    def _listed(self) -> list[SegmentRecord]:
+        try:
+            return list(self._tier.records())
+        except OSError as error:
+            logger.warning("the tier cannot say what it holds: %s", error)
+            return []
+
     def _rebuild(self) -> None:
         """Bring tier, catalog and pins in line with each other; may be interrupted and run again."""
         logger.warning("a change of the segment store was interrupted; rebuilding its indexes")
-        self._catalog.rebuild(self._held_bytes())
-        for segment in tuple(self._tier.ids()):
-            if segment not in self._catalog.records:
-                self._tier.delete(segment)
-        for segment in self._pinned() - self._catalog.records.keys():
-            self._unpin(segment)
+        records = self._catalog.records
+        self._catalog.rebuild({s: r.nbytes if self._shared else self._tier.nbytes(s) for s, r in records.items()})
+        records = self._catalog.records
+        for segment in self._under_way.broken():
+            if segment not in records:
+                self._delete(segment)
+            self._under_way.remove(segment)
+        for segment in self._pins.ids() - records.keys() - self._under_way.ids():
+            self._pins.forget(segment)
+        self._moved.notify_all()
         self._unsettled = False
 
-    def _make_room(self, record: SegmentRecord) -> bool:
+    def _reserve(self, claim: Claim, leaving: list[Claim]) -> bool | None:
+        """Claim room for a payload, and withdraw what must leave for it; or the answer if it need not come in."""
+        record = claim.record
+        with self._lock:
+            self._wait_for(record.id)
+            with self._changing():
+                old = self._catalog.records.get(record.id)
+                if old is not None and old.token_ids != record.token_ids:
+                    self._count_mismatch(old)
+                    self._count(rejected=1)
+                    return False
+                if old is not None and (old.exact or not record.exact):
+                    self._catalog.touch(old)
+                    return True
+                if not self._make_room(record, leaving):
+                    self._count(rejected=1)
+                    logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)
+                    return False
+                self._under_way.add(claim)
+                return None
+
+    def _publish(self, claim: Claim, wanted: Callable[[], bool]) -> bool:
+        """Enter a record whose payload is in the tier, unless nobody wants it any more or it is not what was said."""
+        record = claim.record
+        # A shared tier that was left in time says nothing worth a round trip; another process may have replaced it.
+        held_bytes = record.nbytes if self._shared else self._tier.nbytes(record.id)
+        with self._changing():
+            old = self._catalog.records.get(record.id)
+            if old is not None:
+                self._catalog.remove(old)
+            fits = 0 < held_bytes <= record.nbytes
+            published = fits and not claim.unwanted and wanted()
+            if published:
+                self._catalog.add(record if held_bytes == record.nbytes else replace(record, nbytes=held_bytes))
+                self._count(inserts=1)
+                self._undeletable.discard(record.id)
+                self._under_way.remove(record.id)
+                self._moved.notify_all()
+            else:
+                self._pins.forget(record.id)
+            if not fits:
+                logger.warning("the tier holds %d bytes of segment %s, not %d", held_bytes, record.id, record.nbytes)
+                self._count(rejected=1)
+        if not published:
+            self._bury([claim])
+        return published
+
+    def _make_room(self, record: SegmentRecord, leaving: list[Claim]) -> bool:
         """Evict until `record` fits in place of what is stored under its id; False, without evicting, if it cannot."""
         records = self._catalog.records
         replaced_bytes = records[record.id].nbytes if record.id in records else 0
-        if self._catalog.used_bytes - replaced_bytes + record.nbytes <= self._budget_bytes:
+        more_bytes = record.nbytes + self._under_way.extra_bytes(records)
+        if self._catalog.used_bytes - replaced_bytes + more_bytes <= self._budget_bytes:
             return True
-        pinned = self._pinned()
-        staying_bytes = sum(records[segment].nbytes for segment in pinned - {record.id})
-        if staying_bytes + record.nbytes > self._budget_bytes:
+        kept = self._pins.ids() | self._under_way.ids() | self._kept
+        staying_bytes = sum(records[segment].nbytes for segment in kept - {record.id} if segment in records)
+        if staying_bytes + more_bytes > self._budget_bytes:
             return False
         ancestors = set(self._catalog.longest_exact_prefix(record.context)) if record.exact else set()
-        while self._catalog.used_bytes - replaced_bytes + record.nbytes > self._budget_bytes:
-            self._drop(self._catalog.victim(kept=pinned | {record.id}, spared=ancestors))
+        while self._catalog.used_bytes - replaced_bytes + more_bytes > self._budget_bytes:
+            victim = self._catalog.victim(kept=kept | {record.id}, spared=ancestors)
+            self._withdraw(victim, leaving, keep_room=False)
             self._count(evictions=1)
         return True
 
-    def _put(self, record: SegmentRecord, payload: PayloadT) -> None:
-        self._tier.put(record.id, payload)
-        if self._tier.nbytes(record.id) != record.nbytes:
-            self._tier.delete(record.id)
-            raise UsageError(f"the payload of segment {record.id} is not of {record.nbytes} bytes, as recorded")
+    def _withdraw(self, record: SegmentRecord, leaving: list[Claim], *, keep_room: bool = True) -> None:
+        """Take a record out; its payload is deleted by `_bury(leaving)`, outside the lock.
 
-    def _drop(self, record: SegmentRecord) -> None:
+        Its room stays reserved until then, unless it goes to a payload that comes in after that. If its payload is
+        just being replaced, the writer of the new one sees to what is in the tier.
+        """
+        if record.id not in self._under_way:
+            claim = Claim(record, record.nbytes if keep_room else 0)
+            leaving.append(claim)
+            self._under_way.add(claim)
         self._catalog.remove(record)
-        self._unpin(record.id)
-        self._tier.delete(record.id)
+        self._pins.forget(record.id)
 
-    def _drop_lost(self, record: SegmentRecord) -> None:
-        logger.warning("the tier lost segment %s; it will be recomputed", record.id)
-        self._drop(record)
-        self._count(lost=1)
+    def _bury(self, leaving: Sequence[Claim]) -> None:
+        if not leaving:
+            return
+        for claim in leaving:
+            self._delete(claim.record.id)
+        with self._lock:
+            for claim in leaving:
+                self._under_way.remove(claim.record.id)
+            self._moved.notify_all()
 
-    def _still_held(self, segment: SegmentId) -> SegmentRecord | None:
-        record = self._catalog.records.get(segment)
+    def _delete(self, segment: SegmentId) -> None:
+        try:
+            self._tier.delete(segment)
+        except OSError as error:
+            self._undeletable.add(segment)
+            logger.warning("segment %s cannot be deleted from its tier: %s", segment, error)
+
+    def _delete_unknown(self, doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None) -> int:
+        """Delete from a shared tier what was never looked up here."""
+        found = self._listed() if among is None else self._found(among)
+        unknown = [record.id for record in found if doomed(record)]
+        for segment in unknown:
+            self._delete(segment)
+        return len(unknown)
+
+    def _wait_for(self, segment: SegmentId) -> None:
+        while segment in self._under_way:
+            with self._settled():
+                if segment in self._under_way:
+                    self._moved.wait(_CLAIM_POLL_S)
+
+    def _adopt(self, record: SegmentRecord) -> None:
+        with self._changing():
+            records = self._catalog.records
+            if record.id in records or record.id in self._under_way or record.id in self._undeletable:
+                return
+            used_bytes = self._catalog.used_bytes + self._under_way.extra_bytes(records)
+            if used_bytes + record.nbytes <= self._budget_bytes:
+                self._catalog.add(record)
+
+    def _drop_vanished(self, segment: SegmentId) -> None:
+        record = self.record(segment)
         if record is not None and self._tier.nbytes(segment) != record.nbytes:
             self._drop_lost(record)
-            return None
-        return record
 
-    def _matching_variants(self, chunk: ChunkId, token_ids: tuple[int, ...]) -> tuple[SegmentRecord, ...]:
-        matching: list[SegmentRecord] = []
-        equal: tuple[int, ...] | None = None  # variants share this object, so that most need no second comparison
-        for record in self._catalog.variants(chunk):
-            if record.token_ids is equal or record.token_ids == token_ids:
-                equal = record.token_ids
-                matching.append(record)
-            else:
-                self._count_mismatch(record)
-        return tuple(matching)
+    def _drop_lost(self, record: SegmentRecord) -> None:
+        with self._changing():
+            if self._catalog.records.get(record.id) is not record or record.id in self._under_way:
+                return
+            logger.warning("the tier lost segment %s; it will be recomputed", record.id)
+            self._catalog.remove(record)
+            self._pins.forget(record.id)
+            self._count(lost=1)
+
+    def _evicted(self, leaving: Sequence[Claim]) -> list[tuple[SegmentRecord, PayloadT]]:
+        """What is being evicted, with its payloads, if somebody wants to know."""
+        if self.on_evict is None:
+            return []
+        payloads = ((claim.record, self._tier.get(claim.record.id)) for claim in leaving)
+        return [(record, payload) for record, payload in payloads if payload is not None]
+
+    def _pass_on(self, evicted: Sequence[tuple[SegmentRecord, PayloadT]]) -> None:
+        for record, payload in evicted:
+            if self.on_evict is not None:
+                self.on_evict(record, payload)
 
     def _count_mismatch(self, record: SegmentRecord) -> None:
         logger.warning("segment %s holds other tokens than those asked for under its id; not used", record.id)
@@ -307,24 +515,19 @@ class SegmentStore(Generic[PayloadT]):
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
-    def _held_bytes(self) -> dict[SegmentId, int]:
-        return {segment: self._tier.nbytes(segment) for segment in self._tier.ids()}
 
-    def _live_leases(self) -> list[Lease]:
-        # Not a WeakSet: an object collected by another thread may change that while it is iterated over.
-        return [lease for lease in (weak() for weak in self._leases) if lease is not None and lease.ids]
-
-    def _pinned(self) -> set[SegmentId]:
-        return {segment for lease in self._live_leases() for segment in lease.ids}
-
-    def _unpin(self, segment: SegmentId) -> None:
-        for lease in self._live_leases():
-            lease.forget(segment)
+def _is_sound(record: SegmentRecord) -> bool:
+    return record.nbytes > 0 and record.id == segment_id(record.chunk_id, record.context)
 
 
-def _candidates(lookup: PromptLookup) -> Iterator[SegmentId]:
-    for part in lookup.parts:
-        if part.exact is not None:
-            yield part.exact.id
-        for variant in part.variants:
-            yield variant.id
+def _is_replaced(payload: object, record: SegmentRecord) -> bool:
+    """Whether a payload says of itself that it is not, or no longer, as good as its record."""
+    if not isinstance(payload, DescribedPayload):
+        return False
+    found = payload.header.record
+    return (found.id, found.token_ids) != (record.id, record.token_ids) or (record.exact and not found.exact)
+
+
+def _give_up(*claims: Claim) -> None:
+    for claim in claims:
+        claim.given_up = True

@@ -1,8 +1,10 @@
 """Segments in the memory of this process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
@@ -21,29 +23,37 @@ class HostTier(Generic[MeasuredT]):
     """Keeps payloads in a dict; implements `chunkweave.store.tier.Tier`.
 
     Payloads are immutable and handed out as they are, without a copy: one that was deleted here lives on
-    while a request still holds it. The budget is the store's, and so is the lock around several calls.
+    while a request still holds it. The budget is the store's. Safe to use from several threads.
     """
 
-    def __init__(self) -> None:
-        self._payloads: dict[SegmentId, MeasuredT] = {}
+    def __init__(self, move_here: Callable[[MeasuredT], MeasuredT] | None = None) -> None:
+        """An empty tier; `move_here` brings a payload into this tier's memory (None: it is there already)."""
+        self._move_here = move_here
+        self._held: dict[SegmentId, tuple[SegmentRecord, MeasuredT]] = {}
 
-    def put(self, segment: SegmentId, payload: MeasuredT) -> None:
+    def put(self, record: SegmentRecord, payload: MeasuredT) -> None:
         """Keep `payload`, replacing one of the same id."""
-        self._payloads[segment] = payload
+        here = payload if self._move_here is None else self._move_here(payload)
+        self._held[record.id] = (replace(record, nbytes=here.nbytes), here)
 
     def get(self, segment: SegmentId) -> MeasuredT | None:
         """The payload itself, or None if it is not here."""
-        return self._payloads.get(segment)
+        held = self._held.get(segment)
+        return None if held is None else held[1]
 
     def delete(self, segment: SegmentId) -> None:
         """Forget it; unknown ids are ignored."""
-        self._payloads.pop(segment, None)
+        self._held.pop(segment, None)
 
     def nbytes(self, segment: SegmentId) -> int:
         """Bytes held for this id, 0 if it is not here."""
-        payload = self._payloads.get(segment)
-        return 0 if payload is None else payload.nbytes
+        held = self._held.get(segment)
+        return 0 if held is None else held[0].nbytes
 
-    def ids(self) -> Iterator[SegmentId]:
-        """All ids held, in no order; a snapshot, so the tier may change meanwhile."""
-        return iter(tuple(self._payloads))
+    def size_of(self, record: SegmentRecord, payload: MeasuredT) -> int:  # noqa: ARG002  (the protocol has it)
+        """Bytes of the payload: it is kept as it is."""
+        return payload.nbytes
+
+    def records(self) -> Iterator[SegmentRecord]:
+        """Everything held, in no order; a snapshot, so the tier may change meanwhile."""
+        return iter([record for record, _ in tuple(self._held.values())])

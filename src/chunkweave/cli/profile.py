@@ -1,0 +1,196 @@
+"""`chunkweave profile`: measures what computing and loading cost here, for controller and policies."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.bench import set_threads
+from chunkweave.cli.console import Output, progress, status, stderr
+from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.tables import seconds, size
+from chunkweave.errors import UsageError
+from chunkweave.eval.results import check_writable
+from chunkweave.planning.cost_file import cost_model_path
+from chunkweave.planning.cost_model import CostModel
+
+if TYPE_CHECKING:
+    from chunkweave.models.loading import LoadedModel
+    from chunkweave.types import SegmentId
+
+
+def profile(
+    model: options.Model = None,
+    shape: options.Shape = None,
+    cache_dir: options.CacheDir = None,
+    remote_url: options.RemoteUrl = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Where the cost model goes; into the cache directory, where it is used, if left out."
+        ),
+    ] = None,
+    cached_tokens: Annotated[str, typer.Option(help="Cached tokens before the new ones: numbers.")] = "0,512,2048",
+    new_tokens: Annotated[str, typer.Option(help="New tokens that are prefilled: numbers.")] = "32,128,512,2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each pair; the median counts.")] = 3,
+    segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the segments that tiers read.")] = 512,
+    segments: Annotated[int, typer.Option(min=1, help="Segments that tiers read.")] = 8,
+    codec: options.Codec = "raw",
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Measure prefill times and each tier's throughput, and write the cost-model file.
+
+    Exit code 1 if a tier could not be measured; the file has the rest then.
+    """
+    from chunkweave.engine.profiling import profile_prefill
+
+    if out is None and cache_dir is None:
+        raise UsageError("where should the cost model go? Give --cache-dir, or --out FILE")
+    if out is not None:
+        check_writable(out)
+    choice = ModelChoice(model, shape, device, dtype, seed)
+    cached, new = _axis(cached_tokens, 0, "--cached-tokens"), _axis(new_tokens, 1, "--new-tokens")
+    options.store_config(cache_dir=cache_dir, remote_url=remote_url)
+    set_threads(threads)
+    with choice.open() as engine:
+        loaded = engine.loaded
+    if max(cached) + min(new) >= loaded.model.geometry.max_positions:
+        raise UsageError(f"cached and new tokens must fit the model's context of {loaded.model.geometry.max_positions}")
+    with progress("measuring prefill") as report:
+        cost = profile_prefill(
+            loaded.model, loaded.fingerprint, cached_tokens=cached, new_tokens=new, repeats=repeats, progress=report
+        )
+    asked = {"disk": cache_dir, "remote": remote_url}
+    tiers = _throughputs(loaded, cache_dir, remote_url, codec, segment_tokens, segments)
+    cost = CostModel(
+        cost.cached_tokens, cost.new_tokens, cost.prefill_s, cost.kv_bytes_per_token, tiers, cost.fingerprint
+    )
+    path = out or _default_place(cache_dir, loaded.fingerprint)
+    _save(cost, path)
+    _show(Output(json), cost, path, choice.name)
+    if any(place is not None and name not in tiers for name, place in asked.items()):
+        raise typer.Exit(1)
+
+
+def _axis(text: str, least: int, option: str) -> list[int]:
+    values = options.numbers(text, option)
+    if any(value != int(value) or value < least for value in values):
+        raise UsageError(f"{option} takes whole numbers from {least} on, not {text!r}")
+    return sorted({int(value) for value in values})
+
+
+def _throughputs(
+    loaded: "LoadedModel", cache_dir: Path | None, remote_url: str | None, codec: str, tokens: int, segments: int
+) -> dict[str, float]:
+    """Bytes of KV per second of each tier asked for; one that fails is reported and left out."""
+    from chunkweave.engine.profiling import measure_throughput
+
+    measured: dict[str, float] = {}
+    geometry, dtype = loaded.model.geometry, loaded.model.dtype
+    try:
+        if cache_dir is not None:
+            with status("measuring the disk"), _scratch_disk(cache_dir, codec) as (tier, forget):
+                measured["disk"] = measure_throughput(
+                    tier, geometry, dtype, tokens=tokens, segments=segments, drop_cache=forget
+                )
+    except OSError as error:
+        stderr().print(f"[red]the disk could not be measured: {escape(str(error))}[/red]")
+    try:
+        if remote_url is not None:
+            with status("measuring the remote"), _scratch_remote(remote_url, codec) as remote:
+                measured["remote"] = measure_throughput(remote, geometry, dtype, tokens=tokens, segments=segments)
+    except OSError as error:
+        stderr().print(f"[red]the remote could not be measured: {escape(str(error))}[/red]")
+    return measured
+
+
+@contextmanager
+def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
+    """A tier on the disk of the cache directory that leaves nothing there, and what makes the system forget a file."""
+    from chunkweave.tiers.disk import DiskTier
+
+    cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=cache_dir) as scratch:
+        tier = DiskTier(Path(scratch), "profile", codec=codec)
+
+        def forget(segment: "SegmentId") -> None:
+            _drop_page_cache(tier.folder / segment[:2] / f"{segment}.safetensors")
+
+        yield tier, forget
+
+
+@contextmanager
+def _scratch_remote(url: str, codec: str) -> Iterator[Any]:
+    """A tier in the remote under a name that no model has."""
+    from chunkweave.kv.codecs import make_codec
+    from chunkweave.tiers.blobs import open_blobs
+    from chunkweave.tiers.remote import RemoteTier
+
+    blobs = open_blobs(url)
+    try:
+        yield RemoteTier(blobs, f"profile-{os.urandom(8).hex()}", codec=make_codec(codec), deadline_s=30.0)
+    finally:
+        blobs.close()
+
+
+def _drop_page_cache(path: Path) -> None:
+    """Make the system read the file from its device next time, where it can be asked to."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
+def _default_place(cache_dir: Path | None, fingerprint: str) -> Path:
+    assert cache_dir is not None, "without a file to write to there is a cache directory"
+    path = cost_model_path(cache_dir, fingerprint)
+    for folder in (cache_dir, path.parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def _save(cost: CostModel, path: Path) -> None:
+    try:
+        cost.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _show(output: Output, cost: CostModel, path: Path, name: str) -> None:
+    table = Table(title=f"{name}: prefill of new tokens behind cached ones", title_justify="left")
+    table.add_column("cached")
+    for new in cost.new_tokens:
+        table.add_column(f"{new} new", justify="right")
+    for cached, row in zip(cost.cached_tokens, cost.prefill_s, strict=True):
+        table.add_row(str(cached), *(seconds(value) for value in row))
+    tiers = [
+        f"{tier}: {size(int(speed))} of KV a second, {seconds(cost.load(512, tier))} for 512 tokens"
+        for tier, speed in cost.tier_bytes_per_s.items()
+    ]
+    output.show(table, *tiers, f"{size(cost.kv_bytes_per_token)} of KV a token; written to {path}")
+    output.finish(
+        {
+            "file": str(path),
+            "fingerprint": cost.fingerprint,
+            "cached_tokens": list(cost.cached_tokens),
+            "new_tokens": list(cost.new_tokens),
+            "prefill_s": [list(row) for row in cost.prefill_s],
+            "kv_bytes_per_token": cost.kv_bytes_per_token,
+            "tier_bytes_per_s": cost.tier_bytes_per_s,
+        }
+    )

@@ -1,0 +1,122 @@
+"""Measures what a cost model holds: prefill over a grid of (cached, new) tokens, and how fast tiers read."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from random import Random
+from statistics import median
+
+import torch
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.config import ReuseConfig
+from chunkweave.engine.runner import Runner
+from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.method import make_method
+from chunkweave.store.records import SegmentRecord
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tier import Tier
+from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.tiers.host import HostTier
+from chunkweave.types import Geometry, SegmentId
+
+CACHED_TOKENS = (0, 512, 2048)
+NEW_TOKENS = (32, 128, 512, 2048)
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+def profile_prefill(
+    model: HuggingFaceModel,
+    fingerprint: str,
+    *,
+    cached_tokens: Sequence[int] = CACHED_TOKENS,
+    new_tokens: Sequence[int] = NEW_TOKENS,
+    repeats: int = 3,
+    progress: Progress | None = None,
+) -> CostModel:
+    """Time every (cached, new) pair that fits the model's context, after one uncounted run; medians of `repeats`.
+
+    Loading of the cached part is not in it: the cost model has throughputs for that.
+    """
+    limit = model.geometry.max_positions
+    cached_axis = tuple(c for c in cached_tokens if c + min(new_tokens) < limit)
+    new_axis = tuple(n for n in new_tokens if n + max(cached_axis) < limit)
+    tier: HostTier[SegmentSource] = HostTier()
+    budget = 2 * (max(cached_axis) + 1) * kv_bytes_per_token(model.geometry, model.dtype)
+    runner = Runner(model, TieredStore([Level("host", SegmentStore(tier, budget_bytes=budget))]))
+    total = len(cached_axis) * len(new_axis)
+    times: dict[tuple[int, int], float] = {}
+    for done, (cached, new) in enumerate(product(cached_axis, new_axis), start=1):
+        times[cached, new] = _time_prefill(runner, cached, new, repeats)
+        if progress is not None:
+            progress(done, total)
+    return CostModel(
+        cached_tokens=cached_axis,
+        new_tokens=new_axis,
+        prefill_s=tuple(tuple(times[cached, new] for new in new_axis) for cached in cached_axis),
+        kv_bytes_per_token=kv_bytes_per_token(model.geometry, model.dtype),
+        fingerprint=fingerprint,
+    )
+
+
+def kv_bytes_per_token(geometry: Geometry, dtype: torch.dtype) -> int:
+    """Bytes of one token's K and V over all layers."""
+    return geometry.kv_elements_per_token() * torch.finfo(dtype).bits // 8
+
+
+def measure_throughput(
+    tier: Tier[SegmentSource],
+    geometry: Geometry,
+    dtype: torch.dtype,
+    *,
+    tokens: int = 512,
+    segments: int = 8,
+    drop_cache: Callable[[SegmentId], None] = lambda _segment: None,
+) -> float:
+    """Bytes of KV in memory per second of layer-wise reading from a tier. What it wrote for that is deleted again.
+
+    `drop_cache` makes the operating system forget a segment's file, so that the device is measured.
+    """
+    rng = Random("throughput")
+    records = []
+    shape = (geometry.num_layers, 2, tokens, geometry.num_kv_heads, geometry.head_dim)
+    for _ in range(segments):
+        ids = tuple(rng.randrange(1 << 20) for _ in range(tokens))
+        kv = SegmentKV(torch.randn(shape, dtype=dtype))
+        record = SegmentRecord.of(chunk_id("throughput", "", ids), (), ids, exact=True, nbytes=kv.nbytes)
+        tier.put(record, kv)
+        records.append(record)
+    try:
+        for record in records:
+            drop_cache(record.id)
+        started = time.perf_counter()
+        sources = [source for record in records if (source := tier.get(record.id)) is not None]
+        read = sum(source.layer(layer).nbytes for layer in range(geometry.num_layers) for source in sources)
+        return read / (time.perf_counter() - started)
+    finally:
+        for record in records:
+            tier.delete(record.id)
+
+
+def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
+    rng = Random(f"{cached} {new}")
+    vocabulary = runner.model.geometry.vocab_size
+    parts = [PromptPart(PartKind.QUESTION, tuple(rng.randrange(vocabulary) for _ in range(new)))]
+    if cached:
+        ids = tuple(rng.randrange(vocabulary) for _ in range(cached))
+        system = PromptPart(PartKind.SYSTEM, ids, chunk_id("profile", "", ids))
+        parts.insert(0, system)
+        runner.store_new(runner.prefill(Prompt((system,)), make_method("full")))
+    prompt, prefix = Prompt(tuple(parts)), make_method("prefix", ReuseConfig())
+    runner.prefill(prompt, prefix, capture=False)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        prefilled = runner.prefill(prompt, prefix, capture=False)
+        times.append(time.perf_counter() - started - prefilled.load_s)
+    return median(times)

@@ -1,0 +1,90 @@
+"""Opens the hierarchy of tiers that a configuration asks for."""
+
+from collections.abc import Iterator
+
+import torch
+
+from chunkweave.config import StoreConfig
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.store.eviction import make_policy
+from chunkweave.store.level import Level
+from chunkweave.store.pin_file import pinned_segments
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.shared import SharedTier
+from chunkweave.store.tier import Tier
+from chunkweave.store.tiered import TieredStore
+from chunkweave.store.writer import BackgroundWriter
+from chunkweave.types import SegmentId
+
+_UNBOUNDED_BYTES = 1 << 62
+_LEAST_QUEUE_BYTES = 64 << 20
+_MOST_QUEUE_BYTES = 1 << 30
+
+
+def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> TieredStore[SegmentSource]:
+    """The levels that `config` asks for, from fast to slow: device, host, disk, remote.
+
+    Only the host is always there. A tier's code, and the client packages that it needs, load only if it is used.
+    The background writer's queue may hold a quarter of the host budget in memory, between 64 MiB and 1 GiB.
+
+    Args:
+        config: budgets, folder, URL, policy.
+        fingerprint: the model's; other models' segments are never seen.
+        device: where the model computes; its memory is the device level, unless it is the CPU.
+
+    Raises:
+        UnknownMethodError: no such eviction policy or codec.
+        UsageError: the remote URL cannot be used.
+    """
+    writer: BackgroundWriter[SegmentSource] = BackgroundWriter(
+        max_bytes=min(max(config.budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
+    )
+    pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
+    levels = [*_memory(config, device), *_slow(config, fingerprint, pinned)]
+    store = TieredStore(levels, admission=config.admission, ttl_s=config.ttl_s, ageless=pinned, writer=writer)
+    store.expire()
+    return store
+
+
+def _memory(config: StoreConfig, device: torch.device) -> Iterator[Level[SegmentSource]]:
+    from chunkweave.tiers.device import DeviceTier, on_host
+    from chunkweave.tiers.host import HostTier
+
+    if config.device_budget_bytes and device.type != "cpu":
+        yield Level("device", _store(config, DeviceTier(device), config.device_budget_bytes))
+    host: HostTier[SegmentSource] = HostTier(on_host)
+    yield Level("host", _store(config, host, config.budget_bytes))
+
+
+def _slow(config: StoreConfig, fingerprint: str, pinned: frozenset[SegmentId]) -> Iterator[Level[SegmentSource]]:
+    if config.cache_dir is not None:
+        from chunkweave.tiers.disk import DiskTier
+
+        disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec, ttl_s=config.ttl_s)
+        yield Level("disk", _store(config, disk, config.disk_budget_bytes, shared=True, kept=pinned), background=True)
+    if config.remote_url is not None:
+        from chunkweave.kv.codecs import make_codec
+        from chunkweave.tiers.blobs import open_blobs
+        from chunkweave.tiers.remote import RemoteTier
+
+        blobs = open_blobs(config.remote_url)
+        remote = RemoteTier(
+            blobs, fingerprint, codec=make_codec(config.codec), ttl_s=config.ttl_s if blobs.expires else None
+        )
+        budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
+        # A list of a remote takes round trips for each segment; one that can be asked is asked when it matters.
+        store = _store(config, remote, budget_bytes, shared=True, load=not isinstance(remote, SharedTier))
+        yield Level("remote", store, background=True)
+
+
+def _store(
+    config: StoreConfig,
+    tier: Tier[SegmentSource],
+    budget_bytes: int,
+    *,
+    shared: bool = False,
+    load: bool = True,
+    kept: frozenset[SegmentId] = frozenset(),
+) -> SegmentStore[SegmentSource]:
+    policy = make_policy(config.policy)
+    return SegmentStore(tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, kept=kept)

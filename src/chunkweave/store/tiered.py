@@ -1,0 +1,385 @@
+"""The hierarchy: levels from fast to slow that look like one store."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Generic
+
+from chunkweave.chunking.prompt import Prompt, PromptPart
+from chunkweave.errors import StoreError, UsageError
+from chunkweave.store.ages import Ages
+from chunkweave.store.level import Level
+from chunkweave.store.lookup import PromptLookup, look_up
+from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.sightings import Sightings
+from chunkweave.store.stats import TieredStats
+from chunkweave.store.tier import PayloadT
+from chunkweave.store.tiered_lease import TieredLease
+from chunkweave.store.tiered_stats import total
+from chunkweave.store.writer import BackgroundWriter, Write
+from chunkweave.types import ChunkId, SegmentId
+
+__all__ = ["Level", "TieredStore"]
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStore(Generic[PayloadT]):
+    """Levels from fast to slow behind the interface of one store (CacheBlend §5, Cache-Craft §3.5, RAGCache §5.1).
+
+    What is computed goes into the fastest level, and through a background writer into the slow ones once it was seen
+    often enough. What memory evicts goes one level down unless it is there already (swap-out-only-once); what is
+    used from below is promoted. Slow levels evict on their own; what only they had is gone then.
+
+    A level that fails is a level that has nothing: the next one is asked, at last the segment is computed. An exact
+    segment is never answered with an inexact copy of it from another level.
+
+    Thread-safe. Its own lock guards the counters and the moment at which a write is queued, and is never
+    held while a payload moves.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level[PayloadT]],
+        *,
+        admission: int = 1,
+        ttl_s: float | None = None,
+        ageless: frozenset[SegmentId] = frozenset(),
+        clock: Callable[[], float] = time.time,
+        writer: BackgroundWriter[PayloadT] | None = None,
+    ) -> None:
+        """A hierarchy of `levels`, which from now on are this store's alone.
+
+        Args:
+            levels: from fast to slow; those in memory come before those that are written in the background.
+            admission: how often a segment must have been seen (stored or used) to be written to a slow level.
+            ttl_s: segments older than that are dropped; None keeps them.
+            ageless: segments that a time to live does not concern.
+            clock: seconds since the epoch.
+            writer: writes to the slow levels; a new one if None. The store closes it.
+
+        Raises:
+            UsageError: no level in memory, two of one name, a slow one before a fast one, or an odd admission or TTL.
+        """
+        slow = [level.background for level in levels]
+        if not levels or slow[0] or slow != sorted(slow) or len({level.name for level in levels}) < len(levels):
+            raise UsageError("a hierarchy needs levels of different names, memory first, slow ones after it")
+        if admission < 1 or (ttl_s is not None and ttl_s <= 0):
+            raise UsageError(f"admission must be at least 1 ({admission}) and a TTL positive ({ttl_s})")
+        self.levels = tuple(levels)
+        self._memory = tuple(level for level in levels if not level.background)
+        self._slow = tuple(level for level in levels if level.background)
+        self._admission = admission
+        self._writer: BackgroundWriter[PayloadT] = BackgroundWriter() if writer is None else writer
+        self._lock = threading.Lock()
+        self._sightings = Sightings()
+        self._ages = Ages(ttl_s, clock, self._stored_at_s, ageless)
+        self._counts = TieredStats()
+        self._removals = 0
+        self._started = threading.local()
+        for index, level in enumerate(self._memory):
+            level.store.on_evict = self._demoter(index)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes held in memory."""
+        return sum(level.store.budget_bytes for level in self._memory)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held in memory now, without those in the write queue."""
+        return sum(level.store.used_bytes for level in self._memory)
+
+    @property
+    def stats(self) -> TieredStats:
+        """A snapshot of the counters of all levels."""
+        return total(self._counts, self.levels, self.records(), self._writer.stats)
+
+    def __len__(self) -> int:
+        return len(self.records())
+
+    def __contains__(self, segment: SegmentId) -> bool:
+        return self.record(segment) is not None
+
+    def record(self, segment: SegmentId) -> SegmentRecord | None:
+        """The best record of a segment on any level: exact before inexact, then the fastest."""
+        holders = self._holders(segment)
+        return holders[0][1] if holders else None
+
+    def records(self) -> tuple[SegmentRecord, ...]:
+        """A snapshot of all records, each segment once."""
+        union: dict[SegmentId, SegmentRecord] = {}
+        for level in self.levels:
+            for record in level.store.records():
+                _keep_better(union, record)
+        return tuple(union.values())
+
+    def tier_of(self, segment: SegmentId) -> str | None:
+        """Name of the level that `get` would try first, or None."""
+        holders = self._holders(segment)
+        return holders[0][0].name if holders else None
+
+    def lookup(self, prompt: Prompt) -> PromptLookup:
+        """What is stored anywhere for each part of `prompt`; pins nothing.
+
+        The exact prefix may run over several levels. A shared level is asked, once, for what the faster ones lack:
+        the exact path and the context-free variants. What has expired is dropped and not found.
+        """
+        pairs = zip(prompt.parts, prompt.contexts(), strict=True)
+        path = {segment_id(part.id, context): part.id for part, context in pairs if part.id is not None}
+        alone = (segment_id(chunk, ()) for chunk in path.values())
+        asked = dict.fromkeys((*path, *alone))
+        for level in self._slow:
+            if level.probes:
+                level.probe([segment for segment in asked if self.record(segment) is None])
+        expired: set[SegmentId] = set()
+        found = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
+        self._expire(expired)
+        self._count(hits=found.hits, misses=found.misses)
+        return found
+
+    def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> TieredLease:
+        """Pin segments on every level that has them, and count it as one use of each and one sighting.
+
+        A lookup stands for every segment that it names. Ids are given in prompt order; unknown ones are skipped.
+        """
+        ids = tuple(dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted))
+        lease = TieredLease(ids, [level.store.lease(ids) for level in self.levels])
+        if self._slow:
+            for segment in lease.ids:
+                self._admit_used(segment)
+        return lease
+
+    def get(self, segment: SegmentId, *, exact: bool = False) -> PayloadT | None:
+        """The payload from the fastest level that has it and does not fail; None if there is none.
+
+        With `exact` only an exact copy will do. Without, the copies are as good as the best known one.
+        """
+        holders = self._holders(segment)
+        exact = exact or (bool(holders) and holders[0][1].exact)
+        for level, record in holders:
+            if (record.exact or not exact) and record.token_ids == holders[0][1].token_ids:
+                payload = level.get(segment)
+                if payload is not None:
+                    return payload
+        return None
+
+    def insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
+        """Store what was just computed; True if it, or a better one of its id, is held or about to be written.
+
+        Raises:
+            UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
+        """
+        held = self.record(record.id)
+        if held is not None and held.token_ids != record.token_ids:
+            logger.warning("segment %s is stored with other tokens; not replaced", record.id)
+            self._count(rejected=1, mismatched=1)
+            return False
+        if held is not None and held.exact and not record.exact:
+            return True
+        with self._moving() as unchanged:
+            stored = self._into_memory(record, payload, unchanged)
+            self._ages.born(record.id)
+            if record.exact:
+                self._drop_inexact(record.id)
+            return self._see_and_write(record, payload, unchanged) or stored
+
+    def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
+        """Keep in memory what was read, whole, from a slow level. Never needed for an answer: call it after.
+
+        False if it was in memory already, is stored nowhere any more, or does not fit.
+        """
+        holders = self._holders(segment)
+        if not holders or not holders[0][0].background:
+            return False
+        record = holders[0][1]
+        with self._moving() as unchanged:
+            promoted = self._into_memory(record, payload, unchanged)
+            self._count(promotions=int(promoted))
+            self._write_through(record, payload, unchanged)
+            return promoted
+
+    def remove(self, segment: SegmentId) -> bool:
+        """Drop a segment on every level, pinned or not; False if it was on none."""
+        return self._remove_where(lambda record: record.id == segment, among=[segment]) > 0
+
+    def discard_chunk(self, chunk: ChunkId) -> int:
+        """Drop all variants of a chunk on every level, pinned or not; returns how many copies there were."""
+        return self._remove_where(lambda record: record.chunk_id == chunk)
+
+    def discard_source(self, source: str) -> int:
+        """Drop all segments of a document, or of one chunk of it, on every level, pinned or not; returns how many.
+
+        `source` is a document's name or a chunk's (`document#3`).
+        """
+        return self._remove_where(lambda record: source in (record.source, record.document))
+
+    def clear(self) -> None:
+        """Drop everything on every level, pinned or not. Counters go on."""
+        self._remove_where(lambda _: True)
+
+    def expire(self, now_s: float | None = None) -> int:
+        """Drop what has outlived its time; returns how many segments. Called now and then, by nobody in a hurry."""
+        ids = {record.id for record in (*self.records(), *self._writer.records())}
+        with self._lock:
+            expired = self._ages.expired(ids, now_s)
+            self._ages.keep_only(ids)
+        self._expire(set(expired))
+        return len(expired)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for the writes queued so far; False if time ran out."""
+        return self._writer.flush(timeout_s)
+
+    def close(self, timeout_s: float | None = 30.0) -> bool:
+        """Flush, stop writing, and close the tiers; False if writes were dropped for want of time."""
+        done = self._writer.close(timeout_s)
+        for level in self.levels:
+            level.close()
+        return done
+
+    def check(self) -> None:
+        """Audit every level, and that they mean the same by an id.
+
+        Raises:
+            StoreError: an invariant does not hold.
+        """
+        seen: dict[SegmentId, SegmentRecord] = {}
+        for level in self.levels:
+            level.store.check()
+            for record in level.store.records():
+                other = seen.setdefault(record.id, record)
+                if (other.chunk_id, other.context) != (record.chunk_id, record.context):
+                    raise StoreError(f"segment {record.id} is not the same on every level")
+
+    def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
+        """Levels that have it, the exact copies first, then from fast to slow."""
+        found = [(level, record) for level in self.levels if (record := level.record(segment)) is not None]
+        return sorted(found, key=lambda pair: not pair[1].exact)
+
+    def _variants(self, part: PromptPart, expired: set[SegmentId]) -> tuple[SegmentRecord, ...]:
+        union: dict[SegmentId, SegmentRecord] = {}
+        for level in self.levels:
+            for record in level.variants(part):
+                _keep_better(union, record)
+        with self._lock:
+            expired.update(self._ages.expired(union))
+        return tuple(record for segment, record in union.items() if segment not in expired)
+
+    def _into_memory(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
+        """Put it into the fastest memory that takes it."""
+        return any(level.available and _insert_quietly(level, record, payload, unchanged) for level in self._memory)
+
+    def _demoter(self, index: int) -> Callable[[SegmentRecord, PayloadT], None]:
+        below = self._memory[index + 1 :]
+
+        def demote(record: SegmentRecord, payload: PayloadT) -> None:
+            unchanged: Callable[[], bool] = getattr(self._started, "unchanged", lambda: True)
+            demoted = False
+            if below:
+                demoted = below[0].record(record.id) is None and _insert_quietly(below[0], record, payload, unchanged)
+            elif self._sightings.count(record.id) >= self._admission:
+                demoted = self._write_through(record, payload, unchanged)
+            self._count(demotions=int(demoted))
+
+        return demote
+
+    def _admit_used(self, segment: SegmentId) -> None:
+        """Count a sighting by use, and write what has thereby been seen often enough."""
+        with self._lock:
+            seen = self._sightings.see(segment)
+        if seen < self._admission or all(level.record(segment) is not None for level in self._slow):
+            return
+        with self._moving() as unchanged:
+            for level in self._memory:
+                record = level.record(segment)
+                payload = None if record is None else level.get(segment)
+                if record is not None and payload is not None:
+                    self._write_through(record, payload, unchanged)
+                    return
+
+    def _see_and_write(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
+        with self._lock:
+            seen = self._sightings.see(record.id)
+        return seen >= self._admission and self._write_through(record, payload, unchanged)
+
+    def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
+        """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
+        nbytes = self._memory[-1].store.tier.size_of(record, payload)
+        taken = False
+        for level in self._slow:
+            held = level.store.record(record.id)
+            if held is not None and (held.exact or not record.exact):
+                continue
+            if not level.available:
+                self._count(writes_skipped=1)
+                continue
+            with self._lock:  # so that a removal either sees this write in the queue or is seen here
+                taken = (unchanged() and self._writer.offer(Write(level, record, payload, nbytes))) or taken
+        return taken
+
+    def _drop_inexact(self, segment: SegmentId) -> None:
+        """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
+        self._writer.cancel(lambda record: record.id == segment and not record.exact)
+        for level in self.levels:
+            record = level.store.record(segment)
+            if record is not None and not record.exact:
+                level.store.remove_where(lambda held: held.id == segment and not held.exact, among=[segment])
+
+    def _remove_where(
+        self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None
+    ) -> int:
+        # From slow to fast, after the count: whoever moves a copy up or down meanwhile finds it changed.
+        with self._lock:
+            self._removals += 1
+            self._writer.cancel(doomed)
+        return sum(level.store.remove_where(doomed, among=among) for level in reversed(self.levels))
+
+    def _expire(self, expired: set[SegmentId]) -> None:
+        if expired:
+            self._remove_where(lambda record: record.id in expired, among=tuple(expired))
+            self._count(expired=len(expired))
+
+    @contextmanager
+    def _moving(self) -> Iterator[Callable[[], bool]]:
+        """While a payload in hand is moved between levels: tells whether nothing was removed since it began.
+
+        What was removed meanwhile may be the very segment in hand, which then must not come back.
+        """
+        before = self._removals
+
+        def unchanged() -> bool:
+            return self._removals == before
+
+        self._started.unchanged = unchanged
+        try:
+            yield unchanged
+        finally:
+            del self._started.unchanged
+
+    def _stored_at_s(self, segment: SegmentId) -> float | None:
+        times = [level.stored_at_s(segment) for level in self.levels]
+        return min((stored_at_s for stored_at_s in times if stored_at_s is not None), default=None)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = self._counts
+            self._counts = replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+def _insert_quietly(
+    level: Level[PayloadT], record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]
+) -> bool:
+    try:
+        return level.insert(record, payload, wanted=wanted)
+    except OSError:
+        return False  # counted and logged by the level
+
+
+def _keep_better(union: dict[SegmentId, SegmentRecord], record: SegmentRecord) -> None:
+    held = union.get(record.id)
+    if held is None or (record.exact and not held.exact):
+        union[record.id] = record

@@ -1,0 +1,91 @@
+"""A tier that is as slow as it is told to be: small models load too fast for a real disk to show anything."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import SegmentId
+
+_TIMER_SLOP_S = 0.005
+"""A reader that wakes this much late finds the link as if it had not stood still, so that it keeps its throughput."""
+
+
+class Link:
+    """One link of a fixed throughput that all readers share, one transfer at a time."""
+
+    def __init__(self, bytes_per_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._sleep = sleep
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def transfer(self, nbytes: int) -> None:
+        """Return once `nbytes` have gone over the link, behind what was sent before."""
+        with self._lock:
+            now = time.perf_counter()
+            idle = now - self._free_at_s > _TIMER_SLOP_S
+            self._free_at_s = (now if idle else self._free_at_s) + nbytes / self.bytes_per_s
+            wait_s = self._free_at_s - now
+        self._sleep(max(wait_s, 0.0))
+
+
+class ThrottledSegment:
+    """A `SegmentSource` whose layers come over a link."""
+
+    def __init__(self, source: SegmentSource, link: Link) -> None:
+        self._source = source
+        self._link = link
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self._source.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._source.nbytes
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """One layer, after the time that it takes on the link."""
+        layer = self._source.layer(index, scratch)
+        self._link.transfer(layer.nbytes)
+        return layer
+
+
+class ThrottledTier:
+    """A tier in memory behind a link; writing takes no time."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._held: dict[SegmentId, tuple[SegmentRecord, SegmentSource]] = {}
+
+    def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
+        """Keep it."""
+        self._held[record.id] = (record, payload)
+
+    def get(self, segment: SegmentId) -> SegmentSource | None:
+        """The segment, to be read over the link."""
+        held = self._held.get(segment)
+        return None if held is None else ThrottledSegment(held[1], self._link)
+
+    def delete(self, segment: SegmentId) -> None:
+        """Forget it."""
+        self._held.pop(segment, None)
+
+    def nbytes(self, segment: SegmentId) -> int:
+        """Bytes held."""
+        held = self._held.get(segment)
+        return 0 if held is None else held[1].nbytes
+
+    def size_of(self, _record: SegmentRecord, payload: SegmentSource) -> int:
+        """Bytes it would take."""
+        return payload.nbytes
+
+    def records(self) -> Iterator[SegmentRecord]:
+        """Everything held."""
+        return (record for record, _ in tuple(self._held.values()))

@@ -1,0 +1,349 @@
+"""Segments on another machine, which may be slow, gone, restarted, full or wrong."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+
+from chunkweave.errors import UsageError
+from chunkweave.kv.codecs import Codec, RawCodec
+from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
+from chunkweave.tiers.breaker import BreakerState, CircuitBreaker
+from chunkweave.tiers.remote_calls import Backoff, RemoteCalls, RemoteGarbage
+from chunkweave.tiers.segment_bytes import MemorySegment, decode_header, decode_segment, encode_segment
+from chunkweave.tiers.segment_file import file_bytes
+from chunkweave.tiers.segment_header import LENGTH_BYTES, FileProblem, SegmentHeader, SegmentRefused, header_size
+from chunkweave.tiers.withdrawals import PutTicket, Withdrawals
+from chunkweave.types import SegmentId
+
+logger = logging.getLogger(__name__)
+
+_HEAD_BYTES = 16 << 10
+_OWED_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """Counters since the tier was opened.
+
+    `unavailable` are reads that got no answer (breaker open included), `garbage` those that got a wrong one, `refused`
+    segments of another format version. `bytes_in` and `bytes_out` are bytes of whole segments.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    unavailable: int = 0
+    garbage: int = 0
+    refused: int = 0
+    puts: int = 0
+    failed_puts: int = 0
+    failed_deletes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class RemoteTier:
+    """Keeps segments in a `BlobStore`; implements `chunkweave.store.tier.Tier[SegmentSource]`.
+
+    What a read cannot have within `deadline_s` is a miss: counted, and logged when the remote stops and when it
+    starts working, not for every call. Nothing the remote says is believed: sizes are bounded, and checksums,
+    fingerprint and id in the bytes must be the ones asked for. The bytes are those of the disk format.
+
+    Others use the same remote at the same time, so what was here a moment ago may be gone or new. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        fingerprint: str,
+        *,
+        codec: Codec | None = None,
+        deadline_s: float = 2.0,
+        breaker: CircuitBreaker | None = None,
+        backoff: Backoff | None = None,
+        ttl_s: float | None = None,
+        max_bytes: int = 512 << 20,
+        max_listed: int = 100_000,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Asks the remote nothing yet, so it opens whether the remote is there or not.
+
+        Args:
+            blobs: where the bytes go.
+            fingerprint: of the model; a part of every key, so that models share a remote and no segments.
+            codec: for what is put; anything that is there is read by the codec that it names. Raw if None.
+            deadline_s: longest time that any one call waits for the remote, retries included.
+            breaker: guards the remote; one with its defaults if None.
+            backoff: pauses between retries; its defaults if None.
+            ttl_s: seconds after which the remote forgets a segment, counted from its put; None for never.
+            max_bytes: larger segments are neither put nor fetched.
+            max_listed: at most so many segments are listed by `records`.
+            now: seconds since the epoch, for the time of creation in the bytes.
+
+        Raises:
+            UsageError: an argument is out of its range, or `ttl_s` is given and `blobs` does not expire.
+        """
+        if ttl_s is not None and (ttl_s <= 0 or not blobs.expires):
+            raise UsageError(f"{blobs.name} cannot expire segments after {ttl_s} s")
+        if max_bytes <= 0 or max_listed < 0:
+            raise UsageError(f"no room for segments in {max_bytes} bytes, or {max_listed} of them listed")
+        try:
+            BlobKey(fingerprint, SegmentId("0" * 32))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        self.fingerprint = fingerprint
+        self.breaker = CircuitBreaker(f"remote store {blobs.name}") if breaker is None else breaker
+        self._blobs = blobs
+        self._codec: Codec = RawCodec() if codec is None else codec
+        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self._cut, backoff=backoff)
+        self._ttl_s, self._max_bytes, self._max_listed, self._now = ttl_s, max_bytes, max_listed, now
+        self._withdrawals = Withdrawals()
+        self._lock = Lock()
+        self._counts = RemoteStats()
+        self._gave_garbage = False
+
+    @property
+    def stats(self) -> RemoteStats:
+        """A snapshot of the counters."""
+        with self._lock:
+            return self._counts
+
+    @property
+    def available(self) -> bool:
+        """False while the breaker is open: a miss then says nothing about what the remote holds."""
+        return self.breaker.state is BreakerState.CLOSED
+
+    @property
+    def undeleted(self) -> tuple[SegmentId, ...]:
+        """What was deleted here while the remote could not be reached, and may still lie there."""
+        return tuple(key.segment for key in self._withdrawals.owed())
+
+    def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
+        """Send a segment, replacing one of the same id.
+
+        Raises:
+            OSError: it was not taken, or not in time (it may still arrive: whole, and unless it is deleted first).
+            ValueError: record and payload do not fit each other.
+            SegmentLost: the payload could not be read.
+        """
+        key = BlobKey(self.fingerprint, record.id)
+        self.settle_deletions(_OWED_AT_ONCE)
+        try:
+            data = encode_segment(
+                record, payload, codec=self._codec, fingerprint=self.fingerprint, created_s=self._now()
+            )
+            if len(data) > self._max_bytes:
+                raise BlobRefused(f"segment {record.id} has {len(data)} bytes, the limit is {self._max_bytes}")
+            ticket = self._withdrawals.admit(key)
+            self._calls.call(lambda: self._send(ticket, data))
+        except OSError:
+            self._count(failed_puts=1)
+            raise
+        self._count(puts=1, bytes_out=len(data))
+
+    def get(self, segment: SegmentId) -> SegmentSource | None:
+        """The segment with all its bytes, or None: not there, not in time, or not to be believed.
+
+        A layer that fails its checksum raises `SegmentLost` when it is asked for.
+        """
+        key = self._readable_key(segment)
+        if key is None:
+            self._count(misses=1)
+            return None
+        try:
+            found = self._calls.call(lambda: self._fetch(key))
+        except RemoteGarbage as error:
+            self._note_garbage(segment, str(error))
+            return None
+        except BlobRefused as refused:
+            logger.debug("segment %s of the remote store is not for us: %s", segment, refused)
+            self._count(refused=1)
+            return None
+        except OSError as error:
+            self._note_unavailable(error)
+            return None
+        if found is None or self._withdrawals.is_owed(key):
+            self._count(misses=1)
+            return None
+        self._count(hits=1, bytes_in=found.header.record.nbytes)
+        return found
+
+    def delete(self, segment: SegmentId) -> None:
+        """Forget it, here at once and in the remote as soon as that can be reached; unknown ids are ignored.
+
+        A deletion that the remote did not confirm is logged, counted and listed in `undeleted`, and tried again
+        with later puts and deletions of this process.
+        """
+        key = self._key(segment)
+        if key is None:
+            return
+        self._withdrawals.withdraw(key)
+        if not self._carry_out(key):
+            self._count(failed_deletes=1)
+            return
+        self.settle_deletions(_OWED_AT_ONCE)
+
+    def settle_deletions(self, limit: int | None = None) -> int:
+        """Try owed deletions again, at most `limit` and none after one that fails; returns how many are left."""
+        for key in self._withdrawals.owed(limit):
+            if not self._carry_out(key):
+                break
+        return len(self._withdrawals.owed())
+
+    def nbytes(self, segment: SegmentId) -> int:
+        """Bytes that it takes in the remote, 0 if it is not there or nobody answers."""
+        key = self._readable_key(segment)
+        if key is None:
+            return 0
+        try:
+            return self._calls.call(lambda: self._blobs.size(key)) or 0
+        except OSError as error:
+            self._note_unavailable(error)
+            return 0
+
+    def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
+        """Records of those of `segments` that are held now: two calls each, one deadline for all.
+
+        Raises:
+            OSError: the remote did not answer, or not in time.
+        """
+        keys = [key for segment in segments if (key := self._readable_key(segment)) is not None]
+        return self._calls.call(lambda: [record for key in keys for record in self._find(key)]) if keys else []
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._cut()
+
+    def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
+        """Bytes that it would take in the remote."""
+        return file_bytes(record, payload, self._codec, self.fingerprint)
+
+    def records(self) -> Iterator[SegmentRecord]:
+        """What the remote holds of this fingerprint now, asked for while iterating: two calls and a page a segment.
+
+        Ends early, with a warning, at `max_listed` segments or when the remote stops answering. What
+        is damaged or of another format version is left out.
+        """
+        keys = self._blobs.keys(self.fingerprint)
+        seen: set[SegmentId] = set()
+        while len(seen) < self._max_listed:
+            try:
+                key = self._calls.call(lambda: next(keys, None), retry=False)
+                if key is None:
+                    return
+                if key.segment in seen or self._withdrawals.is_owed(key):
+                    continue
+                seen.add(key.segment)
+                header = self._calls.call(lambda key=key: self._fetch_header(key))  # type: ignore[misc]
+            except (RemoteGarbage, BlobRefused) as error:
+                logger.debug("not listed: %s", error)
+                continue
+            except OSError as error:
+                logger.warning("the list of the remote store ends after %d segments: %s", len(seen), error)
+                return
+            if header is not None:
+                yield header.record
+        logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
+
+    def _fetch(self, key: BlobKey) -> MemorySegment | None:
+        data = self._blobs.get(key, self._max_bytes + 1)
+        if data is None:
+            return None
+        if len(data) > self._max_bytes:
+            raise RemoteGarbage(f"more than {self._max_bytes} bytes")
+        try:
+            found = decode_segment(data, self._note_lost)
+        except SegmentRefused as refused:
+            raise _as_failure(refused) from refused
+        self._require_own(found.header, key)
+        with self._lock:
+            self._gave_garbage = False
+        return found
+
+    def _fetch_header(self, key: BlobKey) -> SegmentHeader | None:
+        total_bytes = self._blobs.size(key)
+        head = self._blobs.get(key, _HEAD_BYTES)
+        if total_bytes is None or head is None:
+            return None
+        try:
+            needed = header_size(head[:LENGTH_BYTES], total_bytes)
+            if needed > len(head):
+                head = self._blobs.get(key, needed) or b""
+            header = decode_header(head, total_bytes)
+        except SegmentRefused as refused:
+            raise _as_failure(refused) from refused
+        self._require_own(header, key)
+        return header
+
+    def _find(self, key: BlobKey) -> list[SegmentRecord]:
+        try:
+            header = self._fetch_header(key)
+        except (RemoteGarbage, BlobRefused) as error:
+            logger.debug("segment %s of the remote store is passed over: %s", key.segment, error)
+            return []
+        return [] if header is None else [header.record]
+
+    def _require_own(self, header: SegmentHeader, key: BlobKey) -> None:
+        if header.record.id != key.segment or header.fingerprint != key.fingerprint:
+            raise RemoteGarbage(f"it holds segment {header.record.id} of {header.fingerprint}")
+
+    def _send(self, ticket: PutTicket, data: bytes) -> None:
+        if ticket.is_withdrawn():
+            return
+        self._blobs.put(ticket.key, data, self._ttl_s)
+        if ticket.is_withdrawn():
+            self._withdrawals.withdraw(ticket.key)
+            self._blobs.delete(ticket.key)
+            self._withdrawals.settled(ticket.key)
+
+    def _carry_out(self, key: BlobKey) -> bool:
+        try:
+            self._calls.call(lambda: self._blobs.delete(key))
+        except OSError as error:
+            if self.breaker.state is BreakerState.CLOSED:
+                logger.warning("segment %s may stay in the remote store: %s", key.segment, error)
+            return False
+        self._withdrawals.settled(key)
+        return True
+
+    def _key(self, segment: SegmentId) -> BlobKey | None:
+        try:
+            return BlobKey(self.fingerprint, segment)
+        except ValueError:
+            return None
+
+    def _readable_key(self, segment: SegmentId) -> BlobKey | None:
+        key = self._key(segment)
+        return None if key is None or self._withdrawals.is_owed(key) else key
+
+    def _cut(self) -> None:
+        try:
+            self._blobs.close()
+        except OSError as error:
+            logger.debug("closing connections: %s", error)
+
+    def _note_unavailable(self, error: OSError) -> None:
+        logger.debug("the remote store did not answer: %s", error)
+        self._count(unavailable=1)
+
+    def _note_lost(self, lost: SegmentLost) -> None:
+        self._note_garbage(SegmentId(lost.segment), str(lost))
+
+    def _note_garbage(self, segment: SegmentId, reason: str) -> None:
+        with self._lock:
+            level = logging.DEBUG if self._gave_garbage else logging.WARNING
+            self._gave_garbage = True
+        logger.log(level, "segment %s from the remote store is not used: %s", segment, reason)
+        self._count(garbage=1)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _as_failure(refused: SegmentRefused) -> OSError:
+    """A newer version's segment is no fault of the remote; anything else is."""
+    return (BlobRefused if refused.problem is FileProblem.FUTURE else RemoteGarbage)(str(refused))

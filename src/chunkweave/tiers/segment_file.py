@@ -1,0 +1,270 @@
+"""One segment, one file: written so that it is there whole or not at all, read one layer at a time.
+
+The files are safetensors files, but not written with that library: it orders tensors by alignment, then name, so that
+all scales would come before all layers, and one layer would not be one contiguous read.
+"""
+
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from chunkweave.errors import UsageError
+from chunkweave.kv.codecs import Codec, EncodingError
+from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.segment_header import (
+    LENGTH_BYTES,
+    FileProblem,
+    SegmentHeader,
+    SegmentLayout,
+    SegmentRefused,
+    header_bytes,
+    header_size,
+    parse_header,
+)
+
+TEMPORARY_SUFFIX = ".tmp"
+_FIRST_READ_BYTES = 16 << 10
+# O_NONBLOCK: a FIFO of a segment's name would otherwise block the open until somebody writes to it.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DiskSegment:
+    """A segment whose layers lie in a file; implements `SegmentSource`.
+
+    Every layer opens the file anew: no descriptors are held, however many segments a request has, and no two threads
+    share one. What is read must match the checksum from the header that was read on opening, so a file that was
+    deleted, replaced or damaged since then is lost, never mistaken. Immutable; any thread may read.
+    """
+
+    __slots__ = ("header", "path")
+
+    def __init__(self, path: Path, header: SegmentHeader) -> None:
+        self.path = path
+        self.header = header
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.header.layout.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors once they are decoded."""
+        return self.header.layout.nbytes
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: one read, checked, decoded.
+
+        `scratch` (uint8) is read into if it is long enough, and the result may then be a view of it.
+
+        Raises:
+            SegmentLost: the file is gone, is another one, cannot be read, or fails its checksum.
+            IndexError: there is no such layer.
+        """
+        header, offset = self.header, self.header.layer_offset(index)
+        length = header.layout.layer_bytes
+        fresh = scratch is None or len(scratch) < length
+        data = torch.empty(length, dtype=torch.uint8) if fresh or scratch is None else scratch[:length]
+        try:
+            with _open_regular(self.path) as (file, size):
+                if size != header.record.nbytes:
+                    raise SegmentRefused(FileProblem.CORRUPT, f"{size} bytes, not {header.record.nbytes} as it had")
+                read = _read_into(file, data.numpy().data, offset)
+        except (OSError, SegmentRefused) as error:
+            raise SegmentLost(header.record.id, str(error)) from error
+        if read != length:
+            raise SegmentLost(header.record.id, f"the file ends within layer {index}")
+        return decode_layer(header, index, data)
+
+
+def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch.Tensor:
+    """One layer from its encoded run `data` (uint8, `layer_bytes` long), once its checksum matches.
+
+    The result may be a view of `data`.
+
+    Raises:
+        SegmentLost: the checksum does not match.
+    """
+    if zlib.crc32(data.numpy().data) != header.layer_checksums[index]:
+        raise SegmentLost(header.record.id, f"the checksum of layer {index} does not match")
+    tensors, start = [], 0
+    for tensor in header.layout.tensors:
+        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += tensor.nbytes
+    return header.layout.codec.decode_layer(tensors, header.layout.dtype)
+
+
+def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
+    """How `payload` would be laid out by `codec`; reads its first layer."""
+    first = payload.layer(0)
+    return SegmentLayout((payload.nbytes // max(1, first.nbytes), *first.shape), first.dtype, codec)
+
+
+def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
+    """Bytes of the file that `write_segment` would leave.
+
+    Raises:
+        UsageError: record and payload do not fit each other.
+        SegmentLost: the payload cannot be read.
+    """
+    layout = layout_of(payload, codec)
+    head = header_bytes(record, fingerprint, layout, 0.0, (0,) * layout.num_layers)
+    return len(head) + layout.num_layers * layout.layer_bytes
+
+
+def write_segment(
+    path: Path, record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
+) -> SegmentHeader:
+    """Write a segment to `path`, replacing what is there; it is whole and on the medium when this returns.
+
+    A temporary file in the same folder takes the data, is synced and renamed; then the folder is synced. A writer
+    that dies in between leaves at most a temporary file.
+
+    Raises:
+        OSError: it could not be written, or not be encoded; nothing stays.
+        UsageError: record and payload do not fit each other.
+        SegmentLost: the payload could not be read.
+    """
+    layout = layout_of(payload, codec)
+    head = header_bytes(record, fingerprint, layout, created_s, (0,) * layout.num_layers)
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    checksums: list[int] = []
+    renamed = False
+    try:
+        file = os.open(temporary, _WRITE_FLAGS, 0o600)
+        try:
+            # Room for the header is left free and filled last: its checksums are known only then.
+            offset = len(head)
+            for index in range(layout.num_layers):
+                data = _encoded_run(payload.layer(index), layout)
+                checksums.append(zlib.crc32(data))
+                offset = _write_all(file, data, offset)
+            head = header_bytes(record, fingerprint, layout, created_s, tuple(checksums))
+            _write_all(file, head, 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        temporary.replace(path)
+        renamed = True
+        sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            (path if renamed else temporary).unlink()
+        if isinstance(error, EncodingError):
+            raise OSError(f"segment {record.id} was not written: {error}") from error
+        raise
+    return parse_header(head, offset)
+
+
+def open_segment(path: Path) -> DiskSegment:
+    """The segment in this file; only its header is read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SegmentRefused: it is not a whole segment that this version reads, or may not be read.
+    """
+    return DiskSegment(path, read_header(path))
+
+
+def read_record(path: Path) -> SegmentRecord:
+    """The record of the segment in this file, `nbytes` being the file's size; only the header is read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SegmentRefused: as for `open_segment`.
+    """
+    return read_header(path).record
+
+
+def read_header(path: Path) -> SegmentHeader:
+    """The checked header of a segment file. The id in it must be the file's name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SegmentRefused: as for `open_segment`.
+    """
+    try:
+        with _open_regular(path) as (file, size):
+            whole = os.pread(file, _FIRST_READ_BYTES, 0)
+            needed = header_size(whole[:LENGTH_BYTES], size)
+            if needed > len(whole):
+                rest = bytearray(needed - len(whole))
+                read = _read_into(file, memoryview(rest), len(whole))
+                whole += rest[:read]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SegmentRefused(FileProblem.UNREADABLE, str(error)) from error
+    if len(whole) < needed:
+        raise SegmentRefused(FileProblem.CORRUPT, "the file ends within its header")
+    header = parse_header(whole[:needed], size)
+    if header.record.id != path.stem:
+        raise SegmentRefused(FileProblem.CORRUPT, f"it holds segment {header.record.id}, not the one it is named for")
+    return header
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames within a folder last.
+
+    Raises:
+        OSError: the folder could not be synced.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _open_regular(path: Path) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file; a link, folder or device of that name is refused as foreign."""
+    try:
+        file = os.open(path, _READ_FLAGS)
+    except OSError as error:
+        if path.is_symlink():
+            raise SegmentRefused(FileProblem.FOREIGN, "a link, which is never followed") from error
+        raise
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise SegmentRefused(FileProblem.FOREIGN, "not a regular file")
+        yield file, found.st_size
+    finally:
+        os.close(file)
+
+
+def _encoded_run(kv: torch.Tensor, layout: SegmentLayout) -> bytes | bytearray:
+    if (kv.shape, kv.dtype) != (layout.shape[1:], layout.dtype):
+        raise UsageError(f"a layer of {tuple(kv.shape)} {kv.dtype} in a segment of {layout.shape} {layout.dtype}")
+    run = bytearray()
+    for tensor in layout.codec.encode_layer(kv):
+        run += tensor.view(-1).view(torch.uint8).numpy().data
+    return run
+
+
+def _write_all(file: int, data: bytes | bytearray, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+    return offset
+
+
+def _read_into(file: int, view: memoryview, offset: int) -> int:
+    """Fill `view` from `offset` on; fewer bytes only where the file ends."""
+    read = 0
+    while read < len(view):
+        count = os.preadv(file, [view[read:]], offset + read)
+        if count == 0:
+            break
+        read += count
+    return read

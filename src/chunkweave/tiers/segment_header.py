@@ -1,0 +1,260 @@
+"""The header of a segment file: what it says, how it is written, and how little of it is believed.
+
+docs/disk-format.md describes the format. The bytes here are the same on disk and on the wire.
+"""
+
+import enum
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from chunkweave.errors import UsageError
+from chunkweave.kv.codecs import Codec, Shape, TensorLayout, make_codec
+from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.types import ChunkId, SegmentId
+
+FORMAT_VERSION = 1
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 4 << 20
+"""Far above what a chunk of 128k tokens and 1000 layers need, far below what would hurt to allocate."""
+
+_ALIGNMENT = 64
+_NO_CHECKSUM = b"0" * 32
+# Version and checksum keep their place in every version, so that a flipped bit is never taken for a newer format.
+_HEAD = re.compile(rb'\{"__metadata__":\{"chunkweave_segment":"(\d{4})","checksum":"([0-9a-f]{32})",')
+_ID = re.compile(r"[0-9a-f]{32}")
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+_KV_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+class FileProblem(enum.Enum):
+    """Why a file is refused."""
+
+    CORRUPT = "corrupt"
+    FUTURE = "future-version"
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+    UNDELETABLE = "undeletable"
+
+
+class SegmentRefused(Exception):  # noqa: N818  (a signal between layers of the library, never seen by its users)
+    """A file or message that is not a segment of ours, or not a whole one. Nothing of it was used."""
+
+    def __init__(self, problem: FileProblem, reason: str) -> None:
+        super().__init__(reason)
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Where the tensors of a segment lie. `shape` is `[layers, 2, tokens, kv_heads, head_dim]`."""
+
+    shape: Shape
+    dtype: torch.dtype
+    codec: Codec
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded tensors."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def tensors(self) -> tuple[TensorLayout, ...]:
+        """The encoded tensors of one layer, in file order."""
+        return self.codec.layout(self.shape[1:], self.dtype)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one encoded layer: one contiguous run."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """Everything that a segment file says beside its tensors.
+
+    `record.nbytes` is the size of the whole file; the tensors start at byte `data_start` of it.
+    `layer_checksums` are the CRC-32 of each layer's encoded run.
+    """
+
+    record: SegmentRecord
+    fingerprint: str
+    layout: SegmentLayout
+    created_s: float
+    layer_checksums: tuple[int, ...]
+    data_start: int
+
+    def layer_offset(self, index: int) -> int:
+        """Byte of the file at which a layer's run starts.
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        if not 0 <= index < self.layout.num_layers:
+            raise IndexError(f"layer {index} of a segment of {self.layout.num_layers}")
+        return self.data_start + index * self.layout.layer_bytes
+
+
+def header_bytes(
+    record: SegmentRecord, fingerprint: str, layout: SegmentLayout, created_s: float, layer_checksums: tuple[int, ...]
+) -> bytes:
+    """Length word and header, padded so that the tensors start on a multiple of 64 bytes.
+
+    Their number does not depend on checksums or time, so that a file's size is known before it is encoded.
+    `record.nbytes` is not written: it follows from the file.
+
+    Raises:
+        UsageError: record and layout do not fit each other or this format's bounds.
+    """
+    _require_fitting(record, layout)
+    metadata = {
+        "chunkweave_segment": f"{FORMAT_VERSION:04}",
+        "checksum": _NO_CHECKSUM.decode(),
+        "id": record.id,
+        "chunk": record.chunk_id,
+        "context": " ".join(record.context),
+        "token_ids": " ".join(map(str, record.token_ids)),
+        "source": record.source.encode("utf-8", "replace").decode(),
+        "exact": "true" if record.exact else "false",
+        "shape": " ".join(map(str, layout.shape)),
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "codec": layout.codec.name,
+        "fingerprint": fingerprint,
+        "created": datetime.fromtimestamp(created_s, UTC).isoformat(timespec="microseconds"),
+        "layer_checksums": " ".join(f"{checksum:08x}" for checksum in layer_checksums),
+    }
+    text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UsageError(f"a header of {len(text)} bytes; at most {MAX_HEADER_BYTES} are written")
+    whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return whole.replace(_NO_CHECKSUM, _checksum(whole), 1)
+
+
+def header_size(length_word: bytes, file_bytes: int) -> int:
+    """Bytes of length word and header of a file of `file_bytes`, from its first 8 bytes.
+
+    Raises:
+        SegmentRefused: no segment has such a header.
+    """
+    if len(length_word) < LENGTH_BYTES:
+        raise SegmentRefused(FileProblem.CORRUPT, f"{len(length_word)} bytes are no segment file")
+    size = int.from_bytes(length_word[:LENGTH_BYTES], "little")
+    if size > MAX_HEADER_BYTES or LENGTH_BYTES + size > file_bytes:
+        raise SegmentRefused(FileProblem.CORRUPT, f"it claims a header of {size} bytes in a file of {file_bytes}")
+    return LENGTH_BYTES + size
+
+
+def parse_header(whole: bytes, file_bytes: int) -> SegmentHeader:
+    """The header from its `whole` bytes (length word and header) in a file of `file_bytes`.
+
+    The checksum is compared before anything is parsed, and every field is checked though it matched.
+
+    Raises:
+        SegmentRefused: it is foreign, damaged, of a version from the future, or contradicts itself or the file.
+    """
+    head = _HEAD.match(whole, LENGTH_BYTES)
+    if head is None:
+        foreign = whole[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+        problem = FileProblem.FOREIGN if foreign else FileProblem.CORRUPT
+        raise SegmentRefused(problem, "it does not start as a segment of chunkweave")
+    blank = whole[: head.start(2)] + _NO_CHECKSUM + whole[head.end(2) :]
+    if _checksum(blank) != head[2]:
+        raise SegmentRefused(FileProblem.CORRUPT, "the header's checksum does not match")
+    if int(head[1]) != FORMAT_VERSION:
+        raise SegmentRefused(
+            FileProblem.FUTURE, f"format version {int(head[1])}; this chunkweave reads {FORMAT_VERSION}"
+        )
+    try:
+        return _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SegmentRefused(FileProblem.CORRUPT, f"the header contradicts itself ({error})") from error
+
+
+def is_segment_id(text: str) -> bool:
+    """Whether `text` is 32 lower-case hex digits, and so nothing that could lead out of a folder."""
+    return _ID.fullmatch(text) is not None
+
+
+def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> SegmentHeader:
+    metadata: dict[str, str] = fields.pop("__metadata__")
+    chunk = ChunkId(_an_id(metadata["chunk"]))
+    context = tuple(ChunkId(_an_id(part)) for part in metadata["context"].split())
+    layout = SegmentLayout(
+        tuple(map(int, metadata["shape"].split())), _KV_DTYPES[metadata["dtype"]], make_codec(metadata["codec"])
+    )
+    record = SegmentRecord(
+        SegmentId(_an_id(metadata["id"])),
+        chunk,
+        context,
+        tuple(map(int, metadata["token_ids"].split())),
+        {"true": True, "false": False}[metadata["exact"]],
+        file_bytes,
+        metadata["source"],
+    )
+    _require_fitting(record, layout)
+    checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())
+    if len(checksums) != layout.num_layers or fields != _tensor_table(layout):
+        raise ValueError("tensors are not those of its shape and codec")
+    if data_start + layout.num_layers * layout.layer_bytes != file_bytes:
+        raise ValueError(f"its tensors do not fill a file of {file_bytes} bytes: cut short or extended")
+    created_s = datetime.fromisoformat(metadata["created"]).timestamp()
+    return SegmentHeader(record, metadata["fingerprint"], layout, created_s, checksums, data_start)
+
+
+def _require_fitting(record: SegmentRecord, layout: SegmentLayout) -> None:
+    shape = layout.shape
+    if len(shape) != 5 or shape[1] != 2 or min(shape) < 1:
+        raise UsageError(f"not [layers, 2, tokens, kv_heads, head_dim]: {shape}")
+    if layout.dtype not in _KV_DTYPES.values():
+        raise UsageError(f"KV of {layout.dtype} has no place in this format")
+    if len(record.token_ids) != shape[2]:
+        raise UsageError(f"{len(record.token_ids)} token ids, but KV of {shape[2]} tokens")
+    if record.id != segment_id(record.chunk_id, record.context):
+        raise UsageError(f"id {record.id} does not follow from chunk and context")
+
+
+@lru_cache(maxsize=1024)
+def _tensor_table(layout: SegmentLayout) -> dict[str, Any]:
+    """The tensor part of a safetensors header; callers must not change it."""
+    table: dict[str, Any] = {}
+    offset = 0
+    for layer in range(layout.num_layers):
+        for tensor in layout.tensors:
+            table[f"layer.{layer:03}{tensor.suffix}"] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.nbytes],
+            }
+            offset += tensor.nbytes
+    return table
+
+
+def _an_id(text: str) -> str:
+    if not is_segment_id(text):
+        raise ValueError(f"{text[:40]!r} is not an id")
+    return text
+
+
+def _checksum(whole: bytes) -> bytes:
+    return hashlib.blake2b(whole, digest_size=16).hexdigest().encode()

@@ -1,0 +1,378 @@
+"""`--cache-dir` and `chunkweave cache` on the small shape: restarts, listing, damage, removal, copies, pins."""
+
+import json
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chunkweave.cli import cache_clear
+from chunkweave.cli.app import app
+from chunkweave.engine.engine import Engine
+from chunkweave.errors import DocumentError
+from chunkweave.planning.cost_file import cost_model_path, stored_cost_model
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.store.pin_file import PinFile, pinned_segments
+from chunkweave.types import SegmentId
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for i in range(2):
+        (folder / f"d{i}.md").write_text(f"Document {i} tells of the lighthouse. " * 12, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A cache directory with two documents, one of them in two chunks."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "docs").mkdir()
+    (root / "docs" / "short.md").write_text("The harbour is deep.", encoding="utf-8")
+    (root / "docs" / "long.md").write_text("The lighthouse is tall and old. " * 8, encoding="utf-8")
+    done = warm(root / "cache", root / "docs")
+    assert done.exit_code == 0, done.output
+    return root / "cache"
+
+
+@pytest.fixture
+def cache(made: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    target = tmp_path / "cache"
+    done = invoke("cache", "export", made, target, "--all")
+    assert done.exit_code == 0, done.output
+    return target
+
+
+def invoke(*arguments: object, stdin: str | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def as_json(*arguments: object, code: int = 0):
+    done = invoke(*arguments, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def warm(cache: Path, docs: Path, *more: object):
+    return invoke("cache", "warm", cache, "--shape", "demo", "--docs", docs, "--chunk-tokens", 64, *more)
+
+
+def ask(cache: Path, docs: Path, *more: object):
+    return as_json("ask", "--shape", "demo", "--max-new-tokens", 3, "--docs", docs, "--cache-dir", cache, *more, "Why?")
+
+
+def segment_files(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*/??/*.safetensors"))
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_second_run_answers_from_the_first_ones_disk(documents, tmp_path):
+    cache = tmp_path / "cache"
+    (first,) = ask(cache, documents)["answers"]
+    assert first["report"]["prefix_exact_tokens"] == 0
+    assert len(segment_files(cache)) == 3  # system and two documents
+    (second,) = ask(cache, documents)["answers"]
+    assert second["answer"] == first["answer"]
+    assert {chunk["tier"] for chunk in second["report"]["chunks"]} == {"disk"}
+    tokens = sum(chunk["tokens"] for chunk in first["report"]["chunks"])
+    assert second["report"]["prefix_exact_tokens"] == tokens
+
+
+def test_an_error_after_computing_still_leaves_it_on_disk(documents, tmp_path, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    done = invoke(
+        "ask", "--shape", "demo", "--docs", documents, "--cache-dir", tmp_path / "cache", "--precompute", "Why?"
+    )
+    assert done.exit_code == 130
+    assert len(segment_files(tmp_path / "cache")) == 2
+
+
+def test_bench_takes_a_cache_dir_and_says_so(tmp_path):
+    small = ("--questions", 1, "--chunks", 2, "--chunk-tokens", 16, "--methods", "prefix", "--no-hf-reference")
+    options = ("--cache-dir", tmp_path / "cache", "--codec", "int8")
+    result = as_json("bench", "ttft", "--shape", "demo", *small, *options)
+    assert (result["config"]["tiers"], result["config"]["codec"]) == (["host", "disk"], "int8")
+    assert segment_files(tmp_path / "cache")
+
+
+def test_the_remote_has_what_the_disk_has(documents, tmp_path):
+    remote = tmp_path / "remote"
+    ask(tmp_path / "cache", documents, "--remote-url", f"file://{remote}")
+    names = {path.name for path in segment_files(tmp_path / "cache")}
+    assert names == {path.name for path in segment_files(remote)}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--ttl", "soon"), "soon"),
+        (("--disk-budget", "lots"), "lots"),
+        (("--codec", "zip"), "zip"),
+        (("--remote-url", "somewhere"), "remote_url"),
+    ],
+)
+def test_store_options_that_mean_nothing_are_usage_errors(tmp_path, more, said):
+    done = invoke("ask", "--shape", "demo", "--cache-dir", tmp_path / "cache", *more, "Why?")
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_ls_shows_every_segment_and_filters(made):
+    listed = as_json("cache", "ls", made)
+    assert listed["found"] == len(segment_files(made)) == 3
+    one = next(row for row in listed["segments"] if row["document"] == "short.md")
+    path = next(path for path in segment_files(made) if path.stem == one["id"])
+    assert one["bytes"] == path.stat().st_size
+    assert (one["exact"], one["context_parts"], one["codec"], one["pinned"]) == (True, 0, "raw", False)
+    assert 0 <= one["age_s"] < 600
+    assert one["fingerprint"] == path.parents[1].name
+    assert as_json("cache", "ls", made, "--document", "long.md")["found"] == 2
+    assert as_json("cache", "ls", made, "--chunk", one["chunk"][:8])["found"] == 1
+    assert len(as_json("cache", "ls", made, "--limit", 1)["segments"]) == 1
+    table = invoke("cache", "ls", made, "--fingerprint", one["fingerprint"][:6]).stdout
+    assert "long.md#1" in table
+    assert "3 segments" in table
+
+
+def test_stats_add_up(cache):
+    flip(segment_files(cache)[0], 100)
+    (cache / "notes.txt").write_text("not ours", encoding="utf-8")
+    stats = as_json("cache", "stats", cache)
+    (model,) = stats["models"]
+    assert stats["segments"] == model["segments"] == sum(row["segments"] for row in model["documents"]) == 2
+    assert stats["bytes"] == sum(path.stat().st_size for path in segment_files(cache)[1:])
+    assert [problem["problem"] for problem in stats["problems"]] == ["corrupt"]
+    assert "By document" in invoke("cache", "stats", cache).stdout
+
+
+def test_check_finds_damage_and_repairs_only_that(cache):
+    assert as_json("cache", "check", cache)["sound"] == 3
+    header, data, whole = segment_files(cache)
+    flip(header, 100)
+    flip(data, -1)
+    foreign = whole.with_name("notes.txt")
+    foreign.write_text("not ours", encoding="utf-8")
+    found = as_json("cache", "check", cache, code=1)
+    assert (found["sound"], found["wrong"], found["repaired"]) == (1, 2, 0)
+    assert {row["problem"] for row in found["problems"]} == {"corrupt", "foreign"}
+    assert header.exists()
+    assert data.exists()
+    repaired = as_json("cache", "check", cache, "--repair")
+    assert (repaired["wrong"], repaired["repaired"]) == (0, 2)
+    assert segment_files(cache) == [whole]
+    assert foreign.exists()
+    assert "1 segments are sound" in invoke("cache", "check", cache).stdout
+
+
+def test_check_removes_nothing_that_the_system_would_not_read(cache, monkeypatch):
+    def unread(*_arguments):
+        raise OSError("no descriptors left")
+
+    monkeypatch.setattr("chunkweave.tiers.segment_file._read_into", unread)
+    found = as_json("cache", "check", cache, "--repair", code=1)
+    assert {row["problem"] for row in found["problems"]} == {"unreadable"}
+    assert len(segment_files(cache)) == 3
+
+
+def test_clear_removes_a_document_from_disk_and_remote(documents, tmp_path):
+    cache, remote = tmp_path / "cache", tmp_path / "remote"
+    url = f"file://{remote}"
+    done = warm(cache, documents, "--remote-url", url)
+    assert done.exit_code == 0, done.output
+    doomed = {row["id"] for row in as_json("cache", "ls", cache, "--document", "d0.md")["segments"]}
+    other = {path.stem for path in segment_files(cache)} - doomed
+    next(path for path in segment_files(cache) if path.stem in doomed).unlink()  # only the remote has it now
+    cleared = as_json("cache", "clear", cache, "--document", "d0.md", "--remote-url", url)
+    assert cleared["remote_removed"] == len(doomed)
+    assert {path.stem for path in segment_files(cache)} == {path.stem for path in segment_files(remote)} == other
+
+
+def test_clear_says_when_the_remote_does_not_answer(cache, monkeypatch):
+    def gone(*_arguments):
+        raise OSError("connection refused")
+
+    monkeypatch.setattr("chunkweave.tiers.fsspec_blobs.FsspecBlobs.keys", gone)
+    done = invoke("cache", "clear", cache, "--document", "short.md", "--remote-url", "memory://nowhere")
+    assert done.exit_code == 1
+    assert "run this again" in done.stdout
+    assert as_json("cache", "ls", cache, "--document", "short.md")["found"] == 0
+
+
+def test_clear_asks_before_it_removes_everything(cache):
+    assert invoke("cache", "clear", cache, "--all", stdin="n\n").exit_code == 1
+    assert len(segment_files(cache)) == 3
+    foreign = segment_files(cache)[0].with_name("notes.txt")
+    foreign.write_text("not ours", encoding="utf-8")
+    assert as_json("cache", "clear", cache, "--all", "--yes")["removed"] == 3
+    assert segment_files(cache) == []
+    assert foreign.exists()
+
+
+def test_clear_by_chunk_fingerprint_and_age(cache, monkeypatch):
+    rows = as_json("cache", "ls", cache)["segments"]
+    assert as_json("cache", "clear", cache, "--chunk", rows[0]["chunk"])["removed"] == 1
+    assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 0
+    as_json("cache", "pin", cache, "--segment", rows[1]["id"])
+    later = time.time() + 7200
+    monkeypatch.setattr(cache_clear.time, "time", lambda: later)
+    assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 1
+    assert [path.stem for path in segment_files(cache)] == [rows[1]["id"]]
+    assert as_json("cache", "clear", cache, "--fingerprint", rows[1]["fingerprint"][:6])["removed"] == 1
+    assert PinFile(cache).read() == {}
+
+
+def test_clear_is_honest_about_files_that_cannot_be_read(cache):
+    flip(segment_files(cache)[0], 100)
+    cleared = as_json("cache", "clear", cache, "--document", "nowhere.md", code=1)
+    assert (cleared["removed"], cleared["unknown"]) == (0, 1)
+
+
+def test_clear_says_what_it_could_not_remove(cache, monkeypatch):
+    def refused(*_arguments, **_options):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    cleared = as_json("cache", "clear", cache, "--document", "short.md", code=1)
+    assert (cleared["removed"], len(cleared["failed"])) == (0, 1)
+
+
+def test_warm_goes_on_where_it_was(documents, tmp_path):
+    cache = tmp_path / "cache"
+    (documents / "d1.md").rename(tmp_path / "later.md")
+    assert json.loads(warm(cache, documents, "--json").stdout)["computed"] > 0
+    (tmp_path / "later.md").rename(documents / "d1.md")
+    second = json.loads(warm(cache, documents, "--json").stdout)
+    assert second["computed"] > 0
+    assert second["present"] > 0
+    third = json.loads(warm(cache, documents, "--json").stdout)
+    assert (third["computed"], third["missing"]) == (0, 0)
+    assert third["bytes"] == sum(path.stat().st_size for path in segment_files(cache))
+
+
+def test_warm_fails_if_the_budget_does_not_hold_the_documents(documents, tmp_path):
+    done = warm(tmp_path / "cache", documents, "--disk-budget", "64KiB", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["missing"] > 0
+
+
+def test_pins_come_and_go(cache):
+    assert as_json("cache", "pin", cache, "--document", "long.md") == {"matching": 2, "changed": 2}
+    assert as_json("cache", "pin", cache, "--document", "long.md")["changed"] == 0
+    rows = as_json("cache", "ls", cache)["segments"]
+    pinned = {row["id"] for row in rows if row["pinned"]}
+    assert {row["document"] for row in rows if row["pinned"]} == {"long.md"}
+    assert pinned_segments(cache, rows[0]["fingerprint"]) == pinned
+    assert (cache / "pins.json").stat().st_mode & 0o777 == 0o600
+    assert as_json("cache", "unpin", cache, "--segment", sorted(pinned)[0][:10])["changed"] == 1
+    assert as_json("cache", "stats", cache)["models"][0]["pinned"] == 1
+    assert invoke("cache", "pin", cache, "--document", "nowhere.md").exit_code == 2
+
+
+def test_a_damaged_pin_file_pins_nothing_and_is_not_overwritten(tmp_path, caplog):
+    (tmp_path / "pins.json").write_text("{", encoding="utf-8")
+    assert pinned_segments(tmp_path, "f") == frozenset()
+    assert "pins.json" in caplog.text
+    with pytest.raises(DocumentError):
+        PinFile(tmp_path).add("f", [SegmentId("0" * 32)])
+    assert (tmp_path / "pins.json").read_text(encoding="utf-8") == "{"
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_an_export_is_a_cache_directory_elsewhere(made, tmp_path, kind):
+    elsewhere = tmp_path / "elsewhere"
+    if kind == "folder":
+        assert as_json("cache", "export", made, elsewhere, "--document", "long.md")["exported"] == 2
+    else:
+        assert as_json("cache", "export", made, tmp_path / "e.tar", "--document", "long.md")["exported"] == 2
+        with tarfile.open(tmp_path / "e.tar") as archive:
+            archive.extractall(elsewhere, filter="data")
+    copied = {path.relative_to(elsewhere): path.read_bytes() for path in segment_files(elsewhere)}
+    assert all(copied[name] == (made / name).read_bytes() for name in copied)
+    assert as_json("cache", "check", elsewhere)["sound"] == len(copied) == 2
+    assert {path.stat().st_mode & 0o777 for path in segment_files(elsewhere)} == {0o600}
+
+
+def test_an_export_leaves_out_what_is_damaged(cache, tmp_path):
+    flip(segment_files(cache)[0], -1)
+    exported = as_json("cache", "export", cache, tmp_path / "e.tar", "--all", code=1)
+    assert (exported["exported"], len(exported["left_out"])) == (2, 1)
+
+
+def test_an_export_overwrites_nothing_that_is_not_a_cache(made, tmp_path):
+    (tmp_path / "notes.txt").write_text("not ours", encoding="utf-8")
+    for target in (tmp_path, made, tmp_path / "no" / "folder", tmp_path / "no" / "e.tar"):
+        done = invoke("cache", "export", made, target, "--all")
+        assert done.exit_code == 2, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "check", "clear", "pin", "unpin", "export"])
+def test_what_is_no_cache_directory_is_refused_untouched(command, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "notes.txt").write_text("not ours", encoding="utf-8")
+    more = {"clear": ["--all", "--yes"], "export": [tmp_path / "e.tar", "--all"]}.get(command, [])
+    more += ["--document", "a"] if "pin" in command else []
+    for path, said in ((tmp_path, "no cache directory"), (tmp_path / "nowhere", "no such folder")):
+        done = invoke("cache", command, path, *more)
+        assert done.exit_code == 2, done.output
+        assert said in " ".join(done.stderr.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "photos"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("clear",),
+        ("clear", "--all", "--document", "a"),
+        ("export", "e.tar"),
+        ("pin",),
+        ("ls", "--fingerprint", "zz"),
+        ("clear", "--older-than", "soon"),
+        ("ls", "--limit", "0"),
+    ],
+)
+def test_a_command_that_does_not_say_enough_is_a_usage_error(made, arguments):
+    command, *more = arguments
+    assert invoke("cache", command, made, *more).exit_code == 2
+    assert len(segment_files(made)) == 3
+
+
+def test_an_empty_folder_is_an_empty_cache(tmp_path):
+    assert as_json("cache", "ls", tmp_path) == {"found": 0, "segments": []}
+    assert as_json("cache", "check", tmp_path)["wrong"] == 0
+
+
+def test_a_stored_cost_model_is_of_this_model_or_none(tmp_path, caplog):
+    assert stored_cost_model(None, "f") is stored_cost_model(tmp_path, "f") is None
+    path = cost_model_path(tmp_path, "f")
+    path.parent.mkdir()
+    cost = CostModel((0,), (8,), ((0.1,),), 64, {"disk": 1e6}, "f")
+    cost.save(path)
+    assert stored_cost_model(tmp_path, "f") == cost
+    CostModel((0,), (8,), ((0.1,),), 64, {}, "other").save(path)
+    assert stored_cost_model(tmp_path, "f") is None
+    assert "another model" in caplog.text
+    path.write_text("{", encoding="utf-8")
+    assert stored_cost_model(tmp_path, "f") is None

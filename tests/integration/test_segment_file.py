@@ -1,0 +1,328 @@
+"""The format: what the safetensors library sees, one read a layer, and everything that is refused."""
+
+import json
+import os
+import stat
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from chunkweave.errors import UsageError
+from chunkweave.kv.codecs import CODECS, make_codec
+from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers import segment_file, segment_header
+from chunkweave.tiers.segment_file import file_bytes, open_segment, read_header, read_record, write_segment
+from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
+
+from .segments import FINGERPRINT, files_under, layers_of, make_segment
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def write(folder: Path, number: int = 1, codec: str = "raw", **shape) -> tuple[Path, SegmentRecord, SegmentKV]:
+    record, kv = make_segment(number, **shape)
+    path = folder / f"{record.id}.safetensors"
+    write_segment(path, record, kv, codec=make_codec(codec), fingerprint=FINGERPRINT, created_s=1234.5)
+    return path, record, kv
+
+
+def refusal(path: Path) -> FileProblem:
+    with pytest.raises(SegmentRefused) as refused:
+        open_segment(path)
+    return refused.value.problem
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_written_is_read(tmp_path: Path, codec: str, dtype: torch.dtype) -> None:
+    path, record, kv = write(tmp_path, codec=codec, dtype=dtype)
+    source = open_segment(path)
+    assert source.header.record == replace(record, nbytes=path.stat().st_size) == read_record(path)
+    assert (source.header.created_s, source.header.fingerprint) == (1234.5, FINGERPRINT)
+    assert (source.tokens, source.nbytes) == (kv.tokens, kv.nbytes)
+    one = make_codec(codec)
+    expected = torch.stack([one.decode_layer(one.encode_layer(kv.layer(i)), dtype) for i in range(3)])
+    assert torch.equal(layers_of(source), expected)
+    assert codec != "raw" or torch.equal(expected, kv.kv)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_the_safetensors_library_reads_it(tmp_path: Path, codec: str) -> None:
+    path, record, kv = write(tmp_path, codec=codec, layers=12)
+    with safe_open(path, framework="pt") as file:
+        assert len(file.keys()) == 12 * (1 if codec == "raw" else 2)
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert metadata["id"] == record.id
+    assert tuple(map(int, metadata["token_ids"].split())) == record.token_ids
+    one = make_codec(codec)
+    for layer in range(12):
+        for layout, tensor in zip(
+            one.layout((2, 6, 2, 8), kv.kv.dtype), one.encode_layer(kv.layer(layer)), strict=True
+        ):
+            assert torch.equal(tensors[f"layer.{layer:03}{layout.suffix}"].float(), tensor.float())
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_layer_is_one_read_of_one_run(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = write(tmp_path, codec=codec)
+    source = open_segment(path)
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def spy(file: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((offset, len(buffers[0])))
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(segment_file.os, "preadv", spy)
+    layers_of(source)
+    run = source.header.layout.layer_bytes
+    assert reads == [(source.header.data_start + layer * run, run) for layer in range(3)]
+    assert source.header.data_start % 64 == 0
+    assert reads[-1][0] + run == path.stat().st_size
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_the_size_is_known_before(tmp_path: Path, codec: str) -> None:
+    record, kv = make_segment(2)
+    predicted = file_bytes(record, kv, make_codec(codec), FINGERPRINT)
+    assert write(tmp_path, 2, codec)[0].stat().st_size == predicted
+
+
+def test_a_source_on_disk_can_be_written_elsewhere(tmp_path: Path) -> None:
+    path, record, _ = write(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    copy = other / path.name
+    write_segment(copy, record, open_segment(path), codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_owner_only_and_nothing_else_stays(tmp_path: Path) -> None:
+    path, _, _ = write(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert files_under(tmp_path) == [path]
+
+
+def test_one_token_and_long_headers(tmp_path: Path) -> None:
+    for number, shape in enumerate(({"tokens": 1}, {"tokens": 9000, "head_dim": 1, "kv_heads": 1}, {"contexts": 900})):
+        path, _, kv = write(tmp_path, number, **shape)
+        assert torch.equal(layers_of(open_segment(path)), kv.kv)
+
+
+def test_sources_with_odd_characters(tmp_path: Path) -> None:
+    for source in ("", 'quote " and \\ and \n', "漢字 🙂", "\ud800 lone"):
+        record, kv = make_segment(1)
+        record = replace(record, source=source)
+        path = tmp_path / f"{record.id}.safetensors"
+        write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0)
+        assert read_record(path).source == source.replace("\ud800", "?")
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata()["source"] == source.replace("\ud800", "?")
+
+
+def test_what_does_not_fit_is_not_written(tmp_path: Path) -> None:
+    record, kv = make_segment(1)
+    wrong = [
+        (replace(record, token_ids=record.token_ids[1:]), kv),
+        (replace(record, id=make_segment(2)[0].id), kv),
+        (record, SegmentKV(kv.kv.double())),
+        (replace(record, token_ids=tuple(range(10**6)) * 2), kv),
+    ]
+    for bad_record, payload in wrong:
+        with pytest.raises(UsageError):
+            write_segment(
+                tmp_path / f"{record.id}.safetensors",
+                bad_record,
+                payload,
+                codec=make_codec("raw"),
+                fingerprint=FINGERPRINT,
+                created_s=0,
+            )
+    with pytest.raises(OSError, match="NaN"):
+        write_segment(
+            tmp_path / f"{record.id}.safetensors",
+            record,
+            SegmentKV(kv.kv * torch.nan),
+            codec=make_codec("int8"),
+            fingerprint=FINGERPRINT,
+            created_s=0,
+        )
+    assert files_under(tmp_path) == []
+
+
+def test_a_writer_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, _, kv = write(tmp_path, 1)
+    for name in ("_write_all", "sync_folder"):
+        with monkeypatch.context() as patch:
+            patch.setattr(segment_file, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write(tmp_path, 2)
+        assert files_under(tmp_path) == [old]
+    assert torch.equal(layers_of(open_segment(old)), kv.kv)
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_scratch_buffer_may_be_reused(tmp_path: Path) -> None:
+    for number, codec in enumerate(sorted(CODECS)):
+        path, _, _ = write(tmp_path, number, codec)
+        source = open_segment(path)
+        scratch = torch.full((source.header.layout.layer_bytes + 7,), 9, dtype=torch.uint8)
+        reused = torch.stack([source.layer(layer, scratch) for layer in range(3)])
+        assert codec == "raw" or torch.equal(reused, layers_of(source))
+        assert torch.equal(source.layer(1, scratch), source.layer(1))
+
+
+def test_layers_out_of_range(tmp_path: Path) -> None:
+    source = open_segment(write(tmp_path)[0])
+    for layer in (-1, 3):
+        with pytest.raises(IndexError):
+            source.layer(layer)
+
+
+def test_a_file_deleted_or_replaced_while_open_is_lost_never_wrong(tmp_path: Path) -> None:
+    path, record, kv = write(tmp_path)
+    source = open_segment(path)
+    assert torch.equal(source.layer(0), kv.layer(0))
+    other = SegmentKV(kv.kv + 1)
+    write_segment(path, record, other, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
+    with pytest.raises(SegmentLost, match="checksum"):
+        source.layer(1)
+    bigger = replace(record, source=record.source + 100 * "x")
+    write_segment(path, bigger, other, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
+    with pytest.raises(SegmentLost, match="bytes, not"):
+        source.layer(1)
+    path.unlink()
+    with pytest.raises(SegmentLost):
+        source.layer(1)
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_no_descriptors_are_held(tmp_path: Path) -> None:
+    before = open_descriptors()
+    sources = [open_segment(write(tmp_path, number)[0]) for number in range(20)]
+    for source in sources:
+        layers_of(source)
+    assert open_descriptors() == before
+
+
+def test_many_threads_read_one_segment(tmp_path: Path) -> None:
+    path, _, kv = write(tmp_path, layers=8)
+    source = open_segment(path)
+    equal: list[bool] = []
+
+    def read() -> None:
+        equal.append(all(torch.equal(layers_of(source, 8), kv.kv) for _ in range(20)))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal == [True] * 8
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    path, _, _ = write(tmp_path)
+    whole = path.read_bytes()
+    text = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    assert refusal(path) is FileProblem.FOREIGN
+    for text in (b"", b"1234567", bytes(1000), b"\xff" * 1000, os.urandom(10_000)):
+        path.write_bytes(text)
+        assert refusal(path) in (FileProblem.CORRUPT, FileProblem.FOREIGN)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(whole)
+    path.unlink()
+    path.symlink_to(elsewhere)
+    assert refusal(path) is FileProblem.FOREIGN
+    path.unlink()
+    path.symlink_to(tmp_path / "dangling")
+    assert refusal(path) is FileProblem.FOREIGN
+    path.unlink()
+    path.mkdir()
+    assert refusal(path) is FileProblem.FOREIGN
+    path.rmdir()
+    os.mkfifo(path)
+    assert refusal(path) is FileProblem.FOREIGN
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        open_segment(path)
+
+
+def test_a_header_of_absurd_size_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = write(tmp_path)
+    data = path.read_bytes()
+    monkeypatch.setattr(segment_file, "_read_into", interrupted)
+    for size in (2**64 - 1, 2**63, len(data), 5 << 20):
+        path.write_bytes(struct.pack("<Q", size) + data[8:])
+        if size == 5 << 20:
+            os.truncate(path, 1 << 30)
+        assert refusal(path) is FileProblem.CORRUPT
+
+
+def test_a_version_from_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_header, "FORMAT_VERSION", 2)
+    record, kv = make_segment(1)
+    layout = segment_file.layout_of(kv, make_codec("raw"))
+    newer = header_bytes(record, FINGERPRINT, layout, 0.0, (0, 0, 0)) + bytes(kv.nbytes)
+    monkeypatch.undo()
+    path = tmp_path / f"{record.id}.safetensors"
+    path.write_bytes(newer)
+    assert refusal(path) is FileProblem.FUTURE
+    damaged = bytearray(newer)
+    damaged[200] ^= 1
+    path.write_bytes(damaged)
+    assert refusal(path) is FileProblem.CORRUPT
+
+
+def test_a_whole_file_under_another_name_is_refused(tmp_path: Path) -> None:
+    path, _, _ = write(tmp_path)
+    assert refusal(path.rename(tmp_path / f"{'0' * 32}.safetensors")) is FileProblem.CORRUPT
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"shape":"3 2 6 2 8"', b'"shape":"3 2 6 8 2"'),
+        (b'"shape":"3 2 6 2 8"', b'"shape":"3 2 6 2 x"'),
+        (b'"shape":"3 2 6 2 8"', b'"shape":"0 2 6 2 8"'),
+        (b'"exact":"true"', b'"exact":"yes."'),
+        (b'"codec":"raw"', b'"codec":"zip"'),
+        (b'"dtype":"bfloat16"', b'"dtype":"bfloat17"'),
+        (b'"data_offsets":[0,', b'"data_offsets":[1,'),
+        (b'"layer.000"', b'"layer.009"'),
+        (b'"context":"', b'"context":"../../'),
+        (b'"created":"1', b'"created":"x'),
+    ],
+)
+def test_a_header_with_a_right_checksum_is_not_believed_either(tmp_path: Path, old: bytes, new: bytes) -> None:
+    path, _, _ = write(tmp_path)
+    data = path.read_bytes()
+    start = read_header(path).data_start
+    text = data[8:start].replace(old, new)
+    assert text != data[8:start]
+    blank = struct.pack("<Q", len(text)) + text.replace(text[57:89], segment_header._NO_CHECKSUM)
+    path.write_bytes(blank.replace(segment_header._NO_CHECKSUM, segment_header._checksum(blank)) + data[start:])
+    assert refusal(path) is FileProblem.CORRUPT
+
+
+def test_deeply_nested_headers(tmp_path: Path) -> None:
+    text = b'{"__metadata__":{"chunkweave_segment":"0001","checksum":"' + segment_header._NO_CHECKSUM + b'",'
+    text += b"[" * 100_000
+    blank = struct.pack("<Q", len(text)) + text
+    whole = blank.replace(segment_header._NO_CHECKSUM, segment_header._checksum(blank))
+    with pytest.raises(SegmentRefused):
+        parse_header(whole, len(whole))

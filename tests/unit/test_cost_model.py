@@ -1,0 +1,174 @@
+"""Interpolated costs, the loading controller's choices, and lookups without what is not worth loading."""
+
+import json
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import DocumentError, UnknownMethodError
+from chunkweave.planning.adaptive import HiddenLoading
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.loading_controller import (
+    StorageDevice,
+    choose_device,
+    choose_ratio,
+    preload_depth,
+    worth_loading,
+)
+from chunkweave.planning.method import make_method
+from chunkweave.planning.pruning import too_slow, without
+from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Geometry, Span
+
+COST = CostModel(
+    cached_tokens=(0, 1000),
+    new_tokens=(100, 1000),
+    prefill_s=((1.0, 10.0), (2.0, 30.0)),
+    kv_bytes_per_token=1000,
+    tier_bytes_per_s={"disk": 1e5, "slow": 1e3},
+)
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "seconds"),
+    [
+        (100, 0, 1.0),
+        (1000, 1000, 30.0),
+        (550, 0, 5.5),
+        (100, 500, 1.5),
+        (550, 500, (5.5 + 16.0) / 2),
+        (2000, 0, 20.0),
+        (550, 9999, 16.0),
+        (1, 0, 1.0),
+        (0, 0, 0.0),
+    ],
+)
+def test_prefill_is_bilinear_and_proportional_beyond_the_grid(new, cached, seconds):
+    assert COST.prefill(new, cached) == pytest.approx(seconds)
+
+
+def test_loading_is_bytes_over_throughput_and_memory_is_free():
+    assert COST.load(50, "disk") == pytest.approx(0.5)
+    assert COST.load(50, "host") == 0.0
+
+
+def test_a_cost_model_survives_its_file(tmp_path):
+    COST.save(tmp_path / "cost.json")
+    assert CostModel.read(tmp_path / "cost.json") == COST
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 9}', None])
+def test_what_is_no_cost_model_says_how_to_make_one(tmp_path, content):
+    path = tmp_path / "cost.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DocumentError, match="chunkweave profile"):
+        CostModel.read(path)
+
+
+def test_a_table_that_does_not_fit_its_axes_is_refused(tmp_path):
+    COST.save(tmp_path / "cost.json")
+    data = json.loads((tmp_path / "cost.json").read_text())
+    data["prefill_s"] = [[1.0]]
+    (tmp_path / "cost.json").write_text(json.dumps(data))
+    with pytest.raises(DocumentError, match="does not fit"):
+        CostModel.read(tmp_path / "cost.json")
+
+
+def test_the_ratio_fills_the_time_that_loading_takes():
+    fast, slow = (choose_ratio(COST, 1000, tier, least_ratio=0.15) for tier in ("host", "disk"))
+    assert (fast.ratio, fast.load_s) == (0.15, 0.0)
+    assert slow.ratio == pytest.approx(1.0)
+    assert choose_ratio(COST, 1000, "slow", least_ratio=0.15).ratio == 1.0
+    half = choose_ratio(CostModel((0,), (1000,), ((20.0,),), 1000, {"disk": 1e5}), 1000, "disk", least_ratio=0.15)
+    assert (half.ratio, half.ttft_s) == (0.5, 10.0)
+
+
+@given(least=st.floats(0.01, 1), speed=st.floats(1e3, 1e9))
+def test_recomputation_never_takes_longer_than_loading_but_for_the_least_ratio(least, speed):
+    cost = CostModel((0,), (1000,), ((10.0,),), 1000, {"disk": speed})
+    choice = choose_ratio(cost, 1000, "disk", least_ratio=least)
+    assert least <= choice.ratio <= 1
+    assert choice.ratio == least or choice.recompute_s <= choice.load_s * (1 + 1e-9)
+
+
+def test_the_cheapest_device_that_adds_no_delay():
+    ssd, hdd, ram = (
+        StorageDevice("ssd", 1e6, 0.01),
+        StorageDevice("hdd", 1e5, 0.001),
+        StorageDevice("ram", 1e9, 1.0),
+    )
+    assert choose_device(COST, 1000, (ram, hdd, ssd), ratio=0.15) == ssd
+    assert choose_device(COST, 1000, (ram, hdd, ssd), ratio=1.0) == hdd
+    assert choose_device(COST, 1000, (hdd,), ratio=0.01) == hdd
+    assert choose_device(COST, 1000, (hdd, ssd), ratio=0.01) == ssd
+    with pytest.raises(ValueError, match="no storage devices"):
+        choose_device(COST, 1000, (), ratio=0.1)
+
+
+@given(layers=st.integers(1, 80), prefill=st.floats(0.01, 10), load=st.floats(0.01, 10))
+def test_with_that_many_layers_in_no_later_layer_is_waited_for(layers, prefill, load):
+    depth = preload_depth(layers, prefill, load)
+    assert 1 <= depth <= layers
+    for layer in range(depth, layers):  # its load ends, its compute may begin (both in units from when `depth` are in)
+        assert (layer + 1 - depth) * load / layers <= layer * prefill / layers + load / layers + 1e-9
+
+
+def test_nothing_to_load_needs_no_depth():
+    assert preload_depth(8, 1.0, 0.0) == 1
+
+
+def make_lookup() -> PromptLookup:
+    parts = []
+    for i in range(3):
+        ids = tuple(range(100 * i, 100 * i + 100))
+        record = SegmentRecord.of(chunk_id("f", "", ids), (), ids, exact=True, nbytes=1)
+        part = PromptPart(PartKind.CHUNK, ids, record.chunk_id)
+        parts.append(PartLookup(part, Span(100 * i, 100 * i + 100), record, (record,)))
+    question = PromptPart(PartKind.QUESTION, (1,))
+    return PromptLookup((*parts, PartLookup(question, Span(300, 301))))
+
+
+def test_what_is_left_out_ends_the_exact_prefix():
+    lookup = make_lookup()
+    pruned = without(lookup, {lookup.parts[1].exact.id})
+    assert [entry.exact is not None for entry in pruned.parts] == [True, False, False, False]
+    assert [len(entry.variants) for entry in pruned.parts] == [1, 0, 1, 0]
+    assert without(lookup, ()) is lookup
+
+
+def test_segments_that_load_slower_than_they_compute_are_left_out():
+    lookup = make_lookup()
+    ids = [entry.exact.id for entry in lookup.parts[:3]]
+    where = dict(zip(ids, ("host", "disk", "slow"), strict=True))
+    assert worth_loading(COST, 100, 100, "disk")
+    assert too_slow(lookup, COST, where.get) == {ids[2]}
+
+
+def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
+    lookup = make_lookup()
+    lookup = PromptLookup(tuple(replace(entry, exact=None) for entry in lookup.parts))
+    geometry = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)
+    cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 3e5})
+    at = {None: 0.15, "host": 0.15, "disk": 1.0 / 3.0}
+    for tier, ratio in at.items():
+        method = HiddenLoading("cacheblend", ReuseConfig(0.15), cost, lambda _segment, tier=tier: tier)
+        (rule,) = method.plan(lookup, geometry).passes[0].rules
+        assert rule.count == ceil(ratio * 300 - 1e-9)
+        choice = method.choose(method.plan(lookup, geometry))
+        assert choice.load_s == pytest.approx(1.0 if tier == "disk" else 0.0)
+    plain = HiddenLoading("full-reuse", ReuseConfig(0.15), cost, lambda _segment: "disk")
+    assert plan_of("full-reuse", lookup, geometry) == plain.plan(lookup, geometry)
+    with pytest.raises(UnknownMethodError):
+        HiddenLoading("magic", ReuseConfig(), cost, lambda _segment: None)
+
+
+def plan_of(name, lookup, geometry):
+    return make_method(name, ReuseConfig(0.15)).plan(lookup, geometry)

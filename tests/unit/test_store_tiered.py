@@ -1,0 +1,358 @@
+"""The hierarchy: union, promotion, demotion, write-through, failures, removal, time to live."""
+
+import time
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+
+from chunkweave.errors import UsageError
+from chunkweave.store.level import Level
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import TieredStore
+from chunkweave.store.writer import BackgroundWriter, Write
+from chunkweave.types import ChunkId
+from tests.unit.tier_fakes import (
+    Clock,
+    FaultyTier,
+    Payload,
+    SharedFaultyTier,
+    id_of,
+    payload_of,
+    prompt_of,
+    record_of,
+)
+
+
+class Stack:
+    """Host, disk and remote over fakes; writes happen when the test says so."""
+
+    def __init__(
+        self,
+        *,
+        host_bytes: int = 20,
+        disk_bytes: int = 200,
+        admission: int = 1,
+        ttl_s: float | None = None,
+        **limits: int,
+    ) -> None:
+        self.clock = Clock()
+        self.host, self.disk, self.remote = FaultyTier(), SharedFaultyTier(0.5), SharedFaultyTier()
+        self.writer: BackgroundWriter[Payload] = BackgroundWriter(threaded=False, **limits)
+        self.store: TieredStore[Payload] = TieredStore(
+            [
+                Level("host", SegmentStore(self.host, budget_bytes=host_bytes), clock=self.clock),
+                self._slow("disk", self.disk, disk_bytes),
+                self._slow("remote", self.remote, 1000),
+            ],
+            admission=admission,
+            ttl_s=ttl_s,
+            clock=self.clock,
+            writer=self.writer,
+        )
+
+    def _slow(self, name: str, tier: FaultyTier, budget_bytes: int) -> Level[Payload]:
+        store = SegmentStore(tier, budget_bytes=budget_bytes, shared=True)
+        return Level(name, store, background=True, patience=2, pause_s=30.0, clock=self.clock)
+
+    def put(self, *paths: str, exact: bool = True) -> None:
+        for path in paths:
+            record = record_of(path, exact=exact)
+            assert self.store.insert(record, payload_of(record))
+        self.store.check()
+
+    def exact(self, path: str) -> str:
+        return "".join(part.part.id or "" for part in self.store.lookup(prompt_of(path)).parts if part.exact)
+
+
+def test_what_is_computed_reaches_every_level_and_host_evictions_cost_nothing_more() -> None:
+    stack = Stack()
+    stack.put("A", "AB", "ABC")
+    assert stack.store.stats.writes_queued == 6
+    assert stack.store.flush()
+    assert stack.store.tier_of(id_of("ABC")) == "host"
+    gone = next(path for path in ("A", "AB", "ABC") if stack.store.tier_of(id_of(path)) == "disk")
+    assert stack.exact("ABC") == "ABC", "the exact prefix runs over levels"
+    assert stack.store.get(id_of(gone)) == payload_of(record_of(gone))
+    assert (stack.disk.puts, stack.remote.puts, stack.store.stats.demotions) == (3, 3, 1)
+    stack.put("D")
+    stack.store.flush()
+    assert (stack.disk.puts, stack.store.stats.demotions) == (4, 1), "swapped out once: what is below just goes"
+    stack.store.check()
+
+
+def test_use_promotes_to_host_once() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    assert stack.store.tier_of(id_of("A")) == "disk"
+    payload = stack.store.get(id_of("A"))
+    assert payload is not None
+    assert stack.store.promote(id_of("A"), payload)
+    assert stack.store.tier_of(id_of("A")) == "host"
+    assert not stack.store.promote(id_of("A"), payload)
+    assert not stack.store.promote(id_of("X"), payload), "unknown"
+    assert stack.store.stats.promotions == 1
+
+
+def test_admission_counts_sightings_and_guards_the_way_down() -> None:
+    stack = Stack(admission=2)
+    stack.put("A", "B")
+    assert stack.store.stats.writes_queued == 0
+    stack.store.lease([id_of("A")]).release()
+    assert stack.store.stats.writes_queued == 2
+    stack.put("C", "D")
+    stack.store.flush()
+    assert set(stack.disk.payloads()) == {id_of("A")}, "B was seen once and is evicted for good"
+
+
+def test_a_full_queue_skips_and_never_waits() -> None:
+    stack = Stack(host_bytes=100, max_items=1)
+    stack.put("A", "B")
+    assert stack.store.stats.writes_skipped == 3
+    stack.store.flush()
+    assert set(stack.disk.payloads()) == {id_of("A")}
+    stack = Stack(host_bytes=100, max_bytes=15)
+    stack.put("A", "B")
+    assert (stack.store.stats.writes_queued, stack.store.stats.writes_skipped) == (1, 3)
+
+
+def test_what_the_queue_skipped_is_demoted_when_host_evicts_it() -> None:
+    stack = Stack(host_bytes=20, max_items=2)
+    stack.put("A", "B")
+    stack.store.flush()
+    assert set(stack.disk.payloads()) == {id_of("A")}
+    stack.store.lease([id_of("A")]).release()
+    stack.store.flush()
+    stack.put("C")
+    stack.store.flush()
+    assert id_of("B") in stack.disk.payloads()
+    assert stack.store.stats.demotions == 1
+
+
+def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.disk.broken = True
+    assert stack.store.get(id_of("A")) == payload_of(record_of("A")), "from the remote"
+    assert stack.store.get(id_of("A")) is not None
+    assert stack.store.tier_of(id_of("A")) == "remote", "the disk is left alone now"
+    stack.store.flush()
+    assert stack.store.stats.writes_skipped == 1
+    stack.disk.broken = False
+    stack.clock.now_s += 31
+    assert stack.store.tier_of(id_of("A")) == "disk"
+    stack.store.check()
+
+
+def test_a_lost_payload_is_looked_for_further_down() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.disk.lose(id_of("A"))
+    assert stack.store.get(id_of("A")) is not None
+    assert stack.store.tier_of(id_of("A")) == "remote"
+    assert stack.store.stats.lost == 1
+    stack.remote.lose(id_of("A"))
+    assert stack.store.get(id_of("A")) is None
+    assert stack.exact("A") == ""
+
+
+def test_an_unreachable_remote_forgets_nothing() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.disk.lose(id_of("A"))
+    held = stack.remote.payloads()
+    stack.remote.broken = True
+    assert stack.store.get(id_of("A")) is None
+    assert stack.remote.payloads() == held
+
+
+def test_an_inexact_copy_never_stands_in_for_an_exact_one() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A", exact=False)
+    stack.store.flush()
+    stack.put("A")
+    assert stack.store.record(id_of("A")) == record_of("A")
+    assert not stack.disk.payloads(), "the inexact copies below are gone"
+    stack.store.flush()
+    assert all(payload.exact for payload in stack.disk.payloads().values())
+    stack.put("A", exact=False)
+    assert stack.store.get(id_of("A"), exact=True) == payload_of(record_of("A"))
+    stack.put("B", exact=False)
+    assert stack.store.get(id_of("B"), exact=True) is None
+
+
+def test_a_copy_that_another_process_replaced_by_a_worse_one_is_lost() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.remote.lose(id_of("A"))
+    worse = record_of("A", exact=False)
+    stack.disk.put(worse, payload_of(worse))
+    assert stack.exact("A") == "A"
+    assert stack.store.get(id_of("A")) is None
+    assert stack.exact("A") == "", "it is found again as what it is"
+    assert stack.store.get(id_of("A")) == payload_of(worse)
+
+
+def test_a_shared_level_is_asked_once_a_lookup_and_only_for_what_the_faster_ones_lack() -> None:
+    stack = Stack(host_bytes=100)
+    stack.put("A")
+    stack.remote.asked.clear()
+    other = record_of("AB")
+    stack.remote.put(other, payload_of(other))
+    assert stack.exact("AB") == "AB"
+    assert stack.remote.asked == [[id_of("AB"), id_of("B")]]
+    stack.put("B")
+    stack.remote.asked.clear()
+    assert stack.exact("AB") == "AB"
+    assert stack.remote.asked == []
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: store.remove(id_of("A")),
+        lambda store: store.discard_chunk(ChunkId("A")),
+        lambda store: store.discard_source("A"),
+        lambda store: store.clear(),
+    ],
+)
+def test_removal_acts_on_every_level_and_on_what_waits_to_be_written(
+    act: Callable[[TieredStore[Payload]], object],
+) -> None:
+    for writes in range(3):
+        stack = Stack(host_bytes=100)
+        unknown = record_of("A")
+        stack.put("A")
+        for _ in range(writes):
+            stack.writer.write_one()
+        stack.remote.put(unknown, payload_of(unknown))
+        act(stack.store)
+        stack.store.flush()
+        assert not {**stack.host.payloads(), **stack.disk.payloads(), **stack.remote.payloads()}
+        assert stack.exact("A") == ""
+        stack.store.check()
+
+
+def test_a_removal_in_the_middle_of_a_write_wins() -> None:
+    disk = SharedFaultyTier()
+    disk.gate = Event()
+    levels = [
+        Level("host", SegmentStore(FaultyTier(), budget_bytes=100)),
+        Level("disk", SegmentStore(disk, budget_bytes=100, shared=True), background=True),
+    ]
+    store: TieredStore[Payload] = TieredStore(levels)
+    record = record_of("A")
+    assert store.insert(record, payload_of(record))
+    while id_of("A") not in levels[1].store._under_way:
+        time.sleep(0.001)
+    assert store.lookup(prompt_of("A")).parts[1].exact is not None, "a slow write keeps nobody waiting"
+    assert store.discard_source("A") == 1
+    disk.gate.set()
+    assert store.close(5)
+    assert not disk.payloads()
+    assert id_of("A") not in store
+    store.check()
+
+
+def test_what_is_too_old_is_not_found_and_goes_everywhere() -> None:
+    stack = Stack(ttl_s=10.0)
+    stack.put("A")
+    stack.store.flush()
+    stack.clock.now_s += 5
+    stack.put("B")
+    stack.clock.now_s += 5
+    assert stack.exact("A") == ""
+    assert not {**stack.disk.payloads()}.keys() & {id_of("A")}
+    assert stack.exact("B") == "B"
+    assert stack.store.expire(stack.clock() + 5) == 1
+    assert len(stack.store) == 0
+    assert stack.store.stats.expired == 2
+    stack.store.check()
+
+
+def test_waiting_to_be_written_makes_nothing_younger() -> None:
+    stack = Stack(host_bytes=10, ttl_s=10.0)
+    stack.put("A")
+    stack.put("B")
+    stack.clock.now_s += 9
+    assert stack.store.expire() == 0
+    stack.store.flush()
+    assert stack.exact("A") == "A"
+    stack.clock.now_s += 1
+    assert stack.exact("A") == ""
+
+
+def test_pins_hold_on_every_level() -> None:
+    stack = Stack(host_bytes=10, disk_bytes=5)
+    stack.put("A")
+    stack.store.flush()
+    with stack.store.lease(stack.store.lookup(prompt_of("A"))) as lease:
+        assert lease.ids == (id_of("A"),)
+        record = record_of("B")
+        assert stack.store.insert(record, payload_of(record)), "it goes below"
+        stack.store.flush()
+        assert stack.store.tier_of(id_of("A")) == "host"
+        assert set(stack.disk.payloads()) == {id_of("A")}
+        assert stack.store.tier_of(id_of("B")) == "remote"
+    assert lease.ids == ()
+
+
+def test_a_second_store_over_the_same_tiers_has_what_the_first_one_wrote() -> None:
+    stack = Stack()
+    stack.put("A", "AB", "ABC")
+    assert stack.store.close()
+    again: TieredStore[Payload] = TieredStore(
+        [Level("host", SegmentStore(FaultyTier(), budget_bytes=20)), stack._slow("disk", stack.disk, 200)]
+    )
+    found = again.lookup(prompt_of("ABC")).parts[1:-1]
+    assert [part.exact and part.exact.id for part in found] == [id_of("A"), id_of("AB"), id_of("ABC")]
+    assert again.get(id_of("AB")) == payload_of(record_of("AB"))
+
+
+def test_the_writer_thread_counts_failures_and_takes_nothing_after_closing() -> None:
+    disk = FaultyTier()
+    level = Level("disk", SegmentStore(disk, budget_bytes=100), background=True)
+    writer: BackgroundWriter[Payload] = BackgroundWriter()
+    record = record_of("A")
+    disk.broken = True
+    assert writer.offer(Write(level, record, payload_of(record), 10))
+    assert writer.flush(5)
+    disk.broken = False
+    assert writer.offer(Write(level, record, payload_of(record), 10))
+    assert writer.close(5)
+    assert id_of("A") in level.store
+    assert not writer.offer(Write(level, record_of("B"), payload_of(record_of("B")), 10))
+    stats = writer.stats
+    assert (stats.queued, stats.written, stats.failed, stats.skipped) == (2, 1, 1, 1)
+    level.store.check()
+
+
+def test_flushing_gives_up_in_time() -> None:
+    disk = FaultyTier()
+    disk.gate = Event()
+    writer: BackgroundWriter[Payload] = BackgroundWriter()
+    level = Level("disk", SegmentStore(disk, budget_bytes=100), background=True)
+    writer.offer(Write(level, record_of("A"), payload_of(record_of("A")), 10))
+    assert not writer.flush(0.05)
+    disk.gate.set()
+    assert writer.close(5)
+
+
+def test_levels_that_make_no_hierarchy_are_refused() -> None:
+    host = Level("host", SegmentStore(FaultyTier(), budget_bytes=1))
+    disk = Level("disk", SegmentStore(FaultyTier(), budget_bytes=1), background=True)
+    for levels in ([], [disk], [disk, host], [host, host]):
+        with pytest.raises(UsageError, match="memory first"):
+            TieredStore(levels)
+    with pytest.raises(UsageError, match="admission"):
+        TieredStore([host], admission=0)
