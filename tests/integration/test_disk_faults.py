@@ -372,6 +372,8 @@ def unprivileged(check: Callable[[], None]) -> None:
     if child == 0:
         status = 1
         try:
+            signal.alarm(60)  # a child that hangs ends
+            torch.set_num_threads(1)  # OpenMP's own threads did not come along: using them would wait for ever
             if os.geteuid() == 0:
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)

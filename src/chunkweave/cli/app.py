@@ -9,6 +9,7 @@ from rich.markup import escape
 
 import chunkweave
 from chunkweave.cli import bench, cache
+from chunkweave.cli.advise import advise
 from chunkweave.cli.ask import ask
 from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
@@ -47,6 +48,7 @@ app = typer.Typer(
 app.command()(ask)
 app.command()(demo)
 app.command()(profile)
+app.command()(advise)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 
