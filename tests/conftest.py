@@ -7,9 +7,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _own_log_level() -> Iterator[None]:
+def _no_log_level() -> Iterator[None]:
     """The command line sets the library's log level for its process; here that is all tests' process."""
-    logger = logging.getLogger("chunkweave")
-    level = logger.level
+    logging.getLogger("chunkweave").setLevel(logging.NOTSET)
     yield
-    logger.setLevel(level)
+    logging.getLogger("chunkweave").setLevel(logging.NOTSET)
