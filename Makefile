@@ -34,7 +34,8 @@ checks:
 prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every bit of every file); writes docs/results/faults.txt
 	CHUNKWEAVE_FAULT_RUNS=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
 		tests/integration/test_disk_faults.py tests/integration/test_remote_faults.py tests/integration/test_restart.py \
-		| tee docs/results/faults.txt
+		> docs/results/faults.txt || { cat docs/results/faults.txt; exit 1; }
+	tail -n 1 docs/results/faults.txt
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
 	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json

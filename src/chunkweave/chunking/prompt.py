@@ -1,6 +1,5 @@
 """A prompt as a list of parts that are tokenized apart, so that a chunk's ids never depend on its neighbours."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,8 +83,3 @@ class Prompt:
             if part.id is not None:
                 before = (*before, part.id)
         return tuple(contexts)
-
-
-def part_sources(parts: Sequence[PromptPart]) -> list[str]:
-    """What to call each part in a report: its source, else its kind."""
-    return [part.source or str(part.kind) for part in parts]
