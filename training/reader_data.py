@@ -81,11 +81,10 @@ _SHORT = WorldSize(8, 6, 2, 2, values=8, max_fillers=0, min_words=0)
 _MIXED = WorldSize(8, 6, 2, 2, values=9, max_fillers=1, min_words=0)
 _EASY = (QuestionKind.SINGLE, QuestionKind.COMMON, QuestionKind.NOT_STATED)
 STAGES = (
-    Stage(400, (), 1.0, 0.4, _SHORT, _EASY),
-    Stage(600, (1, 2, 3), 0.3, 0.5, _SHORT, _EASY),
-    Stage(1400, (2, 3, 4), 0.15, 0.5, _SHORT, _EASY),
-    Stage(2200, (3, 4, 5), 0.1, 0.75, _SHORT, tuple(QuestionKind)),
-    Stage(3000, (2, 4, 5, 6), 0.05, 1.0, _MIXED, tuple(QuestionKind)),
+    Stage(60, (), 1.0, 0.5, _SHORT, _EASY),
+    Stage(500, (1, 2, 3), 0.2, 0.5, _SHORT, _EASY),
+    Stage(1000, (2, 3, 4), 0.1, 0.5, _SHORT, tuple(QuestionKind)),
+    Stage(1700, (3, 4, 5, 6), 0.05, 0.75, _MIXED, tuple(QuestionKind)),
     Stage(10**9, (1, 2, 3, 4, 5, 6, 6, 6, 6, 7, 8, 10, 12), 0.03, 1.0, WorldSize(), tuple(QuestionKind)),
 )
 """Copying alone, then few short passages, then up to twelve whole ones."""
@@ -109,7 +108,7 @@ class RowMaker:
         rng = Random(f"rows {seed} {step}")
         stage = stage_at(step)
         if not stage.passages:
-            longest = 34 + step // 10
+            longest = 64
             return [self.copy_row(rng, longest) for _ in range(int(tokens * stage.step_share) // longest)]
         passages = rng.choice(stage.passages)
         rows: list[Row] = []

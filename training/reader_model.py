@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from reader_data import Row
+from reader_start import ROPE_THETA, plant_copying
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -19,10 +20,11 @@ class Preset:
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int
     step_tokens: int
     steps: int
-    matrix_lr: float = 0.02
-    other_lr: float = 0.006
+    matrix_lr: float = 0.008
+    other_lr: float = 0.003
     warmup_steps: int = 30
     decay_share: float = 0.3
     text_share: float = 0.25
@@ -30,9 +32,9 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(192, 512, 8, 3, 1, step_tokens=4096, steps=4500),
-    "gpu": Preset(384, 1024, 12, 6, 2, step_tokens=65536, steps=6000),
-    "test": Preset(32, 64, 2, 2, 1, step_tokens=512, steps=4),
+    "cpu": Preset(192, 384, 8, 4, 2, 64, step_tokens=8192, steps=5000),
+    "gpu": Preset(384, 1024, 12, 6, 2, 64, step_tokens=65536, steps=6000),
+    "test": Preset(64, 96, 2, 2, 1, 16, step_tokens=512, steps=4),
 }
 
 
@@ -80,19 +82,36 @@ class Batch:
 def _split_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: object
 ) -> tuple[Tensor, None]:
-    """Attention of `[rows, heads, tokens, head_dim]`; tokens before the mask's queries are causal among themselves.
-
-    Two calls cost about half of one with a full mask: the fast kernels skip what a causal flag excludes.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    """Attention of `[rows, heads, tokens, head_dim]`; tokens before the mask's queries are causal among themselves."""
     context = query.shape[2] - attention_mask.shape[2]
-    attend = nn.functional.scaled_dot_product_attention
-    parts = [attend(query[:, :, context:], key, value, attn_mask=attention_mask)]
+    attend = _attend_in_kernel if query.is_cuda else _attend_in_steps
+    parts = [attend(query[:, :, context:], key, value, attention_mask)]
     if context:
         before = (tensor[:, :, :context] for tensor in (query, key, value))
-        parts.insert(0, attend(*before, is_causal=True))
+        parts.insert(0, attend(*before, None))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend_in_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+
+
+def _attend_in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores, softmax and sum as three operations, causal without a mask.
+
+    In bf16 on CPUs, forward and backward take a half to two thirds of the time of the fused kernel's.
+    """
+    rows, heads, tokens, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if mask is None:
+        mask = query.new_full((tokens, tokens), -30000.0).triu(1)
+    folded = (query * head_dim**-0.5).reshape(rows * kv_heads, -1, head_dim)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.bmm(folded, key.transpose(1, 2)).view(rows, heads, tokens, -1)
+    weights = (scores + mask).softmax(-1).view(rows * kv_heads, -1, key.shape[1])
+    return torch.bmm(weights, value).view(query.shape)
 
 
 AttentionInterface.register("reader_split", _split_attention)
@@ -107,6 +126,7 @@ class Reader:
         self.model = LlamaForCausalLM(_config(preset, vocab_size))
         self.model.set_attn_implementation("reader_split")
         _scale_residual_projections(self.model, preset.layers)
+        plant_copying(self.model, seed)
         self.model.to(device)
         self.master = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         for parameter in self.model.parameters():  # not `model.to`: rotary frequencies stay fp32
@@ -186,8 +206,9 @@ def _config(preset: Preset, vocab_size: int) -> LlamaConfig:
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
         num_key_value_heads=preset.kv_heads,
+        head_dim=preset.head_dim,
         max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,

@@ -39,7 +39,7 @@ _NAME = re.compile(
 )
 
 
-def train_tokenizer(vocab_size: int = 4096, worlds: int = 150) -> Tokenizer:
+def train_tokenizer(vocab_size: int = 2048, worlds: int = 150) -> Tokenizer:
     """The tokenizer; a function of its arguments, the generator and the word list."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -101,7 +101,7 @@ def main() -> None:
     """Train and write the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--vocab-size", type=int, default=2048)
     arguments = parser.parse_args()
     tokenizer = train_tokenizer(arguments.vocab_size)
     write_tokenizer(tokenizer, arguments.out)

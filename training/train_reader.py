@@ -76,7 +76,7 @@ class Run:
         return reader, json.loads(self.record.read_text("utf-8"))
 
 
-def train(run: Run, device: torch.device, minutes: float, evaluate_every: int) -> None:
+def train(run: Run, device: torch.device, minutes: float, evaluate_every: int, stop_at: int | None) -> None:
     """One slice of training."""
     tokenizer = run.tokenizer()
     maker = RowMaker(tokenizer)
@@ -108,7 +108,7 @@ def train(run: Run, device: torch.device, minutes: float, evaluate_every: int) -
             if time.monotonic() - saved > 180:
                 run.save(reader, progress)
                 saved = time.monotonic()
-            if time.monotonic() - begun > 60 * minutes:
+            if time.monotonic() - begun > 60 * minutes or step == stop_at:
                 break
     except KeyboardInterrupt:
         print("stopped; the checkpoint holds every whole step")
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of the whole run; the learning rate falls towards them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10.0, help="length of this slice")
+    parser.add_argument("--stop-at", type=int, help="end this slice after that step")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves it to torch")
     parser.add_argument("--evaluate-every", type=int, default=250, help="steps between held-out scores")
     parser.add_argument("--contexts", type=int, default=200, help="held-out contexts to test on")
@@ -202,7 +203,7 @@ def main() -> None:
     arguments.checkpoint.mkdir(parents=True, exist_ok=True)
     run = Run(arguments.checkpoint, preset, arguments.seed)
     if arguments.command == "train":
-        train(run, device, arguments.minutes, arguments.evaluate_every)
+        train(run, device, arguments.minutes, arguments.evaluate_every, arguments.stop_at)
     elif arguments.command == "test":
         test(run, device, arguments.contexts, arguments.passages)
     elif arguments.out is None:
