@@ -34,12 +34,12 @@ def run(*arguments):
 
 
 def test_any_text_survives_the_tokenizer(maker):
-    for text in ("The Halvik Museum has 17 rooms.", "Ein Äther–Ölfaß 漢字 \U0001f600\n\tx"):
+    for text in ("The Halvik Museum has 17 rooms.", "Ein Äther-Ölfaß 漢字 \U0001f600\n\tx"):
         tokenizer = maker._tokenizer
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids).strip() == text.strip()
 
 
-@pytest.mark.parametrize("mask", (False, True))
+@pytest.mark.parametrize("mask", [False, True])
 def test_attention_in_steps_is_attention(mask):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
