@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +48,8 @@ class Batch:
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device, *, alone: bool = False) -> None:
-        self.context = max(row.context for row in rows)
-        longest = self.context + max(len(row) - row.context for row in rows)
-        self.length = longest + (-longest) % 16
+        self.context = _round_up(max(row.context for row in rows))
+        self.length = self.context + _round_up(max(len(row) - row.context for row in rows))
         self._rows = rows
         self.ids = self._table([row.ids for row in rows], 2).to(device)
         self.positions = self._table([row.positions for row in rows], 0).to(device)
@@ -79,16 +79,22 @@ class Batch:
         return torch.tensor(padded, dtype=torch.long)
 
 
+def _round_up(length: int) -> int:
+    """To a multiple of 32: the CPU kernels are compiled for every shape that comes up, and few shapes save that."""
+    return length + (-length) % 32
+
+
 def _split_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: object
 ) -> tuple[Tensor, None]:
     """Attention of `[rows, heads, tokens, head_dim]`; tokens before the mask's queries are causal among themselves."""
     context = query.shape[2] - attention_mask.shape[2]
     attend = _attend_in_kernel if query.is_cuda else _attend_in_steps
-    parts = [attend(query[:, :, context:], key, value, attention_mask)]
+    parts = []
     if context:
-        before = (tensor[:, :, :context] for tensor in (query, key, value))
-        parts.insert(0, attend(*before, None))
+        parts.append(attend(query[:, :, :context], key[:, :, :context], value[:, :, :context], None))
+    if context < query.shape[2]:
+        parts.append(attend(query[:, :, context:], key, value, attention_mask))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -117,10 +123,24 @@ def _attend_in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 AttentionInterface.register("reader_split", _split_attention)
 
 
+class Targets:
+    """Which tokens of a batch are learned to predict: all of answers, and a random share of the context's.
+
+    `chosen` is `[rows, tokens - 1]`, at the token before; `is_answer` `[chosen]`.
+    """
+
+    def __init__(self, batch: Batch, text_share: float, generator: torch.Generator) -> None:
+        answer = batch.is_answer[:, :-1]
+        drawn = torch.rand(answer.shape, generator=generator).to(answer.device) < text_share
+        self.chosen = answer | (batch.is_text[:, 1:] & batch.is_text[:, :-1] & drawn)
+        self.is_answer = answer[self.chosen]
+
+
 class Reader:
     """The model in bf16, its fp32 master weights and their optimizers. Owns all training state but the step."""
 
-    def __init__(self, preset: Preset, vocab_size: int, device: torch.device, seed: int) -> None:
+    def __init__(self, preset: Preset, vocab_size: int, device: torch.device, seed: int, *, workers: int = 1) -> None:
+        """`workers` batches are computed side by side; on CPUs that beats as many threads within each operation."""
         torch.manual_seed(seed)
         self.device = device
         self.model = LlamaForCausalLM(_config(preset, vocab_size))
@@ -134,10 +154,15 @@ class Reader:
         matrices = [m for n, m in self.master.items() if m.dim() == 2 and "embed" not in n]
         others = [m for n, m in self.master.items() if m.dim() != 2 or "embed" in n]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=preset.matrix_lr, weight_decay=0.05, adjust_lr_fn="original"),
+            *(
+                torch.optim.Muon(matrices[half::2], lr=preset.matrix_lr, weight_decay=0.05, adjust_lr_fn="original")
+                for half in range(2)
+            ),
             torch.optim.AdamW(others, lr=preset.other_lr, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self._lrs = (preset.matrix_lr, preset.other_lr)
+        self._lrs = (preset.matrix_lr, preset.matrix_lr, preset.other_lr)
+        self._preset = preset
+        self._pool = ThreadPoolExecutor(max_workers=workers)
         self._trunk = torch.compile(self.model.model, dynamic=True) if device.type == "cuda" else self.model.model
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -147,18 +172,32 @@ class Reader:
         )
         return outputs.last_hidden_state
 
-    def losses(self, batch: Batch, preset: Preset, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy over answer tokens, and over a random share of the context's tokens."""
+    def losses(self, batch: Batch, targets: "Targets") -> tuple[Tensor, Tensor]:
+        """Sums of cross-entropy over the answer tokens and over the context tokens that `targets` chose."""
         hidden = self.hidden(batch)[:, :-1]
-        targets = batch.ids[:, 1:]
-        answer = batch.is_answer[:, :-1]
-        drawn = torch.rand(targets.shape, generator=generator).to(self.device) < preset.text_share
-        text = batch.is_text[:, 1:] & batch.is_text[:, :-1] & drawn & ~answer
-        chosen = answer | text
-        logits = self.model.lm_head(hidden[chosen]).float()
-        each = nn.functional.cross_entropy(logits, targets[chosen], reduction="none")
-        is_answer = answer[chosen]
-        return each[is_answer].mean(), each[~is_answer].sum() / (~is_answer).sum().clamp(min=1)
+        logits = self.model.lm_head(hidden[targets.chosen]).float()
+        each = nn.functional.cross_entropy(logits, batch.ids[:, 1:][targets.chosen], reduction="none")
+        return each[targets.is_answer].sum(), each[~targets.is_answer].sum()
+
+    def learn(self, batches: Sequence[Batch], generator: torch.Generator, lr_scale: float) -> tuple[float, float]:
+        """One step on batches that are computed side by side; returns mean loss on answers and on context tokens.
+
+        The gradient is that of one batch of all rows: losses are divided by the step's token counts.
+        """
+        targets = [Targets(batch, self._preset.text_share, generator) for batch in batches]
+        answers = sum(int(one.is_answer.sum()) for one in targets)
+        texts = max(1, sum(int((~one.is_answer).sum()) for one in targets))
+
+        def gradients(batch: Batch, chosen: Targets) -> tuple[float, float, tuple[Tensor, ...]]:
+            on_answers, on_text = self.losses(batch, chosen)
+            loss = on_answers / answers + self._preset.text_weight * on_text / texts
+            return on_answers.item(), on_text.item(), torch.autograd.grad(loss, list(self.model.parameters()))
+
+        done = list(self._pool.map(gradients, batches, targets))
+        for index, parameter in enumerate(self.model.parameters()):
+            parameter.grad = torch.stack([grads[index].float() for _, _, grads in done]).sum(0).to(parameter.dtype)
+        self.update(lr_scale)
+        return sum(one[0] for one in done) / answers, sum(one[1] for one in done) / texts
 
     def update(self, lr_scale: float) -> None:
         """One optimizer step from the model's gradients, clipped to norm 1, at `lr_scale` times the full rate."""
@@ -169,7 +208,7 @@ class Reader:
         for optimizer, lr in zip(self.optimizers, self._lrs, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = lr * lr_scale
-            optimizer.step()
+        list(self._pool.map(lambda optimizer: optimizer.step(), self.optimizers))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.master[name])

@@ -67,36 +67,36 @@ class Run:
         settings = {"preset": asdict(self.preset), "seed": self.seed}
         self.record.write_text(json.dumps(settings | progress, indent=1) + "\n", "utf-8")
 
-    def load(self, device: torch.device) -> tuple[Reader, dict[str, object]]:
+    def load(self, device: torch.device, workers: int = 1) -> tuple[Reader, dict[str, object]]:
         """The reader as the checkpoint has it, else a fresh one at step 0."""
-        reader = Reader(self.preset, self.tokenizer().get_vocab_size(), device, self.seed)
+        reader = Reader(self.preset, self.tokenizer().get_vocab_size(), device, self.seed, workers=workers)
         if not self.weights.exists():
             return reader, {"step": 0, "tokens": 0, "seconds": 0.0, "hardware": [], "results": {}}
         reader.restore(load_file(self.weights))
         return reader, json.loads(self.record.read_text("utf-8"))
 
 
-def train(run: Run, device: torch.device, minutes: float, evaluate_every: int, stop_at: int | None) -> None:
+def train(
+    run: Run, device: torch.device, minutes: float, evaluate_every: int, stop_at: int | None, workers: int
+) -> None:
     """One slice of training."""
     tokenizer = run.tokenizer()
     maker = RowMaker(tokenizer)
-    reader, progress = run.load(device)
+    reader, progress = run.load(device, workers)
     begun = saved = time.monotonic()
     step, earlier = int(str(progress["step"])), float(str(progress["seconds"]))
-    progress["hardware"] = sorted({*progress["hardware"], _hardware(device)})  # type: ignore[misc]
+    progress["hardware"] = sorted({*progress["hardware"], _hardware(device, workers)})  # type: ignore[misc]
     held_out = held_out_rows(maker, 24, 6, run.seed)
     recent: list[tuple[float, float]] = []
     try:
-        for batch_step, batch in _batches(maker, run, step, device):
+        for batch_step, batches in _batches(maker, run, step, device, workers):
             generator = torch.Generator().manual_seed(run.seed * 1_000_003 + batch_step)
-            answer_loss, text_loss = reader.losses(batch, run.preset, generator)
-            (answer_loss + run.preset.text_weight * text_loss).backward()  # type: ignore[no-untyped-call]
-            reader.update(lr_scale(batch_step, run.preset))
+            losses = reader.learn(batches, generator, lr_scale(batch_step, run.preset))
             step = batch_step + 1
-            recent.append((answer_loss.item(), text_loss.item()))
+            recent.append(losses)
             progress |= {
                 "step": step,
-                "tokens": int(str(progress["tokens"])) + batch.ids.numel(),
+                "tokens": int(str(progress["tokens"])) + sum(batch.ids.numel() for batch in batches),
                 "seconds": round(earlier + time.monotonic() - begun, 1),
             }
             if step % 25 == 0:
@@ -116,17 +116,24 @@ def train(run: Run, device: torch.device, minutes: float, evaluate_every: int, s
     print(f"checkpoint at step {step} of {run.preset.steps} in {run.folder}")
 
 
-def _batches(maker: RowMaker, run: Run, first: int, device: torch.device) -> Iterator[tuple[int, Batch]]:
-    """Steps and their batches, made ahead by a few processes where the device is faster than one of them."""
+def _batches(
+    maker: RowMaker, run: Run, first: int, device: torch.device, workers: int
+) -> Iterator[tuple[int, list[Batch]]]:
+    """Steps and their batches, one a worker; made ahead by a few processes where the device is faster than one."""
     steps = range(first, run.preset.steps)
     if device.type == "cpu":
-        yield from ((step, Batch(maker.batch(run.seed, step, run.preset.step_tokens), device)) for step in steps)
+        made = (maker.batch(run.seed, step, run.preset.step_tokens) for step in steps)
+        yield from ((step, _split(rows, device, workers)) for step, rows in zip(steps, made, strict=True))
         return
     context = multiprocessing.get_context("fork")
     with context.Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
         tasks = ((maker, run.seed, step, run.preset.step_tokens) for step in steps)
         for step, rows in zip(steps, pool.imap(_rows, tasks), strict=True):
-            yield step, Batch(rows, device)
+            yield step, _split(rows, device, workers)
+
+
+def _split(rows: list[Row], device: torch.device, workers: int) -> list[Batch]:
+    return [Batch(rows[part::workers], device) for part in range(min(workers, len(rows)))]
 
 
 def _rows(task: tuple[RowMaker, int, int, int]) -> list[Row]:
@@ -158,10 +165,10 @@ def test(run: Run, device: torch.device, contexts: int, passages: int) -> None:
     run.save(reader, progress)
 
 
-def _hardware(device: torch.device) -> str:
+def _hardware(device: torch.device, workers: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {workers} workers"
 
 
 def export(run: Run, out: Path) -> None:
@@ -188,22 +195,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10.0, help="length of this slice")
     parser.add_argument("--stop-at", type=int, help="end this slice after that step")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves it to torch")
+    parser.add_argument("--threads", type=int, default=0, help="CPU workers of `train`; 0: as torch finds")
     parser.add_argument("--evaluate-every", type=int, default=250, help="steps between held-out scores")
     parser.add_argument("--contexts", type=int, default=200, help="held-out contexts to test on")
     parser.add_argument("--passages", type=int, default=6, help="passages of a held-out context")
     parser.add_argument("--out", type=Path, help="model folder to export to")
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workers = 1 if device.type == "cuda" else arguments.threads or torch.get_num_threads()
+    if arguments.command == "train" and device.type == "cpu":
+        torch.set_num_threads(1)
     preset = PRESETS[arguments.preset or ("gpu" if device.type == "cuda" else "cpu")]
     if arguments.steps:
         preset = Preset(**(asdict(preset) | {"steps": arguments.steps}))
     arguments.checkpoint.mkdir(parents=True, exist_ok=True)
     run = Run(arguments.checkpoint, preset, arguments.seed)
     if arguments.command == "train":
-        train(run, device, arguments.minutes, arguments.evaluate_every, arguments.stop_at)
+        train(run, device, arguments.minutes, arguments.evaluate_every, arguments.stop_at, workers)
     elif arguments.command == "test":
         test(run, device, arguments.contexts, arguments.passages)
     elif arguments.out is None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,7 @@ TRAINING = Path(__file__).resolve().parents[2] / "training"
 sys.path.insert(0, str(TRAINING))
 
 from reader_data import RowMaker, Stage, held_out_rows, stage_at  # noqa: E402
-from reader_model import PRESETS, Batch, Reader, _attend_in_kernel, _attend_in_steps  # noqa: E402
+from reader_model import PRESETS, Batch, Reader, Targets, _attend_in_kernel, _attend_in_steps  # noqa: E402
 from reader_scores import decoded_f1, exact_matches  # noqa: E402
 from reader_tokenizer import train_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -65,8 +66,22 @@ def test_the_start_copies_better_than_chance(maker):
     """The planted heads raise the repeated token far above its chance before any training."""
     reader = Reader(PRESETS["cpu"], 1200, CPU, seed=0)
     rows = [maker.copy_row(Random(n), 64) for n in range(16)]
-    loss, _ = reader.losses(Batch(rows, CPU), PRESETS["cpu"], torch.Generator().manual_seed(0))
+    batch = Batch(rows, CPU)
+    targets = Targets(batch, 0.0, torch.Generator().manual_seed(0))
+    loss = reader.losses(batch, targets)[0] / int(targets.is_answer.sum())
     assert loss.item() < 6.4 < torch.log(torch.tensor(1200.0)).item()
+
+
+def test_two_workers_take_the_step_that_one_takes(maker):
+    rows = maker.batch(0, 700, 1024)
+    losses, weights = [], []
+    for workers in (1, 2):
+        reader = Reader(replace(PRESET, text_share=1.0), 1200, CPU, seed=0, workers=workers)
+        batches = [Batch(rows[part::workers], CPU) for part in range(workers)]
+        losses.append(reader.learn(batches, torch.Generator().manual_seed(0), 1.0))
+        weights.append(reader.master["model.layers.0.mlp.up_proj.weight"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    torch.testing.assert_close(weights[0], weights[1], atol=2e-3, rtol=0.1)
 
 
 def test_every_stage_makes_batches_of_its_size(maker):

@@ -12,7 +12,10 @@ from chunkweave.config import StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
 from chunkweave.tiers.blobs import without_secrets
 
-Model = Annotated[Path | None, typer.Option("--model", help="Checkpoint folder in Hugging Face format.")]
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", help="Checkpoint folder in Hugging Face format, or `reader`, the bundled model."),
+]
 Shape = Annotated[
     str | None,
     typer.Option("--shape", help="Random-weight model of a known geometry, for timing: its text means nothing."),

@@ -104,7 +104,7 @@ class Engine:
         method: str | None = None,
         reuse: ReuseConfig | None = None,
     ) -> Self:
-        """An engine for a checkpoint folder in Hugging Face format.
+        """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
 
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable.

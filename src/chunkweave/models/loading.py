@@ -17,6 +17,9 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.inspection import check_config
 from chunkweave.models.shapes import random_model, shape_config
 
+BUNDLED_READER = "reader"
+"""The name of the model that comes with the package."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -31,13 +34,15 @@ class LoadedModel:
 def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
     """Load a checkpoint folder in Hugging Face format; nothing is downloaded.
 
-    `verify` drives a few tokens through the model and compares with its own forward before it is used.
+    `reader` is the bundled model, unless there is a folder of that name here. `verify` drives a few tokens through the
+    model and compares with its own forward before it is used.
 
     Raises:
         ModelNotFoundError: the folder or a file in it is missing or cannot be read.
         UnsupportedModelError: the architecture cannot be woven.
         UsageError: device or dtype do not exist here.
     """
+    path = _bundled_or(path)
     config = _read_config(path)
     check_config(config)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
@@ -75,6 +80,12 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
     """The byte-level tokenizer that comes with the package."""
     folder = Path(str(files("chunkweave") / "assets" / "tokenizer"))
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def _bundled_or(path: Path) -> Path:
+    if str(path) == BUNDLED_READER and not path.exists():
+        return Path(str(files("chunkweave") / "assets" / "reader"))
+    return path
 
 
 def _read_config(path: Path) -> Any:
