@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
@@ -11,6 +13,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
+
+DEFAULT_MAX_VARIANTS = 5
+"""M of Cache-Craft's evaluation (its §5.1.2)."""
 
 
 def parse_bytes(text: str) -> int:
@@ -36,7 +41,8 @@ class StoreConfig:
     With a `cache_dir` they are kept on disk too, with a `remote_url` (`redis://...`, `s3://...`, `file://...`) on
     another machine; the remote's budget bounds what this process puts there, and None leaves it to the server.
     `codec` is how segments are encoded on disk and remote. A segment is written there once it was seen `admission`
-    times. Segments older than `ttl_s` seconds are dropped everywhere.
+    times. Segments older than `ttl_s` seconds are dropped everywhere. Of the variants of a chunk at most
+    `max_variants` are kept, of all segments at most `max_instances` (None: as many as fit).
     """
 
     budget_bytes: int = 4 * GIB
@@ -49,6 +55,8 @@ class StoreConfig:
     codec: str = "raw"
     admission: int = 1
     ttl_s: float | None = None
+    max_variants: int | None = DEFAULT_MAX_VARIANTS
+    max_instances: int | None = None
 
     def __post_init__(self) -> None:
         budgets = (self.budget_bytes, self.device_budget_bytes, self.disk_budget_bytes, self.remote_budget_bytes or 0)
@@ -58,8 +66,43 @@ class StoreConfig:
             raise UsageError(f"admission must be at least 1, not {self.admission}")
         if self.ttl_s is not None and not self.ttl_s > 0.0:
             raise UsageError(f"a time to live must be positive, not {self.ttl_s} s")
+        for limit in (self.max_variants, self.max_instances):
+            if limit is not None and limit < 1:
+                raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
         if self.remote_url is not None and "://" not in self.remote_url:
             raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
+
+
+class FocusReading(StrEnum):
+    """How the focused chunks are told from the others (Cache-Craft, Algorithm 1)."""
+
+    AS_PRINTED = "as-printed"
+    LARGEST_GAP = "largest-gap"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureConfig:
+    """What a prefill notes and keeps for the store besides the KV of the parts that it computed.
+
+    With `profile` it notes what the tokens of those parts attend to (Cache-Craft §3.1), averaged over that many
+    `layers` and query `heads`, evenly spread (None: all; the last layer is never among them, since it is finished for
+    one token only). Without, a method that scores segments by their attention finds nothing to score later.
+
+    A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
+    tokens were recomputed through the last layer (None: never). From a half on, this prompt's context tells more
+    about its KV than the one that it was first computed in.
+    """
+
+    profile: bool = True
+    layers: int | None = 8
+    heads: int | None = 4
+    woven_fraction: float | None = 0.5
+
+    def __post_init__(self) -> None:
+        if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
+            raise UsageError(f"attention is averaged over at least one layer and head, not {self.layers}, {self.heads}")
+        if self.woven_fraction is not None and not 0.0 < self.woven_fraction <= 1.0:
+            raise UsageError(f"woven_fraction must be above 0 and at most 1, not {self.woven_fraction}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +110,27 @@ class ReuseConfig:
     """What a reuse method may be told; each takes what concerns it.
 
     `recompute_ratio` is the share of reused-chunk tokens that are computed again. `check_layers` are the layers at
-    which CacheBlend compares fresh with cached KV. `seed` feeds the `random` baseline.
+    which CacheBlend compares fresh with cached KV. `seed` feeds whatever is drawn at random.
+
+    The rest is Cache-Craft's: `alpha` scales the share of a chunk that is recomputed (its eq. 12), `focus` stops
+    the recomputation of chunks that the question does not attend to, found by `focus_reading`. For its ablation
+    (Figure 26), without `use_cci` the share does not depend on how much a chunk attends to others and tokens are drawn
+    at random, and without `use_overlap` a chunk counts as if nothing of its old context came before it now. With
+    `use_coverage`, which the paper has not, chunks that are new before a chunk lessen its overlap.
+
+    `capture` is no method's: it says what is kept of a prefill for the methods of later ones.
     """
 
     recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
     check_layers: tuple[int, ...] = (1,)
     seed: int = 0
+    alpha: float = 1.0
+    focus: bool = True
+    focus_reading: FocusReading = FocusReading.AS_PRINTED
+    use_cci: bool = True
+    use_overlap: bool = True
+    use_coverage: bool = False
+    capture: CaptureConfig = CaptureConfig()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.recompute_ratio <= 1.0:
@@ -82,6 +140,8 @@ class ReuseConfig:
             raise UsageError(
                 f"check_layers must be ascending layer numbers from 1 on (layer 0 cannot deviate), not {layers}"
             )
+        if not (isfinite(self.alpha) and self.alpha >= 0.0):
+            raise UsageError(f"alpha must be a number from 0 on, not {self.alpha}")
 
 
 @dataclass(frozen=True, slots=True)

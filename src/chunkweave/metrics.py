@@ -1,6 +1,7 @@
 """What happened to one request: tokens by fate and time by phase."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chunkweave.types import ChunkId, SegmentId, Span
@@ -32,6 +33,8 @@ class ReuseReport:
     `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
     tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
     Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
+    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told; the
+    loading controller may have raised a ratio above that.
     """
 
     method: str
@@ -51,6 +54,8 @@ class ReuseReport:
     prefill_flops: float
     full_prefill_flops: float
     chunks: tuple[ChunkReport, ...] = ()
+    why: str = ""
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def flops_limit(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NewType
 
 ChunkId = NewType("ChunkId", str)
@@ -44,6 +45,28 @@ class Span:
         return range(self.start, self.stop)
 
 
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Single token positions within one part of a prompt: `start` plus each of `offsets`, in no order, none twice.
+
+    What a ranking picks hardly ever lies side by side; as spans it would be as many objects as tokens.
+    """
+
+    start: int
+    offsets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def positions(self) -> list[int]:
+        """The positions, in the order of the offsets."""
+        return [self.start + offset for offset in self.offsets]
+
+    def hull(self) -> Span:
+        """The least span that covers all positions, of which there must be one."""
+        return Span(self.start + min(self.offsets), self.start + max(self.offsets) + 1)
+
+
 def spans_of(positions: Iterable[int]) -> tuple[Span, ...]:
     """Fewest spans that cover exactly `positions` (any order, duplicates allowed).
 
@@ -51,6 +74,21 @@ def spans_of(positions: Iterable[int]) -> tuple[Span, ...]:
     (Span(start=2, stop=5), Span(start=9, stop=10))
     """
     return tuple(_runs(sorted(set(positions))))
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Fewest spans that cover exactly what `spans` (any order, overlaps allowed) cover.
+
+    >>> joined([Span(4, 6), Span(1, 2), Span(2, 5), Span(9, 9)])
+    (Span(start=1, stop=6),)
+    """
+    merged: list[Span] = []
+    for span in sorted(filter(len, spans), key=attrgetter("start")):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return tuple(merged)
 
 
 def _runs(ascending: list[int]) -> Iterator[Span]:

@@ -94,6 +94,23 @@ def test_ask_json_is_all_of_stdout_and_what_the_file_holds(documents, tmp_path):
     assert sum(report[name] for name in tokens) == report["prompt_tokens"]
 
 
+def test_ask_explains_its_plan(documents):
+    options = ("--docs", documents, "--precompute", "--method", "cacheblend", "--recompute-ratio", 0.5, "--explain")
+    shown = invoke(*ASK, *options, "Why?")
+    assert shown.exit_code == 0, shown.output
+    assert "cacheblend (recompute_ratio 0.5, asked for)" in shown.stdout
+    assert "pass 1 of 1" in shown.stdout
+    assert "alone" in shown.stdout
+    strips = [line for line in shown.stdout.splitlines() if line.startswith("d1.md ")]
+    assert len(strips) == 1
+    assert "█" in strips[0]
+    data = json.loads(invoke(*ASK, *options, "--json", "Why?").stdout)
+    (answer,) = data["answers"]
+    assert [part["source"] for part in answer["plan"]["parts"]][2:5] == ["d0.md", "d1.md", "d2.md"]
+    recomputed = sum(span["stop"] - span["start"] for part in answer["plan"]["parts"] for span in part["recomputed"])
+    assert recomputed == answer["report"]["recomputed_tokens"] > 0
+
+
 def test_ask_takes_files_of_a_shell_pattern_as_documents(documents):
     files = sorted(documents.iterdir())
     result = invoke(*ASK, "--json", "--docs", *files, "Why?")
@@ -129,6 +146,11 @@ def test_a_bad_document_is_refused_or_skipped_as_asked(documents):
         (("ask", "--shape", "no-such-shape", "Why?"), 2, "no-such-shape"),
         (("ask", "--shape", "demo", "--method", "magic", "Why?"), 2, "magic"),
         (("ask", "--shape", "demo", "--recompute-ratio", "1.5", "Why?"), 2, "between 0 and 1"),
+        (("ask", "--shape", "demo", "--recompute-ratio", "0.5", "Why?"), 2, "name it with --method"),
+        (("ask", "--shape", "demo", "--alpha", "1", "Why?"), 2, "name it with --method"),
+        (("ask", "--shape", "demo", "--quality", "good", "Why?"), 2, "exact, balanced, fast"),
+        (("ask", "--shape", "demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
+        (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "contradict"),
         (("ask", "--shape", "demo", " "), 2, "a question is empty"),
         (("ask", "--shape", "demo", "--store-budget", "lots", "Why?"), 2, "lots"),
         (("ask", "--shape", "demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),

@@ -1,10 +1,14 @@
 """The public engine on a toy model: answers, streams, batches, precomputation, and refusals."""
 
+import logging
+from math import ceil
+
 import pytest
 import torch
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
+from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.testing.toys import toy_model
 
 CHUNKS = [
@@ -145,6 +149,9 @@ def test_the_store_keeps_its_budget(model):
         ({"question": "  "}, UsageError, "question"),
         ({"chunks": ["fine", " "]}, UsageError, "chunk"),
         ({"method": "magic"}, UnknownMethodError, "magic.*there are: full, prefix"),
+        ({"quality": "best"}, UsageError, "best.*there are: exact, balanced, fast"),
+        ({"quality": "fast"}, UsageError, "chunkweave calibrate --shape toy-llama"),
+        ({"quality": "exact", "method": "cacheblend"}, UsageError, "contradict"),
         ({"recompute_ratio": 1.5}, UsageError, "between 0 and 1, not 1.5"),
         ({"recompute_ratio": float("nan")}, UsageError, "between 0 and 1"),
         ({"max_new_tokens": 0}, UsageError, "at least 1"),
@@ -181,3 +188,130 @@ def test_check_layers_come_from_the_engines_configuration(model):
     report = engine.generate(QUESTION, CHUNKS, max_new_tokens=1).report
     assert report.method == "cacheblend"
     assert 0.4 < report.recompute_fraction < 0.8
+
+
+def calibration(model, method: str, value: float) -> CalibrationRecord:
+    """A record of which `method` at `value` keeps everything, and at half of it enough to be fast."""
+    points = [
+        CurvePoint(method, v, share, share, share, share, share, share, v)
+        for v, share in ((value / 2, 0.96), (value, 1.0))
+    ]
+    targets = {quality: choose_target(points, share) for quality, share in SHARES.items()}
+    return CalibrationRecord(
+        fingerprint=model.fingerprint,
+        model=model.name,
+        dtype="float32",
+        dataset="hand-made",
+        dataset_digest="",
+        questions=1,
+        warm="alone",
+        max_new_tokens=1,
+        seed=0,
+        full_f1=1.0,
+        reuse=ReuseConfig(),
+        points=tuple(points),
+        targets=targets,
+    )
+
+
+def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
+    engine = Engine(model, calibration=calibration(model, "epic", 0.5))
+    engine.precompute(CHUNKS)
+    request = Request(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=1))
+
+    def told(report):
+        return report.method, report.why, dict(report.parameters)
+
+    wishes = {
+        (): ("epic", "calibrated", {"recompute_ratio": 0.5}),
+        (("quality", "fast"),): ("epic", "calibrated", {"recompute_ratio": 0.25}),
+        (("quality", "exact"),): ("prefix", "exact", {}),
+        (("method", "cacheblend"),): ("cacheblend", "asked for", {"recompute_ratio": 0.15}),
+        (("method", "cacheblend"), ("quality", "fast")): ("cacheblend", "asked for", {"recompute_ratio": 0.15}),
+        (("method", "full"), ("quality", "exact")): ("full", "asked for", {}),
+    }
+    for wish, expected in wishes.items():
+        assert told(engine.generate(QUESTION, CHUNKS, max_new_tokens=1, **dict(wish)).report) == expected
+        assert told(engine.generate_batch([request], **dict(wish))[0].report) == expected
+        assert told(list(engine.stream(request, **dict(wish)))[-1].answer.report) == expected
+
+
+def test_an_engine_keeps_the_quality_it_was_made_with(model):
+    record = calibration(model, "cacheblend", 0.4)
+    fast = Engine(model, quality="fast", calibration=record)
+    assert fast.generate(QUESTION, CHUNKS, max_new_tokens=1).report.parameters == {"recompute_ratio": 0.2}
+    exact = Engine(model, quality="exact", calibration=record)
+    assert exact.generate(QUESTION, CHUNKS, max_new_tokens=1).report.method == "prefix"
+    with pytest.raises(UsageError, match="needs a calibration record"):
+        Engine(model, quality="balanced")
+    with pytest.raises(UsageError, match="unknown quality"):
+        Engine.load_shape("demo", quality="good")
+
+
+def test_a_calibrated_answer_is_that_of_the_method_named(model):
+    calibrated, named = Engine(model, calibration=calibration(model, "cacheblend", 0.4)), Engine(model)
+    for engine in (calibrated, named):
+        engine.precompute(CHUNKS)
+    ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "max_new_tokens": 8}
+    answer = calibrated.generate(**ask)
+    same = named.generate(**ask, method="cacheblend", recompute_ratio=0.4)
+    assert answer.token_ids == same.token_ids
+    assert answer.report.recompute_fraction == same.report.recompute_fraction
+
+
+def test_without_a_record_it_says_how_to_calibrate(model, caplog):
+    with caplog.at_level(logging.INFO):
+        Engine(model)
+    assert "`chunkweave calibrate --shape toy-llama --cache-dir DIR`" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        Engine(model, method="epic")
+        Engine(model, calibration=calibration(model, "epic", 0.5))
+    assert "calibrate" not in caplog.text
+
+
+def test_an_explanation_agrees_with_the_report(engine):
+    engine.generate(QUESTION, CHUNKS[:2], max_new_tokens=1)
+    engine.precompute(CHUNKS[2:])
+    answer = engine.generate(QUESTION, CHUNKS[::-1], method="cacheblend", recompute_ratio=0.4, max_new_tokens=1)
+    plan, report = answer.explanation, answer.report
+    assert [str(part.kind) for part in plan.parts] == ["start", "system", "chunk", "chunk", "chunk", "question"]
+    assert sum(part.tokens for part in plan.parts) == report.prompt_tokens
+    assert sum(part.recomputed_tokens for part in plan.parts) == report.recomputed_tokens > 0
+    by_name = {part.source: part for part in plan.parts}
+    assert by_name["system"].fate == "prefix-exact"
+    assert by_name["ferry"].context == ()
+    assert by_name["pilots"].context == ("history",)
+    for chunk in report.chunks:
+        part = by_name[chunk.source]
+        assert (part.fate, part.variant, part.tokens) == (chunk.fate, chunk.variant, chunk.tokens)
+        assert [(span.start + part.start, span.stop + part.start) for span in part.recomputed] == [
+            (span.start, span.stop) for span in chunk.recomputed
+        ]
+    assert "from layer 1 on" in plan.passes[0]
+
+
+def test_an_explanation_has_the_scores_and_where_unfocused_chunks_were_stopped():
+    engine = Engine(toy_model("llama", num_hidden_layers=8, max_position_embeddings=2048))
+    chunks = [
+        Chunk(f"Passage {i} tells of harbour {i} and of the ferry at {i + 5}. " * (2 + i), f"p{i}") for i in range(5)
+    ]
+    engine.generate(QUESTION, chunks, max_new_tokens=1)
+    again = [chunks[place] for place in (0, 2, 1, 4, 3)]
+    answer = engine.generate(QUESTION, again, method="cachecraft", max_new_tokens=1)
+    plan, report = answer.explanation, answer.report
+    by_name = {part.source: part for part in plan.parts}
+    assert by_name["p0"].fate == "prefix-exact"
+    assert by_name["p0"].cfo is None
+    assert by_name["p2"].context == ("p0", "p1")
+    reused = [part for part in plan.parts if part.fate == "reused"]
+    assert [part.source for part in reused] == ["p2", "p1", "p4", "p3"]
+    assert plan.stop is not None  # five chunks over eight layers: the question settles
+    focused = {span.start for span in plan.stop.focused}
+    for part in reused:
+        stopped = sum(len(span) for span in part.partly)
+        assert part.recomputed_tokens + stopped == ceil(round(part.cfo * part.tokens, 9))
+        assert not stopped or (part.start not in focused and part.stopped_at_layer == plan.stop.layer)
+    assert sum(part.recomputed_tokens for part in reused) == report.recomputed_tokens
+    done = sum(part.recomputed_tokens * 8 + sum(len(span) for span in part.partly) * plan.stop.layer for part in reused)
+    assert report.recompute_fraction == pytest.approx(done / (8 * sum(part.tokens for part in reused)))

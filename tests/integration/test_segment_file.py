@@ -15,6 +15,7 @@ from safetensors import safe_open
 from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import CODECS, make_codec
 from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
 from chunkweave.tiers.segment_file import file_bytes, open_segment, read_header, read_record, write_segment
@@ -50,6 +51,91 @@ def test_what_is_written_is_read(tmp_path: Path, codec: str, dtype: torch.dtype)
     expected = torch.stack([one.decode_layer(one.encode_layer(kv.layer(i)), dtype) for i in range(3)])
     assert torch.equal(layers_of(source), expected)
     assert codec != "raw" or torch.equal(expected, kv.kv)
+
+
+def with_profile(record: SegmentRecord, **changes) -> SegmentRecord:
+    """A record with a profile of masses that float32 holds, on two chunks of which one stood there twice."""
+    first, second = record.context
+    n = len(record.token_ids)
+    profile = AttentionProfile(
+        chunks=(first, second, first),
+        lengths=(5, 7, 5),
+        inter=(0.1, 1 / 3, 2.5e-9),
+        intra=1.7,
+        sink=0.2,
+        outward=tuple(i / 8 for i in range(n)),
+        received=tuple((n - i) / 16 for i in range(n)),
+    )
+    return replace(record, attention=replace(profile, **changes))
+
+
+def header_of(record: SegmentRecord, kv: SegmentKV, edit=None) -> bytes:
+    """The header of `record`; `edit` may change its metadata behind the checksum's back."""
+    layout = segment_header.SegmentLayout(tuple(kv.kv.shape), kv.kv.dtype, make_codec("raw"))
+    whole = header_bytes(record, FINGERPRINT, layout, 1.0, (0,) * 3)
+    if edit is None:
+        return whole
+    fields = json.loads(whole[8:])
+    edit(fields["__metadata__"])
+    fields["__metadata__"]["checksum"] = "0" * 32
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    blank = len(text).to_bytes(8, "little") + text
+    return blank.replace(b"0" * 32, segment_header._checksum(blank), 1)
+
+
+def parsed(whole: bytes, kv: SegmentKV) -> SegmentRecord:
+    return parse_header(whole, len(whole) + kv.nbytes).record
+
+
+def test_the_attention_profile_comes_back(tmp_path: Path) -> None:
+    plain, kv = make_segment(1, contexts=2)
+    record = with_profile(plain)
+    path = tmp_path / f"{record.id}.safetensors"
+    write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1.0)
+    assert file_bytes(record, kv, make_codec("raw"), FINGERPRINT) == path.stat().st_size
+    back = read_record(path)
+    assert back == replace(record, nbytes=path.stat().st_size)
+    assert back.attention == record.attention
+    assert back.attention.cci == record.attention.cci
+
+
+def test_token_masses_are_rounded_to_float32() -> None:
+    plain, kv = make_segment(1, contexts=2)
+    record = with_profile(plain, outward=(0.1,) * 6)
+    back = parsed(header_of(record, kv), kv).attention
+    assert back.outward == pytest.approx((0.1,) * 6, rel=1e-7)
+    assert back.outward != record.attention.outward
+    assert back.inter == record.attention.inter, "the others keep every digit"
+
+
+def test_a_header_without_a_profile_is_read_as_before() -> None:
+    record, kv = make_segment(1)
+    assert b"attention" not in header_of(record, kv)
+    assert parsed(header_of(record, kv), kv).attention is None
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda fields: fields.pop("attention_sink"),
+        lambda fields: fields.update(attention_intra="nan"),
+        lambda fields: fields.update(attention_inter="0.1 -2 0.3"),
+        lambda fields: fields.update(attention_lengths="5 7"),
+        lambda fields: fields.update(attention_lengths="5 7 0"),
+        lambda fields: fields.update(attention_chunks=" ".join(["0" * 32] * 3)),
+        lambda fields: fields.update(attention_outward="AAAA"),
+        lambda fields: fields.update(attention_outward="!"),
+        lambda fields: fields.update(attention_outward="", attention_received=""),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(edit) -> None:
+    plain, kv = make_segment(1, contexts=2)
+    record = with_profile(plain)
+    whole = header_of(record, kv, lambda fields: None)
+    assert parsed(whole, kv).attention == record.attention
+    with pytest.raises(SegmentRefused, match="contradicts itself") as refused:
+        parsed(header_of(record, kv, edit), kv)
+    assert refused.value.problem is FileProblem.CORRUPT
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

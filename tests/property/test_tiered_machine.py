@@ -9,6 +9,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import TieredStore
 from chunkweave.store.tiered_lease import TieredLease
+from chunkweave.store.variants import VariantLimits
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (
@@ -40,8 +41,13 @@ class TieredMachine(RuleBasedStateMachine):
         self.removed: set[SegmentId] = set()
         self.ever_broken = False
 
-    @initialize(admission=st.integers(1, 2), ttl=st.booleans(), max_items=st.integers(1, 6))
-    def open(self, admission: int, ttl: bool, max_items: int) -> None:
+    @initialize(
+        admission=st.integers(1, 2),
+        ttl=st.booleans(),
+        max_items=st.integers(1, 6),
+        limits=st.builds(VariantLimits, st.sampled_from([None, 1, 2]), st.sampled_from([None, 5])),
+    )
+    def open(self, admission: int, ttl: bool, max_items: int, limits: VariantLimits) -> None:
         self.ttl = ttl
         self.writer: BackgroundWriter[Payload] = BackgroundWriter(max_items=max_items, max_bytes=60, threaded=False)
         host, disk, remote = (
@@ -54,7 +60,12 @@ class TieredMachine(RuleBasedStateMachine):
             Level("remote", remote, background=True, patience=2, pause_s=5.0, clock=self.clock),
         ]
         self.store: TieredStore[Payload] = TieredStore(
-            levels, admission=admission, ttl_s=TTL_S if ttl else None, clock=self.clock, writer=self.writer
+            levels,
+            admission=admission,
+            ttl_s=TTL_S if ttl else None,
+            limits=limits,
+            clock=self.clock,
+            writer=self.writer,
         )
 
     @rule(path=paths, exact=st.booleans(), nbytes=sizes)
@@ -97,6 +108,10 @@ class TieredMachine(RuleBasedStateMachine):
         assert payload.exact or not must_be_exact
         if promote and tier != "host" and self.store.promote(record.id, payload):
             assert self.store.tier_of(record.id) == "host"
+
+    @rule(path=paths, impact=st.floats(0, 1))
+    def note_reuse(self, path: str, impact: float) -> None:
+        self.store.note_reuse(id_of(path), impact)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), abandon=st.booleans())

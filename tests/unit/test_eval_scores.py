@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkweave.eval.bootstrap import mean_interval
+from chunkweave.eval.bootstrap import mean_interval, ratio_interval
 from chunkweave.eval.scores import best_scores, exact_match, f1, jaccard, normalize, rouge_l
 
 
@@ -48,6 +48,22 @@ def test_an_interval_holds_its_mean_and_narrows_with_more_questions():
     assert few.low < more.low < 0.5 < more.high < few.high
     assert more.high - more.low == pytest.approx(2 * 1.96 * 0.5 / 2000**0.5, rel=0.15)
     assert mean_interval([0.3] * 5).low == pytest.approx(0.3)
+
+
+def test_a_ratio_is_paired_by_question():
+    hard_and_easy = [0.1, 1.0] * 50
+    same = ratio_interval(hard_and_easy, hard_and_easy)
+    assert (same.mean, same.low, same.high) == (1.0, 1.0, 1.0)  # apart, both means would vary
+    half = ratio_interval([value / 2 for value in hard_and_easy], hard_and_easy)
+    assert (half.mean, half.low, half.high) == pytest.approx((0.5, 0.5, 0.5))
+    lost = ratio_interval([0.0] * 10 + hard_and_easy[10:], hard_and_easy)
+    assert lost.mean == pytest.approx(0.9)
+    assert lost.low < 0.9 < lost.high < 1.0
+
+
+def test_samples_without_anything_to_compare_with_are_left_out_of_a_ratio():
+    rare = ratio_interval([1.0, 0.0, 0.0], [1.0, 0.0, 0.0])
+    assert (rare.mean, rare.low, rare.high) == (1.0, 1.0, 1.0)
 
 
 def test_an_interval_is_repeatable_by_seed():

@@ -1,9 +1,10 @@
 """Plans without tensors: fates, passes, ratios, FLOPs, and what a plan may not say."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.identity import chunk_id
@@ -13,10 +14,10 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.flops import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.methods.cacheblend import filter_ratios
-from chunkweave.planning.plan import Fate, KeepTop, PartPlan, Pass, Plan
+from chunkweave.planning.plan import Fate, Fix, KeepTop, PartPlan, Pass, Plan, StopUnfocused
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, Span, spans_of
+from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
 
 GEOMETRY = Geometry(
     num_layers=8,
@@ -52,6 +53,7 @@ def plan(method, lookup, **config) -> Plan:
     return made
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), max_size=6),
     data=st.data(),
@@ -99,6 +101,7 @@ def test_unknown_methods_are_named_with_those_there_are():
         make_method("blend")
 
 
+@settings(deadline=None)
 @given(
     ratio=st.floats(0.001, 1.0),
     layers=st.sets(st.integers(1, 30), min_size=1, max_size=5).map(lambda found: tuple(sorted(found))),
@@ -119,6 +122,8 @@ def test_layer_flops_by_hand():
     qkv = 5 * 2 * 6 * (12 + 6 + 6)
     rest = 3 * (2 * 12 * 6 + 2 * 3 * 6 * 10)
     assert layer_flops(GEOMETRY, work) == qkv + rest + 11 * 4 * 12
+    looked = replace(work, evidence_keys=7)
+    assert layer_flops(GEOMETRY, looked) == layer_flops(GEOMETRY, work) + 7 * (2 * 12 + 2 * 4)
     whole, last = (layer_flops(GEOMETRY, LayerWork(4, 4, *more)) for more in ((4, 10), (1, 4)))
     assert full_prefill_flops(GEOMETRY, 4) == 7 * whole + last + 2 * 6 * 50
 
@@ -128,6 +133,45 @@ def part(fate, start, stop):
     record = SegmentRecord.of(chunk_id("f", "", ids), (), ids, exact=True, nbytes=1)
     chunk = PromptPart(PartKind.CHUNK, ids, record.chunk_id)
     return PartPlan(chunk, Span(start, stop), fate, record.id if fate is not Fate.COMPUTED else None)
+
+
+FOCUS = StopUnfocused((Span(0, 5), Span(5, 10)), Span(10, 14))
+
+
+def focused(*rules):
+    return Pass((Span(0, 5), Span(10, 14)), (Scattered(5, (4, 0)),), rules)
+
+
+def test_rules_of_both_kinds_go_together():
+    parts = (part(Fate.COMPUTED, 0, 5), part(Fate.REUSED, 5, 10), part(Fate.COMPUTED, 10, 14))
+    mixed = focused(KeepTop(1, 2), FOCUS, KeepTop(2, 1))
+    Plan("given", parts, (mixed,)).validate(4)
+    assert mixed.keep_top == (KeepTop(1, 2), KeepTop(2, 1))
+    assert mixed.stop_unfocused is FOCUS
+    assert (mixed.candidate_tokens, mixed.surviving_tokens) == (2, 1)
+    assert focused().stop_unfocused is None
+    assert (focused().candidate_tokens, focused().surviving_tokens) == (2, 2)
+    assert Pass((Span(0, 5),)).surviving_tokens == 0
+
+
+def test_what_is_computed_is_told_from_what_is_recomputed():
+    parts = (
+        part(Fate.COMPUTED, 0, 5),
+        part(Fate.REUSED, 5, 10),
+        part(Fate.REUSED, 10, 14),
+        part(Fate.COMPUTED, 14, 16),
+    )
+    plan = Plan("given", parts, (Pass((Span(0, 6), Span(8, 12), Span(11, 16))),))
+    assert plan.computed_tokens_of(plan.passes[0]) == 5 + 2
+    assert plan.reused_among([12, 4, 5, 15]) == [12, 5]
+
+
+def test_only_reused_parts_are_fixed():
+    fix = Fix(cci=0.8, overlap=0.25, cfo=0.6, tokens=3)
+    assert fix.impact == pytest.approx(0.8 * 0.75)
+    assert replace(part(Fate.REUSED, 0, 5), fix=fix).fix is fix
+    with pytest.raises(ValueError, match="needs no fix"):
+        replace(part(Fate.COMPUTED, 0, 5), fix=fix)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +184,16 @@ def part(fate, start, stop):
         ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(2, 3), KeepTop(1, 2))),), "up in layers"),
         ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(1, 3), KeepTop(2, 4))),), "down in counts"),
         ((Pass((Span(0, 5), Span(10, 14)), (Span(5, 10),), (KeepTop(1, 6),)),), "down in counts"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Scattered(5, (0, 5)),)),), "only tokens of reused"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Scattered(5, (2, -1)),)),), "only tokens of reused"),
+        ((Pass((Span(0, 5), Span(10, 14)), (Span(4, 6),)),), "only tokens of reused"),
+        ((focused(FOCUS, FOCUS),), "only one rule may stop"),
+        ((focused(replace(FOCUS, window=0)),), "needs a window"),
+        ((focused(replace(FOCUS, chunks=(Span(5, 10), Span(0, 5)))),), "in order before the question"),
+        ((focused(replace(FOCUS, chunks=(Span(0, 6), Span(5, 10)))),), "in order before the question"),
+        ((focused(replace(FOCUS, chunks=(Span(5, 12),))),), "in order before the question"),
+        ((focused(replace(FOCUS, question=Span(14, 14))),), "must be required"),
+        ((focused(StopUnfocused((), Span(9, 12))),), "must be required"),
     ],
 )
 def test_contradictory_plans_are_caught(passes, message):
@@ -154,8 +208,25 @@ def test_a_check_layer_that_the_model_lacks_is_the_users_error():
         plan("cacheblend", lookup, check_layers=(9,))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 60)))
 def test_spans_cover_exactly_the_positions(positions):
     spans = spans_of(positions)
     assert [p for span in spans for p in span.positions()] == sorted(set(positions))
     assert all(a.stop < b.start for a, b in pairwise(spans))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6))))
+def test_joined_spans_cover_the_same(spans):
+    given_spans = [Span(start, start + length) for start, length in spans]
+    assert joined(given_spans) == spans_of(p for span in given_spans for p in span.positions())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9), st.sets(st.integers(0, 30), min_size=1).map(tuple))
+def test_scattered_positions(start, offsets):
+    scattered = Scattered(start, offsets)
+    assert sorted(scattered.positions()) == sorted(start + offset for offset in offsets)
+    assert len(scattered) == len(offsets)
+    assert scattered.hull() == Span(min(scattered.positions()), max(scattered.positions()) + 1)

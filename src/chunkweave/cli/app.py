@@ -11,6 +11,7 @@ import chunkweave
 from chunkweave.cli import bench, cache
 from chunkweave.cli.advise import advise
 from chunkweave.cli.ask import ask
+from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
 from chunkweave.cli.profile import profile
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 app.command()(ask)
 app.command()(demo)
+app.command()(calibrate)
 app.command()(profile)
 app.command()(advise)
 app.add_typer(bench.app, name="bench")

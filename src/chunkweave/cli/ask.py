@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from chunkweave.chunking.documents import read_documents
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, stderr
+from chunkweave.cli.explain import explanation
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.tables import reuse_summary
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, SamplingParams
+from chunkweave.config import SamplingParams
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
 
@@ -34,8 +36,13 @@ def ask(
     docs: Annotated[list[Path] | None, typer.Option("--docs", help="Text file or folder of them; repeatable.")] = None,
     model: options.Model = None,
     shape: options.Shape = None,
-    method: Annotated[str, typer.Option(help="Reuse method; `prefix` is exact.")] = "prefix",
-    recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Reuse method; `prefix` is exact.", show_default="`balanced` if calibrated, else prefix"),
+    ] = None,
+    quality: options.Quality = None,
+    recompute_ratio: options.AskedRatio = None,
+    alpha: options.AskedAlpha = None,
     chunk_tokens: Annotated[int, typer.Option(help="Most tokens of a chunk.")] = 512,
     overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share at most.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
@@ -53,6 +60,9 @@ def ask(
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the plan: what was taken for each part, and which tokens computed.")
+    ] = False,
     json: options.Json = False,
     out: options.Out = None,
 ) -> None:
@@ -62,7 +72,7 @@ def ask(
     output = Output(json, out)
     choice = ModelChoice(model, shape, device, dtype)
     sampling = SamplingParams(max_new_tokens, temperature)
-    reuse = ReuseConfig(recompute_ratio)
+    reuse = options.reuse_config(method, recompute_ratio, alpha)
     split = SplitConfig(chunk_tokens, overlap_tokens)
     store = options.store_config(
         store_budget=store_budget,
@@ -76,15 +86,21 @@ def ask(
     documents = read_documents(paths, on_error="skip" if skip_bad_docs else "raise")
     from chunkweave.engine.answer import Request
 
-    with choice.open(store=store, method=method, reuse=reuse) as engine:
+    with choice.open(store=store, method=method, quality=quality, reuse=reuse) as engine:
         chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
         if choice.random_weights:
             stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
+        elif method is None and quality is None and engine.calibration is None:
+            hint = f"exact prefixes only: `chunkweave calibrate {choice.name}` finds out what more is safe"
+            stderr().print(escape(hint), soft_wrap=True)
         if precompute:
             precompute_chunks(engine, chunks)
         base = Request("", tuple(chunks), system, sampling)
-        answers = [answer_aloud(engine, replace(base, question=question), output) for question in asked]
-    output.finish({"model": choice.name, "answers": [answer_dict(*pair) for pair in zip(asked, answers, strict=True)]})
+        answers = [
+            answer_aloud(engine, replace(base, question=question), output, explain=explain) for question in asked
+        ]
+    shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
+    output.finish({"model": choice.name, "answers": shown})
 
 
 def split_documents(engine: "Engine", documents: Sequence[tuple[str, str]], split: Any = None) -> list[Chunk]:
@@ -103,27 +119,29 @@ def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:
         engine.precompute(chunks, progress=report)
 
 
-def answer_aloud(engine: "Engine", request: "Request", output: Output, *, method: str | None = None) -> "Answer":
-    """Stream one answer to the screen, then show what was reused for it."""
+def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explain: bool = False) -> "Answer":
+    """Stream one answer to the screen, then show what was reused for it, in full with `explain`."""
     output.show_text(f"> {request.question}\n")
     answer = None
-    for event in engine.stream(request, method=method):
+    for event in engine.stream(request):
         output.show_text(event.text)
         answer = event.answer
     assert answer is not None, "the last event of a stream carries the answer"
     output.show_text("\n\n")
-    output.show(reuse_summary(answer.report), "")
+    shown = explanation(answer.explanation, answer.report) if explain else reuse_summary(answer.report)
+    output.show(shown, "")
     return answer
 
 
-def answer_dict(question: str, answer: "Answer") -> dict[str, Any]:
+def answer_dict(question: str, answer: "Answer", *, explain: bool = False) -> dict[str, Any]:
     """One answer as JSON."""
-    return {
+    told = {
         "question": question,
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
         "report": answer.report.as_dict(),
     }
+    return {**told, "plan": answer.explanation.as_dict()} if explain else told
 
 
 def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -36,12 +36,20 @@ def quality(
     model: options.Model = None,
     shape: options.Shape = None,
     methods: Annotated[
-        str, typer.Option(help="Reuse methods, separated by commas; `full` and `full-reuse` are always added.")
+        str,
+        typer.Option(
+            help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
+            "colon: `cachecraft:no-focus`."
+        ),
     ] = "cacheblend,epic,random",
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
+    alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1",
     check_layers: Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")] = "1",
     questions: Annotated[int, typer.Option(help="Questions that are measured.")] = 200,
     chunks: Annotated[int, typer.Option(help="Passages of a question, with `worlds`.")] = 6,
+    worlds: Annotated[
+        int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
+    ] = 0,
     kinds: Annotated[str, typer.Option(help="Only these kinds of question, separated by commas; all if empty.")] = "",
     warm: Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")] = "alone",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 24,
@@ -68,15 +76,16 @@ def quality(
     from chunkweave.eval.ttft import Warmth
 
     config = QualityConfig(
-        methods=_names(methods),
+        methods=names(methods),
         ratios=tuple(_numbers(recompute_ratio, float, "--recompute-ratio")),
+        alphas=tuple(_numbers(alpha, float, "--alpha")),
         check_layers=tuple(_numbers(check_layers, int, "--check-layers")),
         warm=Warmth.parse(warm),
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
     config.contenders()
-    examples = _examples(dataset, questions + config.warm.queries, chunks, _names(kinds), seed)
+    examples = draw_examples(dataset, questions + config.warm.queries, chunks, names(kinds), seed, worlds=worlds)
     store = options.store_config(
         store_budget=store_budget,
         cache_dir=cache_dir,
@@ -85,7 +94,14 @@ def quality(
         codec=codec,
         ttl=ttl,
     )
-    origin = {"model": choice.name, "dataset": dataset, "chunks": chunks, "kinds": kinds, **options.kept(store)}
+    origin = {
+        "model": choice.name,
+        "dataset": dataset,
+        "chunks": chunks,
+        "worlds": worlds,
+        "kinds": kinds,
+        **options.kept(store),
+    }
     with choice.open(store=store) as engine:
         run = QualityRun(engine, config, origin)
         try:
@@ -181,7 +197,15 @@ def quality_table(rows: Sequence[QualityRow], title: str) -> Table:
     return table
 
 
-def _examples(dataset: str, count: int, chunks: int, kinds: Sequence[str], seed: int) -> list[Example]:
+def draw_examples(
+    dataset: str, count: int, chunks: int, kinds: Sequence[str], seed: int, *, worlds: int = 0
+) -> list[Example]:
+    """`count` questions that can be scored, drawn with `seed`: of a file, or generated over `chunks` passages each.
+
+    Raises:
+        DocumentError: the file cannot be read as a data set.
+        UsageError: it has too few such questions, or no such kind of them.
+    """
     if dataset == WORLDS:
         from chunkweave.eval.worlds.examples import world_examples
         from chunkweave.eval.worlds.records import QuestionKind
@@ -189,7 +213,7 @@ def _examples(dataset: str, count: int, chunks: int, kinds: Sequence[str], seed:
         known = {str(kind): kind for kind in QuestionKind}
         _refuse_unknown(kinds, known)
         try:
-            return world_examples(count, chunks, seed=seed, kinds=tuple(known[kind] for kind in kinds))
+            return world_examples(count, chunks, seed=seed, kinds=tuple(known[kind] for kind in kinds), worlds=worlds)
         except ValueError as error:
             raise UsageError(f"no such questions over {chunks} passages: {error}") from error
     examples = load_dataset(Path(dataset), seed=seed)
@@ -207,7 +231,8 @@ def _refuse_unknown(kinds: Sequence[str], known: dict[str, Any]) -> None:
         raise UsageError(f"unknown kind of question {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
+    """The names of a list such as `cacheblend,epic`."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 

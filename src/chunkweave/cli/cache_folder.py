@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkweave.errors import UsageError
-from chunkweave.planning.cost_file import COST_FILE
+from chunkweave.planning.own_files import OWN_FILES
 from chunkweave.store.pin_file import PIN_FILE, PinFile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
@@ -137,14 +137,14 @@ class CacheFolder:
 
 def without_own_files(problems: tuple["ProblemFile", ...]) -> list["ProblemFile"]:
     """Problems without the files of ours that are no segments."""
-    return [problem for problem in problems if problem.path.name != COST_FILE]
+    return [problem for problem in problems if problem.path.name not in OWN_FILES]
 
 
 def _is_model_folder(path: Path) -> bool:
     if not _FINGERPRINT.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:
-        return any(child.name == COST_FILE or _is_shard(child) for child in path.iterdir())
+        return any(child.name in OWN_FILES or _is_shard(child) for child in path.iterdir())
     except OSError:  # ours or not, its tier will say that it cannot be read
         return True
 

@@ -45,15 +45,21 @@ class ModelChoice:
 
     @contextmanager
     def open(
-        self, *, store: StoreConfig | None = None, method: str | None = None, reuse: ReuseConfig | None = None
+        self,
+        *,
+        store: StoreConfig | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        reuse: ReuseConfig | None = None,
     ) -> Iterator["Engine"]:
         """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
 
         Raises:
             ModelError: the model cannot be loaded or driven.
-            UsageError: no such shape, method or codec, or a remote URL that cannot be used.
+            UsageError: no such shape, method, quality or codec, a quality that was not calibrated, or a remote URL that
+                cannot be used.
         """
-        engine = self.load(store=store, method=method, reuse=reuse)
+        engine = self.load(store=store, method=method, quality=quality, reuse=reuse)
         try:
             yield engine
         finally:
@@ -64,31 +70,28 @@ class ModelChoice:
                 stderr().print(f"[yellow]{unwritten} writes of segments to disk or remote were not done.[/yellow]")
 
     def load(
-        self, *, store: StoreConfig | None = None, method: str | None = None, reuse: ReuseConfig | None = None
+        self,
+        *,
+        store: StoreConfig | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        reuse: ReuseConfig | None = None,
     ) -> "Engine":
         """Load the model and put an engine around it.
 
         Raises:
             ModelError: the model cannot be loaded or driven.
-            UnknownMethodError: no such shape or method.
+            UsageError: no such shape, method or quality, or a quality that was not calibrated.
         """
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
 
+            wanted: dict[str, Any] = {"store": store, "method": method, "quality": quality, "reuse": reuse}
             if self.folder is not None:
-                return Engine.load(
-                    self.folder, device=self.device, dtype=self.dtype, store=store, method=method, reuse=reuse
-                )
-            return Engine.load_shape(
-                self.shape or "",
-                device=self.device,
-                dtype=self.dtype,
-                seed=self.seed,
-                store=store,
-                method=method,
-                reuse=reuse,
-            )
+                return Engine.load(self.folder, device=self.device, dtype=self.dtype, **wanted)
+            shape = self.shape or ""
+            return Engine.load_shape(shape, device=self.device, dtype=self.dtype, seed=self.seed, **wanted)
 
 
 def _quiet_transformers() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chunkweave.config import StoreConfig, parse_bytes
+from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
 from chunkweave.tiers.blobs import without_secrets
 
@@ -25,6 +25,17 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 StoreBudget = Annotated[str, typer.Option(help="Most memory for stored segments, for example 2GiB.")]
 RecomputeRatio = Annotated[
     float, typer.Option(help="Share of the reused chunks' tokens that is computed again, 0 to 1.")
+]
+AskedRatio = Annotated[
+    float | None,
+    typer.Option("--recompute-ratio", help="Share of the reused chunks' tokens that --method computes again, 0 to 1."),
+]
+AskedAlpha = Annotated[
+    float | None, typer.Option("--alpha", help="Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
+]
+Quality = Annotated[
+    str | None,
+    typer.Option(help="exact, balanced or fast: how close to full prefill; the last two need `chunkweave calibrate`."),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -90,6 +101,20 @@ def store_config(
     )
 
 
+def reuse_config(method: str | None, recompute_ratio: float | None, alpha: float | None) -> ReuseConfig:
+    """What a named method is to be told.
+
+    Raises:
+        UsageError: a value is out of range, or there is no method that it could be for.
+    """
+    asked = {"recompute_ratio": recompute_ratio, "alpha": alpha}
+    told: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    config = ReuseConfig(**told)
+    if told and method is None:
+        raise UsageError("--recompute-ratio and --alpha set a method: name it with --method")
+    return config
+
+
 def kept(store: StoreConfig) -> dict[str, Any]:
     """What a benchmark's result says about where segments were kept."""
     tiers = ["host"] + ["disk"] * (store.cache_dir is not None) + ["remote"] * (store.remote_url is not None)
@@ -126,3 +151,15 @@ def numbers(text: str, option: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} takes numbers separated by commas, not {text!r}") from error
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """The whole numbers of a list such as `1,2,3`.
+
+    Raises:
+        UsageError: it is no such list; the message names the option.
+    """
+    values = numbers(text, option)
+    if any(value != int(value) for value in values):
+        raise UsageError(f"{option} takes whole numbers separated by commas, not {text!r}")
+    return tuple(int(value) for value in values)

@@ -12,10 +12,6 @@ from chunkweave.metrics import ReuseReport
 
 def reuse_summary(report: ReuseReport) -> RenderableType:
     """What happened to the tokens and chunks of one prompt, and how long it took."""
-    tokens = (
-        f"{report.method}: {report.prompt_tokens} tokens: {report.prefix_exact_tokens} prefix-exact, "
-        f"{report.reused_tokens} reused, {report.recomputed_tokens} recomputed, {report.computed_tokens} computed"
-    )
     table = Table()
     table.add_column("chunk", overflow="fold")
     table.add_column("fate")
@@ -26,7 +22,18 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
         table.add_row(
             escape(chunk.source), chunk.fate, str(chunk.tokens), str(chunk.recomputed_tokens), chunk.tier or "-"
         )
-    return Group(tokens, table, times(report))
+    return Group(token_line(report), table, times(report))
+
+
+def token_line(report: ReuseReport) -> str:
+    """One line: the method, why and how it was set, and tokens by fate."""
+    told = [f"{name} {value:g}" for name, value in report.parameters.items()]
+    how = ", ".join([*told, *([report.why] if report.why else [])])
+    return (
+        f"{report.method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
+        f"{report.prefix_exact_tokens} prefix-exact, {report.reused_tokens} reused, "
+        f"{report.recomputed_tokens} recomputed, {report.computed_tokens} computed"
+    )
 
 
 def times(report: ReuseReport) -> str:

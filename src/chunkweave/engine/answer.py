@@ -7,7 +7,9 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import SamplingParams
 from chunkweave.engine.runner import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
+from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.plan import Fate, PartPlan
 from chunkweave.types import Chunk, Geometry, SegmentId, Span, spans_of
 
@@ -29,12 +31,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it."""
+    """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it.
+
+    `explanation` is the plan part by part, with the reasons for it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     report: ReuseReport
+    explanation: PlanExplanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,12 @@ def make_report(
     durations: Durations,
     new_tokens: int,
     tiers: Mapping[SegmentId, str] | None = None,
+    choice: MethodChoice | None = None,
 ) -> ReuseReport:
-    """Tokens by fate and time by phase of one answer; `tiers` says where segments came from (host, if it does not)."""
+    """Tokens by fate and time by phase of one answer.
+
+    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken.
+    """
     plan = prefilled.plan
     reused = plan.tokens(Fate.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
@@ -87,6 +97,8 @@ def make_report(
             for part in plan.parts
             if part.part.kind in (PartKind.SYSTEM, PartKind.CHUNK)
         ),
+        why="" if choice is None else str(choice.why),
+        parameters={} if choice is None else choice.parameters,
     )
 
 

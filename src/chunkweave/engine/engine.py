@@ -1,8 +1,9 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -17,21 +18,26 @@ from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.engine.sampling import Sampler
 from chunkweave.engine.stores import open_store
+from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.adaptive import HiddenLoading
+from chunkweave.planning.calibration_file import stored_calibration
+from chunkweave.planning.calibration_record import CalibrationRecord, Quality
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Why, Wish
 from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
 from chunkweave.types import Chunk, SegmentId
 
-DEFAULT_METHOD = "prefix"
-"""Exact: approximate reuse is a default only for a model with a calibration record (DESIGN §3.9)."""
-
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,11 +46,13 @@ class _Running:
 
     request: Request
     prefilled: Prefilled
+    choice: MethodChoice
     sampler: Sampler
     detokenizer: Detokenizer
     room: int
     queue_s: float
     tiers: Mapping[SegmentId, str]
+    records: Mapping[SegmentId, SegmentRecord]
     ttft_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -63,26 +71,43 @@ class Engine:
         *,
         store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
+        quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
     ) -> None:
         """Put an engine around a loaded model.
 
+        Without a method or a quality, it is exact, unless the model has a calibration record: then it is `balanced`.
+
         Args:
             loaded: model, tokenizer and fingerprint (`chunkweave.models.loading`).
             store: what to open, and close with the engine; or an open store of the same model, which its owner closes.
-            method: reuse method for calls that name none; None = exact prefix reuse.
-            reuse: ratio, check layers and seed for the method.
+            method: reuse method for calls that name neither method nor quality.
+            quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
+            reuse: what a method that is named is told; a quality target brings its own.
+            calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
 
         Raises:
             UnknownMethodError: no such method, eviction policy or codec.
-            UsageError: the store's remote URL cannot be used.
+            UsageError: the store's remote URL cannot be used, a record of another model, or a quality target without
+                a record; the message says how to make one.
         """
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
-        self._method = method or DEFAULT_METHOD
-        make_method(self._method, self._reuse)
+        cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
+        record = calibration or stored_calibration(cache_dir, loaded.folder, loaded.fingerprint)
+        if record is not None and record.fingerprint != loaded.fingerprint:
+            raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
+        self._chooser = MethodChooser(Wish.of(method, quality), self._reuse, record, _how_to_calibrate(loaded))
+        usual = self._chooser.choose(Wish())
+        make_method(usual.method, usual.reuse)
+        if record is None and usual.why is Why.EXACT:
+            logger.info(
+                "only exact prefixes are reused unless a method is named; `%s` finds out what more is safe",
+                self._chooser.how_to_calibrate,
+            )
         self._owns_store = not isinstance(store, TieredStore)
         cost: CostModel | None = None
         if not isinstance(store, TieredStore):
@@ -91,7 +116,7 @@ class Engine:
             store = open_store(config, loaded.fingerprint, loaded.model.device)
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
-        self.runner = Runner(loaded.model, store, cost=cost)
+        self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
 
     @classmethod
     def load(
@@ -102,6 +127,7 @@ class Engine:
         dtype: str = "auto",
         store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
+        quality: str | None = None,
         reuse: ReuseConfig | None = None,
     ) -> Self:
         """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
@@ -109,10 +135,11 @@ class Engine:
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
-            UsageError: device, dtype or method do not exist here.
+            UsageError: device, dtype, method or quality do not exist here, or the quality needs a calibration.
         """
-        make_method(method or DEFAULT_METHOD)
-        return cls(load_folder(Path(model), device=device, dtype=dtype), store=store, method=method, reuse=reuse)
+        _refuse_unknown(method, quality)
+        loaded = load_folder(Path(model), device=device, dtype=dtype)
+        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
 
     @classmethod
     def load_shape(
@@ -124,15 +151,18 @@ class Engine:
         seed: int = 0,
         store: StoreConfig | TieredStore[SegmentSource] | None = None,
         method: str | None = None,
+        quality: str | None = None,
         reuse: ReuseConfig | None = None,
     ) -> Self:
         """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
 
         Raises:
             UnknownMethodError: no such shape or method.
+            UsageError: no such quality, or it needs a calibration.
         """
+        _refuse_unknown(method, quality)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
-        return cls(loaded, store=store, method=method, reuse=reuse)
+        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
 
     def close(self) -> None:
         """Write what is still to be written and close the store, if the engine opened it; once is enough.
@@ -158,6 +188,11 @@ class Engine:
         """The model with its tokenizer and fingerprint."""
         return self._loaded
 
+    @property
+    def calibration(self) -> CalibrationRecord | None:
+        """What quality targets resolve by; None if this model was not calibrated."""
+        return self._chooser.record
+
     def generate(
         self,
         question: str,
@@ -171,27 +206,38 @@ class Engine:
         stop: Sequence[str] = (),
         cache_salt: str = "",
         method: str | None = None,
+        quality: str | None = None,
         recompute_ratio: float | None = None,
     ) -> Answer:
         """Answer one question over chunks; what was computed for it is stored.
 
+        `method` says how chunks are reused, `quality` (`exact`, `balanced`, `fast`) how close to full prefill the
+        answer is to be; a method wins over the last two. With neither it is what the engine was made with.
+
         Raises:
-            UsageError: an empty question or chunk, a ratio outside [0, 1], an unknown method.
+            UsageError: an empty question or chunk, a ratio outside [0, 1], an unknown method or quality, a quality
+                target without a calibration record, quality `exact` with an approximate method.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
         request = Request(question, tuple(chunks), system, sampling, cache_salt)
-        return self.generate_batch([request], method=method, recompute_ratio=recompute_ratio)[0]
+        return self.generate_batch([request], method=method, quality=quality, recompute_ratio=recompute_ratio)[0]
 
     def stream(
-        self, request: Request, *, method: str | None = None, recompute_ratio: float | None = None
+        self,
+        request: Request,
+        *,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
     ) -> Iterator[StreamEvent]:
         """The answer in pieces as tokens come; the last event carries the whole `Answer`.
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then.
         """
-        chosen = self._choose_method(method, recompute_ratio)
-        running = self._start(request, chosen, time.perf_counter(), 0.0)
+        choice = self._chooser.choose(Wish.of(method, quality, recompute_ratio))
+        reuse_method = self._make_method(choice, recompute_ratio)
+        running = self._start(request, choice, reuse_method, time.perf_counter(), 0.0)
         started = time.perf_counter()
         yield StreamEvent(running.detokenizer.text)
         while running.finish_reason is None:
@@ -200,7 +246,12 @@ class Engine:
         yield StreamEvent(rest, self._answer(running, time.perf_counter() - started))
 
     def generate_batch(
-        self, requests: Sequence[Request], *, method: str | None = None, recompute_ratio: float | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
     ) -> list[Answer]:
         """Answer several requests: prefilled one after the other, decoded together, answers in the same order.
 
@@ -209,12 +260,15 @@ class Engine:
         Raises:
             UsageError: as `generate`; nothing has been computed then.
         """
-        chosen = self._choose_method(method, recompute_ratio)
+        choice = self._chooser.choose(Wish.of(method, quality, recompute_ratio))
+        reuse_method = self._make_method(choice, recompute_ratio)
         prompts = [self._build(request) for request in requests]
         for prompt in prompts:
             self.runner.room_for_new_tokens(prompt)
         arrived = time.perf_counter()
-        batch = [self._start(request, chosen, arrived, time.perf_counter() - arrived) for request in requests]
+        batch = [
+            self._start(request, choice, reuse_method, arrived, time.perf_counter() - arrived) for request in requests
+        ]
         started = time.perf_counter()
         while active := [running for running in batch if running.finish_reason is None]:
             for running, logits in zip(active, self._decode(active), strict=True):
@@ -245,28 +299,30 @@ class Engine:
                 progress(index + 1, len(chunks))
         return computed
 
-    def _choose_method(self, method: str | None, recompute_ratio: float | None) -> ReuseMethod:
-        """The method by name; with a cost model and no ratio asked for, the loading controller sets the ratio."""
-        name, cost = method or self._method, self.runner.cost
-        if recompute_ratio is not None:
-            return make_method(name, replace(self._reuse, recompute_ratio=recompute_ratio))
-        if cost is None:
-            return make_method(name, self._reuse)
-        return HiddenLoading(name, self._reuse, cost, self.store.tier_of)
+    def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:
+        """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""
+        cost = self.runner.cost
+        if recompute_ratio is not None or cost is None:
+            return make_method(choice.method, choice.reuse)
+        return HiddenLoading(choice.method, choice.reuse, cost, self.store.tier_of)
 
     def _build(self, request: Request) -> Prompt:
         return self.builder.build(
             request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
         )
 
-    def _start(self, request: Request, method: ReuseMethod, arrived: float, queue_s: float) -> _Running:
+    def _start(
+        self, request: Request, choice: MethodChoice, method: ReuseMethod, arrived: float, queue_s: float
+    ) -> _Running:
         """Prefill one request, choose its first token, and store what was computed."""
         prompt = self._build(request)
         room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
         prefilled = self.runner.prefill(prompt, method, new_tokens=room)
         detokenizer = Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop)
-        tiers = self._tiers(prefilled)  # before what was loaded is promoted
-        running = _Running(request, prefilled, Sampler(request.sampling), detokenizer, room, queue_s, tiers)
+        # Both before what was loaded is promoted and what is new may evict it.
+        tiers, records = self._tiers(prefilled), self._records(prefilled)
+        sampler = Sampler(request.sampling)
+        running = _Running(request, prefilled, choice, sampler, detokenizer, room, queue_s, tiers, records)
         self._advance(running, prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
         self.runner.store_new(prefilled)
@@ -276,6 +332,11 @@ class Engine:
         """Where the reused segments were found; one that has left since counts as the host's."""
         segments = [part.segment for part in prefilled.plan.parts if part.segment is not None]
         return {segment: self.store.tier_of(segment) or "host" for segment in segments}
+
+    def _records(self, prefilled: Prefilled) -> dict[SegmentId, SegmentRecord]:
+        """What is known of the segments that were taken; one that has left since is not among them."""
+        found = {segment: self.store.record(segment) for segment in prefilled.plan.segments()}
+        return {segment: record for segment, record in found.items() if record is not None}
 
     def _decode(self, active: Sequence[_Running]) -> torch.Tensor:
         return self.runner.decode(
@@ -301,6 +362,28 @@ class Engine:
     def _answer(self, running: _Running, decode_s: float) -> Answer:
         durations = Durations(running.ttft_s, decode_s, running.queue_s)
         geometry = self._loaded.model.geometry
-        report = make_report(running.prefilled, geometry, durations, len(running.token_ids), running.tiers)
+        report = make_report(
+            running.prefilled, geometry, durations, len(running.token_ids), running.tiers, running.choice
+        )
         reason = running.finish_reason or "length"
-        return Answer(running.detokenizer.text, tuple(running.token_ids), reason, report)
+        explanation = explain_plan(
+            running.prefilled.plan,
+            num_layers=geometry.num_layers,
+            recomputed=running.prefilled.recomputed,
+            records=running.records,
+            stop=running.prefilled.stop,
+        )
+        return Answer(running.detokenizer.text, tuple(running.token_ids), reason, report, explanation)
+
+
+def _refuse_unknown(method: str | None, quality: str | None) -> None:
+    """Before a model is loaded for nothing."""
+    if method is not None:
+        make_method(method)
+    if quality is not None:
+        Quality.parse(quality)
+
+
+def _how_to_calibrate(loaded: LoadedModel) -> str:
+    where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
+    return f"chunkweave calibrate {where}"

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import CaptureConfig
+from chunkweave.engine.new_segments import parts_to_keep, segments_of
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.errors import PromptTooLongError
+from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.loop import LoopTimes, run_pass
 from chunkweave.fusion.rows import ActiveRows
@@ -18,12 +21,12 @@ from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
 from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.plan import Fate, PartPlan, Plan
 from chunkweave.planning.pruning import too_slow, without
-from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId, Span, spans_of
@@ -37,7 +40,10 @@ class Prefilled:
 
     `logits` `[vocab]` are those of the first new token. `recomputed` are the positions of reused chunks that were
     active at the last layer of the last pass; `work` is what every layer of every pass did, `recompute_work` the sum
-    over those layers of the reused-chunk tokens among them. `loaded` are the segments that came from a slower tier.
+    over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
+    it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
+    `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
+    `loaded` are the segments that came from a slower tier.
     """
 
     prompt: Prompt
@@ -45,9 +51,11 @@ class Prefilled:
     cache: RequestCache
     logits: torch.Tensor
     captures: tuple[PartCapture, ...]
+    attention: AttentionCapture | None
     work: tuple[LayerWork, ...]
     recomputed: tuple[Span, ...]
     recompute_work: int
+    stop: Stop | None
     lookup_s: float
     load_s: float
     weave_s: float
@@ -64,15 +72,18 @@ class Runner:
         *,
         cost: CostModel | None = None,
         load_order: LoadOrder = LoadOrder.LAYERS,
+        capture: CaptureConfig | None = None,
     ) -> None:
         """Put a runner between a model and a store.
 
         With a `cost` model, segments that load slower than they compute are computed, and a layer that comes later
-        than that is given up. `load_order` is for comparison only.
+        than that is given up. `load_order` is for comparison only. `capture` says what is kept of a prefill for later
+        ones (None: the defaults).
         """
         self.model = model
         self.store = store
         self.cost = cost
+        self.capture = capture or CaptureConfig()
         self.load_order = load_order
 
     def room_for_new_tokens(self, prompt: Prompt) -> int:
@@ -113,7 +124,9 @@ class Runner:
             with self.store.lease(plan.segments()), self._loading(plan, prefetched) as placements:
                 lookup_s = time.perf_counter() - started
                 try:
-                    return self._weave(prompt, plan, placements, new_tokens, capture, lookup_s)
+                    prefilled = self._weave(prompt, plan, placements, new_tokens, capture, lookup_s)
+                    self._note_reuse(plan.parts)
+                    return prefilled
                 except SegmentLost as lost:
                     self._give_up(lost, given_up)
 
@@ -147,28 +160,13 @@ class Runner:
     def store_new(self, prefilled: Prefilled) -> int:
         """Store what the prefill computed and promote what it loaded; returns how many new segments the store took.
 
-        A part is exact only if every part before it was; what follows a reused chunk never is.
+        Among them are reused chunks that were largely recomputed: as variants of this prompt's context they save the
+        same prompt that recomputation next time, with the same KV.
         """
-        contexts = prefilled.prompt.contexts()
-        captured = {capture.part.span.start: capture for capture in prefilled.captures}
         for segment, kv in prefilled.loaded:
             self.store.promote(segment, kv)
-        stored, exact = 0, True
-        for part, context in zip(prefilled.plan.parts, contexts, strict=True):
-            exact = exact and part.fate is not Fate.REUSED
-            capture = captured.get(part.span.start)
-            if capture is not None and part.part.id is not None:
-                kv = capture.segment()
-                record = SegmentRecord.of(
-                    part.part.id,
-                    context,
-                    part.part.token_ids,
-                    exact=exact,
-                    nbytes=kv.nbytes,
-                    source=part.part.source,
-                )
-                stored += self.store.insert(record, kv)
-        return stored
+        new = segments_of(prefilled.prompt, prefilled.plan, prefilled.captures, prefilled.attention)
+        return sum(self.store.insert(record, kv) for record, kv in new)
 
     def _plan(self, prompt: Prompt, method: ReuseMethod, given_up: Collection[SegmentId]) -> Plan:
         """Plan with what is stored, but for what was given up or takes longer to load than to compute."""
@@ -206,6 +204,13 @@ class Runner:
         finally:
             loader.close()
 
+    def _note_reuse(self, parts: Sequence[PartPlan]) -> None:
+        """Tell the store how much each segment saved. Where the method does not score them, a use is just a use."""
+        for part in parts:
+            if part.segment is not None:
+                unscored = 0.0 if part.fate is Fate.EXACT else 1.0
+                self.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
+
     def _give_up(self, lost: SegmentLost, given_up: set[SegmentId]) -> None:
         """Go on without a segment: a late one for this request, a broken one for good."""
         logger.warning("%s; it is computed instead", lost)
@@ -217,7 +222,7 @@ class Runner:
         if self.cost is None:
             return self.model.geometry.num_layers
         load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
-        active = sum(a_pass.required_tokens + sum(r.count for r in a_pass.rules[-1:]) for a_pass in plan.passes)
+        active = sum(a_pass.required_tokens + a_pass.surviving_tokens for a_pass in plan.passes)
         return preload_depth(self.model.geometry.num_layers, self.cost.prefill(active), load_s)
 
     def _weave(
@@ -233,17 +238,18 @@ class Runner:
         model, dtype = self.model, self.model.dtype
         ids = torch.tensor(prompt.token_ids, device=model.device)
         cache = RequestCache(model.geometry, len(prompt) + new_tokens, placements, dtype=dtype, device=model.device)
-        to_store = [p for p in plan.parts if p.fate is Fate.COMPUTED and p.part.id is not None]
-        captures = tuple(PartCapture(part, model.geometry, dtype) for part in to_store) if capture else ()
+        captures, attention = self._captures(prompt, plan, placements) if capture else ((), None)
         times = LoopTimes()
         work: list[LayerWork] = []
         recompute_work = 0
+        stop: Stop | None = None
         for a_pass in plan.passes:
-            rows = ActiveRows.of_pass(
-                cache, ids, a_pass, dtype=dtype, captures=captures if a_pass is plan.passes[-1] else ()
-            )
+            rows = ActiveRows.of_pass(cache, ids, a_pass, dtype=dtype)
+            if a_pass is plan.passes[-1]:
+                rows.keep(captures, attention)
             hidden = run_pass(model, [rows], times)
             work += rows.work
+            stop = rows.stop or stop
             fixed = plan.computed_tokens_of(a_pass)
             recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
         logits = model.logits(hidden)[0]
@@ -255,15 +261,27 @@ class Runner:
             plan=plan,
             cache=cache,
             logits=logits,
-            captures=captures,
+            captures=tuple(capture for capture in captures if capture.complete),
+            attention=attention,
             work=tuple(work),
             recomputed=spans_of(recomputed),
             recompute_work=recompute_work,
+            stop=stop,
             lookup_s=lookup_s,
             load_s=times.load_s,
             weave_s=elapsed - times.load_s,
             loaded=tuple(_loaded(placements)),
         )
+
+    def _captures(
+        self, prompt: Prompt, plan: Plan, placements: Sequence[Placement]
+    ) -> tuple[tuple[PartCapture, ...], AttentionCapture | None]:
+        geometry, config = self.model.geometry, self.capture
+        parts = parts_to_keep(prompt, plan, placements, self.store, woven_fraction=config.woven_fraction)
+        captures = tuple(PartCapture(part, geometry, self.model.dtype, woven_from=origin) for part, origin in parts)
+        if not captures or not config.profile:
+            return captures, None
+        return captures, AttentionCapture(plan.parts, geometry, config, device=self.model.device)
 
 
 def _loaded(placements: Sequence[Placement]) -> Iterator[tuple[SegmentId, SegmentKV]]:

@@ -13,6 +13,7 @@ from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.shared import SharedTier
 from chunkweave.store.tier import Tier
 from chunkweave.store.tiered import TieredStore
+from chunkweave.store.variants import VariantLimits
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 
@@ -41,7 +42,14 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
     )
     pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
     levels = [*_memory(config, device), *_slow(config, fingerprint, pinned)]
-    store = TieredStore(levels, admission=config.admission, ttl_s=config.ttl_s, ageless=pinned, writer=writer)
+    store = TieredStore(
+        levels,
+        admission=config.admission,
+        ttl_s=config.ttl_s,
+        ageless=pinned,
+        limits=VariantLimits(config.max_variants, config.max_instances),
+        writer=writer,
+    )
     store.expire()
     return store
 

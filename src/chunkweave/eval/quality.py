@@ -1,33 +1,49 @@
 """Answer quality by reuse method: every contender answers the same questions over the same warm store."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import ReuseConfig
+from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
+from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.prompts import alone_prompts
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.metrics import ReuseReport
+from chunkweave.planning.calibration_record import ALPHA, parameter_of
 from chunkweave.planning.method import ReuseMethod, make_method
 
-RATIO_FREE = ("full", "prefix", "full-reuse")
-"""Methods that take no ratio: one row each, whatever ratios are asked for."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "no-focus": {"focus": False},
+    "gap": {"focus_reading": FocusReading.LARGEST_GAP},
+    "no-cci": {"use_cci": False},
+    "no-overlap": {"use_overlap": False},
+    "coverage": {"use_coverage": True},
+}
+"""What can be said of a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`."""
+
+TOGETHER = 16
+"""Most contenders whose caches of one question are held, and decoded, at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualityConfig:
-    """Contenders are every method at every ratio (`RATIO_FREE` methods once)."""
+    """Contenders are every method at every value of its parameter: ratios, alphas or none.
+
+    A method may carry `SETTINGS` after colons.
+    """
 
     methods: tuple[str, ...] = ("full", "prefix", "full-reuse", "cacheblend", "epic", "random")
     ratios: tuple[float, ...] = (0.15,)
+    alphas: tuple[float, ...] = (1.0,)
     check_layers: tuple[int, ...] = (1,)
     warm: Warmth = field(default_factory=Warmth)
     max_new_tokens: int = 24
@@ -38,14 +54,27 @@ class QualityConfig:
 
         Raises:
             UnknownMethodError: a method does not exist.
-            UsageError: a ratio is outside [0, 1].
+            UsageError: a ratio is outside [0, 1], an alpha below 0, or a setting unknown.
         """
         made: dict[str, ReuseMethod] = {}
-        for name in dict.fromkeys(("full", "full-reuse", *self.methods)):
-            for ratio in self.ratios[:1] if name in RATIO_FREE else self.ratios:
-                label = name if name in RATIO_FREE else f"{name}@{ratio:g}"
-                made[label] = make_method(name, ReuseConfig(ratio, self.check_layers, self.seed))
+        for spec in dict.fromkeys(("full", "full-reuse", *self.methods)):
+            name, *settings = spec.split(":")
+            reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed, **_settings(settings))
+            parameter = parameter_of(name)
+            if parameter is None:
+                made[spec] = make_method(name, reuse)
+                continue
+            for value in self.alphas if parameter == ALPHA else self.ratios:
+                changed: dict[str, Any] = {parameter: value}
+                made[f"{spec}@{value:g}"] = make_method(name, replace(reuse, **changed))
         return made
+
+
+def _settings(names: Sequence[str]) -> dict[str, Any]:
+    for name in names:
+        if name not in SETTINGS:
+            raise UsageError(f"unknown setting {name!r} of a method; there are: {', '.join(SETTINGS)}")
+    return {field: value for name in names for field, value in SETTINGS[name].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +89,20 @@ class QualitySample:
     report: ReuseReport
 
 
+@dataclass(frozen=True, slots=True)
+class GreedyAnswer:
+    """One contender's answer to one question, and its report."""
+
+    question: int
+    contender: str
+    text: str
+    report: ReuseReport
+
+
 def measure_quality(
     engine: Engine, examples: Sequence[Example], config: QualityConfig, progress: Progress | None = None
 ) -> Iterator[QualitySample]:
-    """Answer every example with every contender, greedily; samples of a question come together.
+    """Answer every example with every contender, greedily, and score it; samples of a question come together.
 
     With warm `queries:N` the first N examples fill the store (prefilled in full, stored in their contexts) and the rest
     are measured; with `alone` each question's chunks are computed context-free before it. What is measured stores
@@ -74,15 +113,42 @@ def measure_quality(
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
     contenders = config.contenders()
-    earlier, measured = examples[: config.warm.queries], examples[config.warm.queries :]
+    asked = [contenders] * (len(examples) - config.warm.queries)
+    for answer in answer_questions(engine, examples, asked, config.warm, config.max_new_tokens, progress):
+        example = examples[config.warm.queries + answer.question]
+        scores = best_scores(answer.text, example.answers)
+        yield QualitySample(answer.question, example.kind, answer.contender, answer.text, scores, answer.report)
+
+
+def answer_questions(
+    engine: Engine,
+    examples: Sequence[Example],
+    contenders: Sequence[Mapping[str, ReuseMethod]],
+    warm: Warmth,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> Iterator[GreedyAnswer]:
+    """Warm the store with the first examples, then answer each of the rest with its own contenders.
+
+    As `measure_quality`, without scores. `contenders` has one mapping a measured question; questions without any cost
+    nothing.
+
+    Raises:
+        PromptTooLongError: a question's prompt does not fit the model's context.
+    """
+    earlier, measured = examples[: warm.queries], examples[warm.queries :]
     full = make_method("full")
     for example in earlier:
         engine.runner.store_new(engine.runner.prefill(_prompt(engine, example), full))
-    for index, example in enumerate(measured):
-        prompt = _prompt(engine, example)
-        if not config.warm.queries:
-            _warm_chunks(engine, prompt, full)
-        yield from _answers(engine, index, example, prompt, contenders, config.max_new_tokens)
+    for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
+        if wanted:
+            prompt = _prompt(engine, example)
+            if not warm.queries:
+                _warm_chunks(engine, prompt, full)
+            labels = list(wanted)
+            for first in range(0, len(labels), TOGETHER):
+                some = {label: wanted[label] for label in labels[first : first + TOGETHER]}
+                yield from _answers(engine, index, prompt, some, max_new_tokens)
         if progress is not None:
             progress(index + 1, len(measured))
 
@@ -98,13 +164,8 @@ def _warm_chunks(engine: Engine, prompt: Prompt, full: ReuseMethod) -> None:
 
 
 def _answers(
-    engine: Engine,
-    index: int,
-    example: Example,
-    prompt: Prompt,
-    contenders: dict[str, ReuseMethod],
-    max_new_tokens: int,
-) -> Iterator[QualitySample]:
+    engine: Engine, index: int, prompt: Prompt, contenders: Mapping[str, ReuseMethod], max_new_tokens: int
+) -> Iterator[GreedyAnswer]:
     prefilled, times = [], []
     room = min(max_new_tokens, engine.runner.room_for_new_tokens(prompt))
     for method in contenders.values():
@@ -115,8 +176,7 @@ def _answers(
     geometry = engine.loaded.model.geometry
     for label, one, ttft_s, text in zip(contenders, prefilled, times, texts, strict=True):
         report = make_report(one, geometry, Durations(ttft_s, 0.0, 0.0), 0)
-        scores = best_scores(text, example.answers)
-        yield QualitySample(index, example.kind, label, text, scores, replace(report, chunks=()))
+        yield GreedyAnswer(index, label, text, replace(report, chunks=()))
 
 
 def greedy_answers(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[str]:

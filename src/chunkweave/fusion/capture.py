@@ -1,36 +1,89 @@
-"""Keeps the KV of newly computed chunks, so that it can be stored when the request ends."""
+"""Keeps the KV of newly computed and of largely recomputed chunks, so that it can be stored when the request ends."""
+
+from dataclasses import dataclass
+from math import ceil
 
 import torch
 
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import PartPlan
+from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import Geometry
 
 
-class PartCapture:
-    """Collects keys before RoPE and values of one computed part, layer by layer, in host memory.
+@dataclass(frozen=True, slots=True, eq=False)
+class WovenFrom:
+    """The segment that a reused part was taken from: the KV of the tokens that are not recomputed.
 
-    The part's tokens are active at every layer of one pass; its rows are then one run of the active positions.
+    `attention` is what its tokens attended to. At least `least_fraction` of them must be recomputed through the last
+    layer, or the woven part is not worth storing.
     """
 
-    def __init__(self, part: PartPlan, geometry: Geometry, dtype: torch.dtype) -> None:
-        self.part = part
-        shape = (geometry.num_layers, 2, len(part.span), geometry.num_kv_heads, geometry.head_dim)
-        self._kv = torch.empty(shape, dtype=dtype)
-        self._layers_seen = 0
+    segment: SegmentSource
+    attention: AttentionProfile | None
+    least_fraction: float
 
-    def take(self, layer: int, first_row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy this part's rows, from `first_row` on, of `keys` and `values` `[rows, kv_heads, head_dim]`."""
-        rows = slice(first_row, first_row + len(self.part.span))
-        self._kv[layer, 0].copy_(keys[rows], non_blocking=True)
-        self._kv[layer, 1].copy_(values[rows], non_blocking=True)
-        self._layers_seen += 1
+
+class PartCapture:
+    """Collects keys before RoPE and values of one part, layer by layer, in host memory.
+
+    The tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules
+    let them; either way its rows are one run of the active ones. Where a token was not active, a reused part keeps the
+    KV of the segment that it came from.
+    """
+
+    def __init__(
+        self, part: PartPlan, geometry: Geometry, dtype: torch.dtype, *, woven_from: WovenFrom | None = None
+    ) -> None:
+        self.part = part
+        self.woven_from = woven_from
+        self._tokens = len(part.span)
+        self._least = self._tokens if woven_from is None else ceil(woven_from.least_fraction * self._tokens)
+        shape = (geometry.num_layers, 2, self._tokens, geometry.num_kv_heads, geometry.head_dim)
+        self._kv: torch.Tensor | None = torch.empty(shape, dtype=dtype)
+        self._offsets = torch.arange(0)
+        self._taken: list[torch.Tensor] = []
+
+    def follow(self, offsets: torch.Tensor) -> bool:
+        """From the next layer on these tokens of the part are active, `[rows]`, ascending, 0 its first.
+
+        False, and never again true, if they are too few for the part to be stored.
+        """
+        if len(offsets) < self._least:
+            self._kv = None
+        elif len(offsets) != len(self._offsets):
+            self._offsets = offsets.cpu()
+        return self._kv is not None
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy one layer's fresh `keys` and `values` of the part's active tokens, `[rows, kv_heads, head_dim]`."""
+        assert self._kv is not None, "a part that was given up is not followed"
+        layer = self._kv[len(self._taken)]
+        for kept, fresh in zip(layer, (keys, values), strict=True):
+            if len(self._offsets) == self._tokens:
+                kept.copy_(fresh, non_blocking=True)
+            else:
+                kept[self._offsets] = fresh.to(kept.device)
+        self._taken.append(self._offsets)
 
     @property
     def complete(self) -> bool:
-        return self._layers_seen == self._kv.shape[0]
+        """Whether the part was followed through all layers, and can be stored."""
+        return self._kv is not None and len(self._taken) == len(self._kv)
 
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The part's tokens that were active at the last layer (all of a computed part), ascending, 0 its first."""
+        return tuple(self._offsets.tolist())
+
+    @torch.inference_mode()
     def segment(self) -> SegmentKV:
         """The finished segment; call it once, after the last layer."""
         assert self.complete, "a part was taken for fewer layers than the model has"
+        assert self._kv is not None
+        if self.woven_from is not None:
+            for layer, (kv, taken) in enumerate(zip(self._kv, self._taken, strict=True)):
+                cached = torch.ones(self._tokens, dtype=torch.bool)
+                cached[taken] = False
+                kv[:, cached] = self.woven_from.segment.layer(layer).to(kv.device)[:, cached]
         return SegmentKV(self._kv)

@@ -1,13 +1,15 @@
 """The layer loop: executes passes over a flat batch. It knows rules, not methods.
 
 Per layer: load cached KV -> q, k, v of the active tokens -> evidence, refine -> K and V of the survivors over the
-cache -> attention and the rest of the layer. These are CacheBlend's three interfaces (§6): `fetch_kv` is
-`RequestCache.load_layer`, `prefill_layer` is `_run_layer`, `synchronize` is the stream order between them.
+cache -> attention -> attention mass, and the rest of the layer -> refine for the next one. These are CacheBlend's three
+interfaces (§6): `fetch_kv` is `RequestCache.load_layer`, `prefill_layer` is `_run_layer`, `synchronize` is the stream
+order between them.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -45,26 +47,31 @@ def _run_layer(
 ) -> torch.Tensor:
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
-    keep = _refine(layer, k, v, batch)
+    keep = _joined(_refined(layer, k, v, batch), entered, k.device)
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate(k, positions)
-    if layer == model.geometry.num_layers - 1:
+    last = layer == model.geometry.num_layers - 1
+    if last:
         ends = _ends(batch).to(hidden.device)
         hidden, q, positions = hidden[ends], q[ends], positions[ends]
         for rows in batch:
             rows.finish_only_last()
     rotated_q = model.rotate(q, positions)
-    attended = []
+    active = [len(rows) for rows in batch]
+    attended, stay = [], []
     row = query = 0
     for rows, before, stop in zip(batch, entered, stops, strict=True):
-        mine = slice(row, row + len(rows))
+        mine, finishing = slice(row, row + len(rows)), slice(query, query + rows.finishing)
         rows.write(layer, k[mine], rotated_k[mine], v[mine])
-        attended.append(rows.attend(layer, rotated_q[query : query + rows.finishing], stop))
+        attended.append(rows.attend(layer, rotated_q[finishing], stop))
         rows.record(before)
-        row, query = mine.stop, query + rows.finishing
-    return model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+        stay.append(None if last else rows.look(layer, rotated_q[finishing], stop))
+        row, query = mine.stop, finishing.stop
+    hidden = model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+    keep = _joined(stay, active, hidden.device)
+    return hidden if keep is None else hidden[keep]
 
 
 def _ends(batch: Sequence[ActiveRows]) -> torch.Tensor:
@@ -72,14 +79,25 @@ def _ends(batch: Sequence[ActiveRows]) -> torch.Tensor:
     return torch.tensor([len(rows) for rows in batch]).cumsum(0) - 1
 
 
-def _refine(layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Sequence[ActiveRows]) -> torch.Tensor | None:
-    """Rows of the flat batch that stay active, or None if no request narrows at this layer."""
-    kept: list[torch.Tensor] = []
-    start, narrowed = 0, False
-    for rows in batch:
-        stop = start + len(rows)
-        mine = rows.refine(layer, keys[start:stop], values[start:stop])
-        narrowed |= mine is not None
-        kept.append(torch.arange(start, stop, device=keys.device) if mine is None else mine + start)
-        start = stop
-    return torch.cat(kept) if narrowed else None
+def _refined(
+    layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Sequence[ActiveRows]
+) -> list[torch.Tensor | None]:
+    """For each request the rows that its rule for this layer keeps, or None if it has none."""
+    edges = [0, *accumulate(len(rows) for rows in batch)]
+    return [
+        rows.refine(layer, keys[start:stop], values[start:stop])
+        for rows, (start, stop) in zip(batch, pairwise(edges), strict=True)
+    ]
+
+
+def _joined(kept: Sequence[torch.Tensor | None], lengths: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Rows of the flat batch that stay, given those of each request (None: all of its `lengths`); None if all do."""
+    if all(mine is None for mine in kept):
+        return None
+    starts = accumulate(lengths, initial=0)
+    return torch.cat(
+        [
+            start + (torch.arange(length, device=device) if mine is None else mine)
+            for mine, length, start in zip(kept, lengths, starts, strict=False)
+        ]
+    )

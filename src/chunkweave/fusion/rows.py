@@ -1,23 +1,28 @@
 """One request's share of a flat batch: which of its tokens are active, and how the rules narrow them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
 
+from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.evidence import measure
+from chunkweave.fusion.focus import FocusWatch
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import ScatteredQueries
+from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
-from chunkweave.planning.plan import KeepTop, Pass
-from chunkweave.types import Span
+from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused
+from chunkweave.types import Scattered, Span, spans_of
 
 
 class ActiveRows:
     """The active tokens of one request during one pass. Owned and narrowed by the layer loop.
 
-    `positions` `[rows]` ascend; `token_ids` are the ids at the positions that were active first.
+    `positions` `[rows]` ascend; `token_ids` are the ids at the positions that were active first. `stop` is set once a
+    rule has found the focused chunks.
     """
 
     def __init__(
@@ -29,15 +34,18 @@ class ActiveRows:
         dtype: torch.dtype,
         candidate: torch.Tensor | None = None,
         rules: Sequence[KeepTop] = (),
-        captures: Sequence[PartCapture] = (),
+        stop_unfocused: StopUnfocused | None = None,
     ) -> None:
         """`token_ids` and `positions` are `[rows]`; `candidate` flags the rows that rules may drop (none if absent)."""
         self.cache = cache
         self.token_ids = token_ids
-        self.captures = tuple(captures)
         self.work: list[LayerWork] = []
+        self.stop: Stop | None = None
         self._rules = {rule.layer: rule for rule in rules}
+        self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device)
         self._candidate = candidate if candidate is not None else torch.zeros_like(positions, dtype=torch.bool)
+        self._captured: list[tuple[PartCapture, slice]] = []
+        self._attention: AttentionCapture | None = None
         self._dtype = dtype
         self._activate(positions)
 
@@ -49,7 +57,6 @@ class ActiveRows:
         a_pass: Pass,
         *,
         dtype: torch.dtype,
-        captures: Sequence[PartCapture] = (),
     ) -> Self:
         """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device."""
         required = torch.zeros(len(prompt_ids), dtype=torch.bool)
@@ -57,15 +64,22 @@ class ActiveRows:
         _mark(required, a_pass.required)
         _mark(candidate, a_pass.candidates)
         positions = torch.nonzero(required | candidate).squeeze(1)
+        candidate &= ~required
         return cls(
             cache,
             prompt_ids[positions.to(prompt_ids.device)],
             positions.to(prompt_ids.device),
             dtype=dtype,
-            candidate=(candidate & ~required)[positions].to(prompt_ids.device),
-            rules=a_pass.rules,
-            captures=captures,
+            candidate=candidate[positions].to(prompt_ids.device),
+            rules=a_pass.keep_top,
+            stop_unfocused=a_pass.stop_unfocused if candidate.any() else None,
         )
+
+    def keep(self, captures: Sequence[PartCapture], attention: AttentionCapture | None) -> None:
+        """Let `captures` take the KV of their parts' rows, and `attention` what those rows attend to."""
+        self._captured = [(capture, slice(0)) for capture in captures]
+        self._attention = attention
+        self._follow()
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -79,8 +93,7 @@ class ActiveRows:
         if rule is None:
             return None
         keep = self._surviving_rows(rule, layer, keys, values)
-        self._candidate = self._candidate[keep]
-        self._activate(self.positions[keep])
+        self._narrow(keep)
         return keep
 
     def finish_only_last(self) -> None:
@@ -101,13 +114,43 @@ class ActiveRows:
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
         self.cache.write(layer, self.positions, rotated, values)
-        for capture, first_row in zip(self.captures, self._capture_rows, strict=True):
-            capture.take(layer, first_row, keys, values)
+        for capture, rows in self._captured:
+            capture.take(keys[rows], values[rows])
 
     def attend(self, layer: int, queries: torch.Tensor, stop: int) -> torch.Tensor:
         """Attention of the `finishing` rows' queries over the request's cache below position `stop`."""
         keys, values = self.cache.view(layer, stop)
         return self._queries.attend(queries, keys, values)
+
+    def look(self, layer: int, queries: torch.Tensor, stop: int) -> torch.Tensor | None:
+        """After attention of a layer: note what the rows attended to, then drop the candidates in unfocused chunks.
+
+        `queries` `[rows, heads, head_dim]` are those of all active rows, after RoPE. Returns the rows that stay active
+        from the next layer on, ascending, or None if none is dropped. Mutates the active set.
+        """
+        keys, _ = self.cache.view(layer, stop)
+        if self._attention is not None and self._attention.wants(layer):
+            self._attention.read(queries, keys)
+        if self._watch is None:
+            return None
+        question = slice(self._question_row, self._question_row + len(self._watch.rule.question))
+        focused = self._watch.look(queries[question], keys)
+        evidence_keys = sum(position + 1 for position in self._watch.rule.question.positions())
+        self.work[-1] = replace(self.work[-1], evidence_keys=evidence_keys)
+        return None if focused is None else self._drop_unfocused(layer, self._watch, focused)
+
+    def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
+        unfocused = torch.zeros(self.cache.capacity, dtype=torch.bool)
+        _mark(unfocused, watch.unfocused(focused))
+        drop = self._candidate & unfocused.to(self.positions.device)[self.positions]
+        chunks = tuple(watch.rule.chunks[index] for index in sorted(focused))
+        self.stop = Stop(layer + 1, chunks, spans_of(self.positions[drop].tolist()))
+        self._watch = None
+        if not self.stop.dropped:
+            return None
+        keep = torch.nonzero(~drop).squeeze(1)
+        self._narrow(keep)
+        return keep
 
     def _surviving_rows(self, rule: KeepTop, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows = torch.nonzero(self._candidate).squeeze(1)
@@ -118,15 +161,43 @@ class ActiveRows:
         keep[rows[best]] = True
         return torch.nonzero(keep).squeeze(1)
 
+    def _narrow(self, keep: torch.Tensor) -> None:
+        self._candidate = self._candidate[keep]
+        self._activate(self.positions[keep])
+
     def _activate(self, positions: torch.Tensor) -> None:
         """Make `positions` the active ones; everything that follows from them is worked out once, here."""
         self.positions = positions
         self._queries = ScatteredQueries(positions, self._dtype)
         self._finishing = positions
-        starts = torch.tensor([capture.part.span.start for capture in self.captures], device=positions.device)
-        self._capture_rows: list[int] = torch.searchsorted(positions, starts).tolist()
+        if self._watch is not None:
+            self._question_row = self._row_of(self._watch.rule.question.start)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Tell the captures which rows are theirs; a part of which too few are left is given up."""
+        if not self._captured:
+            return
+        followed = []
+        for capture, _ in self._captured:
+            span = capture.part.span
+            rows = slice(self._row_of(span.start), self._row_of(span.stop))
+            if capture.follow(self.positions[rows] - span.start):
+                followed.append((capture, rows))
+        self._captured = followed
+        if self._attention is not None:
+            indices = [index for _, rows in followed for index in range(rows.start, rows.stop)]
+            rows_followed = torch.tensor(indices, dtype=torch.long, device=self.positions.device)
+            self._attention.follow(rows_followed, self.positions[rows_followed])
+
+    def _row_of(self, position: int) -> int:
+        """The first row at `position` or behind it."""
+        return int(torch.searchsorted(self.positions, position))
 
 
-def _mark(flags: torch.Tensor, spans: Sequence[Span]) -> None:
+def _mark(flags: torch.Tensor, spans: Sequence[Span | Scattered]) -> None:
     for span in spans:
-        flags[span.start : span.stop] = True
+        if isinstance(span, Scattered):
+            flags[span.positions()] = True
+        else:
+            flags[span.start : span.stop] = True

@@ -23,12 +23,16 @@ BUNDLED_READER = "reader"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by."""
+    """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by.
+
+    `folder` is where a checkpoint was loaded from; None for a model without one.
+    """
 
     model: HuggingFaceModel
     tokenizer: HuggingFaceTokenizer
     fingerprint: str
     name: str
+    folder: Path | None = None
 
 
 def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
@@ -60,7 +64,7 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
         driven.verify()
     name = path.resolve().name
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(model, config))
-    return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name)
+    return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
 
 
 def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> LoadedModel:

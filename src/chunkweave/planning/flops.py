@@ -12,22 +12,28 @@ class LayerWork:
     `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule, so that their K and V
     count; `finished_tokens` of these went through attention and MLP (in the last layer only the one whose logits are
     asked for); `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
+    `evidence_keys` is that sum over the tokens whose attention, of all heads, was looked at once more for a rule. What
+    is measured to be stored with new segments is no part of it.
     """
 
     entered_tokens: int
     kept_tokens: int
     finished_tokens: int
     visible_keys: int
+    evidence_keys: int = 0
 
 
 def layer_flops(geometry: Geometry, work: LayerWork) -> float:
-    """FLOPs of one layer: two per weight and token in the linear maps, four per head dim, query and visible key."""
+    """FLOPs of one layer: two per weight and token in the linear maps, four per head dim, query and visible key.
+
+    Evidence takes half of that for queries times keys, and two more a head for the sum by parts.
+    """
     g = geometry
     q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
     qkv = 2 * g.hidden_size * (q_width + 2 * kv_width)
     rest = 2 * q_width * g.hidden_size + 2 * 3 * g.hidden_size * g.intermediate_size
-    attention = 4 * q_width
-    return float(work.entered_tokens * qkv + work.finished_tokens * rest + work.visible_keys * attention)
+    attention = work.visible_keys * 4 * q_width + work.evidence_keys * (2 * q_width + 2 * g.num_heads)
+    return float(work.entered_tokens * qkv + work.finished_tokens * rest + attention)
 
 
 def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:

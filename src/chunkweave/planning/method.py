@@ -13,7 +13,7 @@ from chunkweave.errors import UnknownMethodError
 from chunkweave.planning.plan import Fate, PartPlan, Plan, is_computed_always
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, Span, spans_of
+from chunkweave.types import Geometry, Span, joined, spans_of
 
 
 class ReuseMethod(Protocol):
@@ -34,6 +34,9 @@ METHODS = {
     "cacheblend": "chunkweave.planning.methods.cacheblend:CacheBlend",
     "epic": "chunkweave.planning.methods.epic:Epic",
     "random": "chunkweave.planning.methods.random:RandomTokens",
+    "cachecraft": "chunkweave.planning.methods.cachecraft:CacheCraft",
+    "h2o": "chunkweave.planning.methods.h2o:HeavyHitters",
+    "set-cache": "chunkweave.planning.methods.set_cache:SetCache",
 }
 
 
@@ -50,6 +53,11 @@ def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
     return factory(config or ReuseConfig())
 
 
+def exact_part(entry: PartLookup) -> PartPlan | None:
+    """The part as it is taken if it belongs to the longest exact prefix, else None."""
+    return PartPlan(entry.part, entry.span, Fate.EXACT, entry.exact.id) if entry.exact else None
+
+
 def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """Every part computed."""
     return tuple(PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
@@ -57,7 +65,7 @@ def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
 
 def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """The longest exact prefix from the store, the rest computed."""
-    return tuple(_exact(entry) or PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
+    return tuple(exact_part(entry) or PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
 
 
 def reuse_every_hit(
@@ -66,7 +74,7 @@ def reuse_every_hit(
     """The longest exact prefix, then for each other part the variant that `choose` picks; the rest computed."""
     parts: list[PartPlan] = []
     for entry in lookup.parts:
-        exact = _exact(entry)
+        exact = exact_part(entry)
         variant = None if exact or is_computed_always(entry.part) else choose(entry.variants)
         if exact is not None:
             parts.append(exact)
@@ -84,14 +92,9 @@ def prefer_alone(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:
     """Positions of all computed parts and of `also`, as few spans as possible."""
-    computed = [p for part in parts if part.fate is Fate.COMPUTED for p in part.span.positions()]
-    return spans_of([*computed, *also])
+    return joined([*(part.span for part in parts if part.fate is Fate.COMPUTED), *spans_of(also)])
 
 
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     """The spans of reused (not exact) parts: where recomputation can help."""
     return tuple(part.span for part in parts if part.fate is Fate.REUSED)
-
-
-def _exact(entry: PartLookup) -> PartPlan | None:
-    return PartPlan(entry.part, entry.span, Fate.EXACT, entry.exact.id) if entry.exact else None

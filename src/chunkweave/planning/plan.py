@@ -5,13 +5,17 @@ the active tokens -> evidence on KV, refine -> K and V of the survivors are writ
 and the rest of the layer. What a rule drops keeps its cached KV from that layer on.
 """
 
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.config import FocusReading
 from chunkweave.errors import UsageError
-from chunkweave.types import SegmentId, Span
+from chunkweave.planning.focus import FOCUS_WINDOW
+from chunkweave.types import Scattered, SegmentId, Span, joined
 
 
 class Fate(StrEnum):
@@ -42,30 +46,91 @@ class KeepTop:
 
 
 @dataclass(frozen=True, slots=True)
+class StopUnfocused:
+    """Once the question keeps attending to the same chunks, the candidates in the others are dropped.
+
+    After attention of each layer, the mass that the tokens of `question` together put on each of `chunks` is added to
+    that of the layers before. When the focused chunks by `reading` have been the same for `window` layers, candidates
+    in unfocused chunks are dropped from the next layer on; this happens once (Cache-Craft §3.2.2). Candidates
+    outside `chunks` are not concerned. With fewer than three chunks it never happens.
+    """
+
+    chunks: tuple[Span, ...]
+    question: Span
+    window: int = FOCUS_WINDOW
+    reading: FocusReading = FocusReading.AS_PRINTED
+
+
+Rule = KeepTop | StopUnfocused
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """How far a reused part is to be put right, and why (Cache-Craft §3.1-3.2)."""
+
+    cci: float
+    """Cache context impact: how much the part attended to the chunks before it, 0.5 to 1 (eq. 11)."""
+    overlap: float
+    """Adjusted prefix overlap beta': how much of that is before it again, in order, 0 to 1 (eq. 8)."""
+    cfo: float
+    """Cache fix overhead: the share of its tokens to recompute, 0 to 1 (eq. 12)."""
+    tokens: int
+    """That many they are."""
+    coverage: float = 1.0
+    """Share of the tokens before the part that were before it then too, 0 to 1. Enters nothing unless asked to."""
+
+    @property
+    def impact(self) -> float:
+        """`cci (1 - overlap)`: the overhead without scale or clamp, by which variants are compared (§3.3)."""
+        return self.cci * (1.0 - self.overlap)
+
+
+@dataclass(frozen=True, slots=True)
 class PartPlan:
-    """One part of the prompt with its fate and, if it is taken from the store, the segment."""
+    """One part of the prompt with its fate and, if it is taken from the store, the segment.
+
+    `fix` says how the tokens to recompute were chosen, if the method scores segments.
+    """
 
     part: PromptPart
     span: Span
     fate: Fate
     segment: SegmentId | None = None
+    fix: Fix | None = None
 
     def __post_init__(self) -> None:
         if (self.segment is None) != (self.fate is Fate.COMPUTED):
             raise ValueError(f"a {self.fate} part {'needs' if self.segment is None else 'has no'} segment")
+        if self.fix is not None and self.fate is not Fate.REUSED:
+            raise ValueError(f"a {self.fate} part needs no fix")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One run over the layers.
 
-    `required` positions are active at every layer. `candidates` (reused-chunk tokens) are active from layer 0 on until
-    a rule drops them; rules only ever shrink the active set.
+    `required` positions are active at every layer. `candidates` (reused-chunk tokens, none named twice) are active from
+    layer 0 on until a rule drops them; rules only ever shrink the active set.
     """
 
     required: tuple[Span, ...]
-    candidates: tuple[Span, ...] = ()
-    rules: tuple[KeepTop, ...] = ()
+    candidates: tuple[Span | Scattered, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def keep_top(self) -> tuple[KeepTop, ...]:
+        """The rules that act at a layer known beforehand, by falling count."""
+        return tuple(rule for rule in self.rules if isinstance(rule, KeepTop))
+
+    @property
+    def stop_unfocused(self) -> StopUnfocused | None:
+        """The rule that acts when the question's attention has settled, if there is one."""
+        return next((rule for rule in self.rules if isinstance(rule, StopUnfocused)), None)
+
+    @property
+    def surviving_tokens(self) -> int:
+        """Candidates that may be active at the last layer: all that no `KeepTop` drops."""
+        return min((rule.count for rule in self.keep_top), default=self.candidate_tokens)
 
     @property
     def required_tokens(self) -> int:
@@ -73,7 +138,7 @@ class Pass:
 
     @property
     def candidate_tokens(self) -> int:
-        return sum(len(span) for span in self.candidates)
+        return sum(map(len, self.candidates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +167,12 @@ class Plan:
 
     def reused_among(self, positions: Iterable[int]) -> list[int]:
         """Those of `positions` that lie in reused parts, in the order given."""
-        reused = _positions(self.spans(Fate.REUSED))
+        reused = {position for span in self.spans(Fate.REUSED) for position in span.positions()}
         return [position for position in positions if position in reused]
 
     def computed_tokens_of(self, a_pass: Pass) -> int:
         """Required tokens of a pass outside reused parts: active at all its layers, and no recomputation."""
-        required = _positions(a_pass.required)
+        required = {position for span in a_pass.required for position in span.positions()}
         return len(required) - len(self.reused_among(required))
 
     def validate(self, num_layers: int) -> None:
@@ -117,29 +182,46 @@ class Plan:
             UsageError: a rule names a layer that the model does not have.
             ValueError: the plan contradicts itself (a bug of the method).
         """
-        if not self.passes or self.parts[-1].span.stop - 1 not in _positions(self.passes[-1].required):
+        last = Span(self.prompt_tokens - 1, self.prompt_tokens)
+        if not self.passes or not _cover(self.passes[-1].required, last):
             raise ValueError(f"{self.method}: the last token must be computed by the last pass")
-        missing = _positions(self.spans(Fate.COMPUTED))
-        reused = _positions(self.spans(Fate.REUSED))
+        reused = self.spans(Fate.REUSED)
         for a_pass in self.passes:
-            if not _positions(a_pass.candidates) <= reused:
+            tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
+            if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
             _validate_rules(self.method, a_pass, num_layers)
-        if not missing <= set().union(*(_positions(a_pass.required) for a_pass in self.passes)):
+        if not _cover([span for a_pass in self.passes for span in a_pass.required], *self.spans(Fate.COMPUTED)):
             raise ValueError(f"{self.method}: tokens that are not stored must be required by some pass")
 
 
 def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
-    layers = [rule.layer for rule in a_pass.rules]
-    counts = [a_pass.candidate_tokens, *(rule.count for rule in a_pass.rules)]
+    layers = [rule.layer for rule in a_pass.keep_top]
+    counts = [a_pass.candidate_tokens, *(rule.count for rule in a_pass.keep_top)]
     if layers != sorted(set(layers)) or counts != sorted(counts, reverse=True):
         raise ValueError(f"{method}: rules must go up in layers and down in counts")
     if layers and not 0 <= layers[-1] < num_layers:
         raise UsageError(f"{method}: layer {layers[-1]} is to be checked, but the model has {num_layers} layers")
+    if len(a_pass.rules) > len(layers) + 1:
+        raise ValueError(f"{method}: only one rule may stop unfocused chunks")
+    if a_pass.stop_unfocused is not None:
+        _validate_focus(method, a_pass.stop_unfocused, a_pass)
 
 
-def _positions(spans: tuple[Span, ...]) -> set[int]:
-    return {position for span in spans for position in span.positions()}
+def _validate_focus(method: str, rule: StopUnfocused, a_pass: Pass) -> None:
+    spans = (*rule.chunks, rule.question)
+    if rule.window < 1 or any(before.stop > after.start for before, after in pairwise(spans)):
+        raise ValueError(f"{method}: focus needs a window, and chunks in order before the question")
+    if not rule.question or not _cover(a_pass.required, rule.question):
+        raise ValueError(f"{method}: the question whose attention is followed must be required")
+
+
+def _cover(outer: Iterable[Span], *inner: Span) -> bool:
+    """Whether every position of `inner` lies in `outer`."""
+    runs = joined(outer)
+    starts = [run.start for run in runs]
+    places = [(span, bisect(starts, span.start) - 1) for span in inner]
+    return all(place >= 0 and span.stop <= runs[place].stop for span, place in places)
 
 
 def is_computed_always(part: PromptPart) -> bool:

@@ -49,6 +49,10 @@ class Catalog:
         """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
         return self._paths.longest_exact_prefix(chunks)
 
+    def has_children(self, segment: SegmentId) -> bool:
+        """Whether a segment is an inner node of the path index."""
+        return self._paths.has_children(segment)
+
     def add(self, record: SegmentRecord) -> None:
         """Enter a record whose id is not held yet. Variants of a chunk come to share one tuple of token ids."""
         sibling = next((self._records[segment] for segment in self._chunks.variants(record.chunk_id)), None)

@@ -287,6 +287,36 @@ class SegmentStore(Generic[PayloadT]):
             _give_up(*leaving)
             raise
 
+    def records_of(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
+        """All variants of a chunk, most recently used first."""
+        with self._settled():
+            return tuple(self._catalog.variants(chunk))
+
+    def is_claimed(self, segment: SegmentId) -> bool:
+        """Whether a lease, a pin, or somebody who is moving its payload keeps a segment from being evicted now."""
+        with self._settled():
+            return self._is_claimed(segment)
+
+    def has_children(self, segment: SegmentId) -> bool:
+        """Whether exact segments continue this one, so that it is an inner node of the path index."""
+        with self._settled():
+            return self._catalog.has_children(segment)
+
+    def drop(self, segment: SegmentId) -> bool:
+        """Evict a segment for another reason than room, without a word to `on_evict`; False if it may not go."""
+        leaving: list[Claim] = []
+        try:
+            with self._changing():
+                record = self._catalog.records.get(segment)
+                if record is None or self._is_claimed(segment):
+                    return False
+                self._withdraw(record, leaving)
+            self._bury(leaving)
+            return True
+        except BaseException:
+            _give_up(*leaving)
+            raise
+
     def check(self) -> None:
         """Audit records, indexes, policy, pins and tier against each other.
 
@@ -308,6 +338,9 @@ class SegmentStore(Generic[PayloadT]):
                 raise StoreError(f"{used_bytes} bytes are held or reserved, the budget is {self._budget_bytes}")
             if not self._pins.ids() <= records.keys() | busy:
                 raise StoreError("a pin names a segment that is not stored")
+
+    def _is_claimed(self, segment: SegmentId) -> bool:
+        return segment in self._kept or segment in self._under_way or segment in self._pins.ids()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

@@ -35,7 +35,8 @@ class TieredStats(StoreStats):
     `mismatched` and `undeletable` sum over the levels. `promotions` are copies to a faster level, `demotions`
     evictions from memory that went on to a slower one. Of the writes in the background `writes_queued` were accepted,
     `writes_skipped` found no room in the queue or a paused level, `writes_failed` raised. `expired` outlived
-    their time.
+    their time. `variants` says how many chunks have 1, 2, ... variants (Cache-Craft Figure 25), `variants_dropped` how
+    many were dropped because there were too many.
     """
 
     promotions: int = 0
@@ -46,4 +47,6 @@ class TieredStats(StoreStats):
     writes_skipped: int = 0
     writes_rejected: int = 0
     writes_failed: int = 0
+    variants: Mapping[int, int] = field(default_factory=dict)
+    variants_dropped: int = 0
     levels: Mapping[str, StoreStats] = field(default_factory=dict)

@@ -13,12 +13,13 @@ from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.ages import Ages
 from chunkweave.store.level import Level
 from chunkweave.store.lookup import PromptLookup, look_up
-from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.sightings import Sightings
 from chunkweave.store.stats import TieredStats
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.tiered_lease import TieredLease
 from chunkweave.store.tiered_stats import total
+from chunkweave.store.variants import VariantKeeper, VariantLimits
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId, SegmentId
 
@@ -48,6 +49,7 @@ class TieredStore(Generic[PayloadT]):
         admission: int = 1,
         ttl_s: float | None = None,
         ageless: frozenset[SegmentId] = frozenset(),
+        limits: VariantLimits | None = None,
         clock: Callable[[], float] = time.time,
         writer: BackgroundWriter[PayloadT] | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class TieredStore(Generic[PayloadT]):
             admission: how often a segment must have been seen (stored or used) to be written to a slow level.
             ttl_s: segments older than that are dropped; None keeps them.
             ageless: segments that a time to live does not concern.
+            limits: how many variants there may be; None sets no limit.
             clock: seconds since the epoch.
             writer: writes to the slow levels; a new one if None. The store closes it.
 
@@ -77,6 +80,7 @@ class TieredStore(Generic[PayloadT]):
         self._lock = threading.Lock()
         self._sightings = Sightings()
         self._ages = Ages(ttl_s, clock, self._stored_at_s, ageless)
+        self._keeper = VariantKeeper(self.levels, self._writer, limits or VariantLimits())
         self._counts = TieredStats()
         self._removals = 0
         self._started = threading.local()
@@ -96,7 +100,8 @@ class TieredStore(Generic[PayloadT]):
     @property
     def stats(self) -> TieredStats:
         """A snapshot of the counters of all levels."""
-        return total(self._counts, self.levels, self.records(), self._writer.stats)
+        own = replace(self._counts, variants_dropped=self._keeper.dropped)
+        return total(own, self.levels, self.records(), self._writer.stats)
 
     def __len__(self) -> int:
         return len(self.records())
@@ -111,11 +116,7 @@ class TieredStore(Generic[PayloadT]):
 
     def records(self) -> tuple[SegmentRecord, ...]:
         """A snapshot of all records, each segment once."""
-        union: dict[SegmentId, SegmentRecord] = {}
-        for level in self.levels:
-            for record in level.store.records():
-                _keep_better(union, record)
-        return tuple(union.values())
+        return union(*(level.store.records() for level in self.levels))
 
     def tier_of(self, segment: SegmentId) -> str | None:
         """Name of the level that `get` would try first, or None."""
@@ -170,6 +171,9 @@ class TieredStore(Generic[PayloadT]):
     def insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
         """Store what was just computed; True if it, or a better one of its id, is held or about to be written.
 
+        For one variant more than the limits allow, that with the least f_r goes first; if none may go, the new one
+        is not stored.
+
         Raises:
             UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
         """
@@ -180,12 +184,22 @@ class TieredStore(Generic[PayloadT]):
             return False
         if held is not None and held.exact and not record.exact:
             return True
-        with self._moving() as unchanged:
-            stored = self._into_memory(record, payload, unchanged)
-            self._ages.born(record.id)
-            if record.exact:
-                self._drop_inexact(record.id)
-            return self._see_and_write(record, payload, unchanged) or stored
+        if held is not None:
+            return self._insert(record, payload)
+        with self._keeper.place_for(record) as placed:
+            if placed:
+                return self._insert(record, payload)
+        self._count(rejected=1)
+        return False
+
+    def note_reuse(self, segment: SegmentId, impact: float) -> None:
+        """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
+
+        `impact` is its CCI (1 - beta') in that prompt, 0 where it was exactly right (Cache-Craft §3.3).
+        """
+        record = self.record(segment)
+        if record is not None:
+            self._keeper.note_reuse(record, impact)
 
     def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
         """Keep in memory what was read, whole, from a slow level. Never needed for an answer: call it after.
@@ -261,13 +275,18 @@ class TieredStore(Generic[PayloadT]):
         return sorted(found, key=lambda pair: not pair[1].exact)
 
     def _variants(self, part: PromptPart, expired: set[SegmentId]) -> tuple[SegmentRecord, ...]:
-        union: dict[SegmentId, SegmentRecord] = {}
-        for level in self.levels:
-            for record in level.variants(part):
-                _keep_better(union, record)
+        found = union(*(level.variants(part) for level in self.levels))
         with self._lock:
-            expired.update(self._ages.expired(union))
-        return tuple(record for segment, record in union.items() if segment not in expired)
+            expired.update(self._ages.expired(record.id for record in found))
+        return tuple(record for record in found if record.id not in expired)
+
+    def _insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
+        with self._moving() as unchanged:
+            stored = self._into_memory(record, payload, unchanged)
+            self._ages.born(record.id)
+            if record.exact:
+                self._drop_inexact(record.id)
+            return self._see_and_write(record, payload, unchanged) or stored
 
     def _into_memory(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
         """Put it into the fastest memory that takes it."""
@@ -377,9 +396,3 @@ def _insert_quietly(
         return level.insert(record, payload, wanted=wanted)
     except OSError:
         return False  # counted and logged by the level
-
-
-def _keep_better(union: dict[SegmentId, SegmentRecord], record: SegmentRecord) -> None:
-    held = union.get(record.id)
-    if held is None or (record.exact and not held.exact):
-        union[record.id] = record

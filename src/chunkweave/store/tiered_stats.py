@@ -1,5 +1,6 @@
 """The counters of a whole hierarchy."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -18,10 +19,12 @@ def total(
     """`own` counters of a hierarchy, with its levels', its writer's, and what is held now."""
     by_name = {level.name: level.store.stats for level in levels}
     sums = {name: getattr(own, name) + sum(getattr(stats, name) for stats in by_name.values()) for name in _SUMMED}
+    variants = Counter(record.chunk_id for record in records)
     return replace(
         own,
         segments=len(records),
-        chunks=len({record.chunk_id for record in records}),
+        chunks=len(variants),
+        variants=dict(sorted(Counter(variants.values()).items())),
         writes_queued=writer.queued,
         writes_done=writer.written,
         writes_skipped=own.writes_skipped + writer.skipped,

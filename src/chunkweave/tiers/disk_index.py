@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from chunkweave.planning.cost_file import COST_FILE
+from chunkweave.planning.own_files import OWN_FILES
 from chunkweave.tiers.segment_file import read_header
 from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused, is_segment_id
 from chunkweave.types import SegmentId
@@ -25,10 +25,6 @@ _SCAN_THREADS = 4
 
 _Identity = tuple[int, int, int]
 """Inode, size, modification time in ns: a file of the same identity has not been replaced."""
-
-
-_OWN_FILES = frozenset({COST_FILE})
-"""Files of ours beside the segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ class DiskIndex:
 
     def scan(self) -> None:
         """Index every file by its header; remove temporary files that no writer can still be writing."""
-        shards = [path for path in self._list(self._folder) if path.name not in _OWN_FILES and self._is_shard(path)]
+        shards = [path for path in self._list(self._folder) if path.name not in OWN_FILES and self._is_shard(path)]
         with ThreadPoolExecutor(_SCAN_THREADS) as pool:
             for _ in pool.map(self._scan_shard, shards):
                 pass

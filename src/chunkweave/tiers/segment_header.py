@@ -17,6 +17,7 @@ import torch
 from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.tiers.attention_fields import attention_fields, attention_of
 from chunkweave.types import ChunkId, SegmentId
 
 FORMAT_VERSION = 1
@@ -142,6 +143,7 @@ def header_bytes(
         "fingerprint": fingerprint,
         "created": datetime.fromtimestamp(created_s, UTC).isoformat(timespec="microseconds"),
         "layer_checksums": " ".join(f"{checksum:08x}" for checksum in layer_checksums),
+        **attention_fields(record.attention),
     }
     text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
@@ -211,6 +213,7 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
         {"true": True, "false": False}[metadata["exact"]],
         file_bytes,
         metadata["source"],
+        attention_of(metadata),
     )
     _require_fitting(record, layout)
     checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())

@@ -1,0 +1,197 @@
+"""What capturing attention costs a first computation, and how well a few heads and layers stand for all of them.
+
+    python benchmarks/attention_mass.py --model FOLDER --dataset FILE --out attention-mass.json
+    python benchmarks/attention_mass.py --shape qwen2.5-0.5b --prompts 1 --out attention-mass.json
+
+Time: prefill in full and store what was computed, with and without capture, alternating; medians over rounds, and the
+median of the ratios within a round. Bar: 20 % slower at 6 x 512 tokens.
+
+Rank correlation (Spearman) with all heads and all layers below the last, over chunks that have others before them:
+`ratio` is that of a/b, what CCI is the sigmoid of, over all chunks of all prompts; `ratio at a place` the same among
+chunks at the same place of their prompts, mean over places (a chunk further behind has more before it, which ranks
+chunks by itself); `outward` that of the tokens of a chunk by their mass on all chunks before it, which chooses what is
+recomputed, mean and 10th percentile over chunks. Bar: 0.9. With `--shape` weights are random and only times mean
+something.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from scipy.stats import spearmanr
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import GIB, CaptureConfig, StoreConfig
+from chunkweave.engine.engine import Engine
+from chunkweave.eval.bundled import bundled_examples
+from chunkweave.eval.datasets import load_dataset
+from chunkweave.eval.prompts import PromptMaker
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.planning.method import make_method
+from chunkweave.store.attention_profile import AttentionProfile
+
+OFF = CaptureConfig(profile=False)
+ALL = CaptureConfig(layers=None, heads=None)
+FEWEST_AT_A_PLACE = 4
+"""Below that many prompts a rank correlation among chunks at one place says nothing."""
+
+
+def first_computation_s(engine: Engine, prompt: Prompt, capture: CaptureConfig) -> float:
+    """Seconds to prefill in full and to store what was computed; the store is emptied first."""
+    runner = engine.runner
+    runner.store.clear()
+    runner.capture = capture
+    started = time.perf_counter()
+    runner.store_new(runner.prefill(prompt, make_method("full")))
+    return time.perf_counter() - started
+
+
+def profiles(engine: Engine, prompt: Prompt, capture: CaptureConfig) -> list[AttentionProfile]:
+    """Of each chunk that has another before it, in prompt order."""
+    engine.runner.capture = capture
+    prefilled = engine.runner.prefill(prompt, make_method("full"))
+    assert prefilled.attention is not None
+    found = [prefilled.attention.profile(kept.part, kept.recomputed) for kept in prefilled.captures]
+    return [profile for profile in found if profile is not None and profile.chunks]
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Spearman's, or None where it is not defined (fewer than three, or all equal)."""
+    if len(one) < 3 or min(len(set(one)), len(set(other))) < 2:
+        return None
+    return float(spearmanr(one, other).statistic)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return statistics.fmean(defined) if defined else None
+
+
+def agreement(some: list[list[AttentionProfile]], everything: list[list[AttentionProfile]]) -> dict[str, float | None]:
+    """Rank correlations of a subset's profiles with those of all heads and layers, one list of each a prompt."""
+    places: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    outward: list[float] = []
+    for ours, theirs in zip(some, everything, strict=True):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            for ratios, profile in zip(places[place], (one, other), strict=True):
+                ratios.append(profile.inter_per_pair / profile.intra_per_pair if profile.intra else float("inf"))
+            tokens = correlation(one.outward, other.outward)
+            if tokens is not None:
+                outward.append(tokens)
+    pooled = [[ratio for pair in places.values() for ratio in pair[side]] for side in (0, 1)]
+    at_a_place = [correlation(*pair) for pair in places.values() if len(pair[0]) >= FEWEST_AT_A_PLACE]
+    return {
+        "ratio": correlation(*pooled),
+        "ratio_at_a_place": mean(at_a_place),
+        "outward": mean(outward),
+        "outward_p10": sorted(outward)[len(outward) // 10] if outward else None,
+    }
+
+
+def measure(args: argparse.Namespace, engine: Engine, prompts: list[Prompt]) -> list[dict[str, Any]]:
+    subsets = [CaptureConfig(layers=layers, heads=heads) for layers in args.layers for heads in args.heads]
+    contenders = [OFF, *subsets, ALL]
+    times: dict[CaptureConfig, list[float]] = {config: [] for config in contenders}
+    with Progress(console=Console(stderr=True)) as progress:
+        timing = progress.add_task("times", total=1 + args.rounds * len(contenders))
+        first_computation_s(engine, prompts[0], OFF)
+        progress.advance(timing)
+        for _ in range(args.rounds):
+            for config in contenders:
+                times[config].append(first_computation_s(engine, prompts[0], config))
+                progress.advance(timing)
+        ranking = progress.add_task("ranks", total=len(prompts) * (1 + len(subsets)))
+        seen: dict[CaptureConfig, list[list[AttentionProfile]]] = {config: [] for config in (ALL, *subsets)}
+        for prompt in prompts:
+            for config, found in seen.items():
+                found.append(profiles(engine, prompt, config))
+                progress.advance(ranking)
+    return [
+        {
+            "layers": "all" if config.layers is None else config.layers,
+            "heads": "all" if config.heads is None else config.heads,
+            "median_s": statistics.median(times[config]),
+            "slower": statistics.median(a / b for a, b in zip(times[config], times[OFF], strict=True)) - 1.0,
+            **agreement(seen[config], seen[ALL]),
+        }
+        for config in (*subsets, ALL)
+    ] + [{"layers": 0, "heads": 0, "median_s": statistics.median(times[OFF]), "slower": 0.0}]
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    names = list(rows[0])
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(formatted(name, row.get(name)) for name in names))
+    Console(width=140).print(table)
+
+
+def formatted(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:+.1%}" if name == "slower" else f"{value:.3f}"
+    return "" if value is None else str(value)
+
+
+def arguments() -> argparse.Namespace:
+    default = CaptureConfig()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="a checkpoint folder in Hugging Face format")
+    which.add_argument("--shape", help="a model of known geometry with random weights: times alone mean something")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dataset", type=Path, help="default: the bundled documents")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=8, help="over which ranks are compared; the first one is timed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=numbers, default=(default.layers,), help="for example 4,8,12")
+    parser.add_argument("--heads", type=numbers, default=(default.heads,), help="for example 2,4,8")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def main() -> None:
+    args = arguments()
+    if args.out:
+        check_writable(args.out)
+    store = StoreConfig(budget_bytes=8 * GIB)
+    options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "store": store}
+    if args.model:
+        engine = Engine.load(args.model, **options)
+    else:
+        engine = Engine.load_shape(args.shape, seed=args.seed, **options)
+    examples = load_dataset(args.dataset) if args.dataset else bundled_examples(args.prompts, seed=args.seed)
+    loaded = engine.loaded
+    maker = PromptMaker(
+        examples, engine.builder, loaded.fingerprint, chunks=args.chunks, chunk_tokens=args.chunk_tokens
+    )
+    prompts = [maker.prompt(example) for example in examples[: args.prompts]]
+    rows = measure(args, engine, prompts)
+    show(
+        rows, f"Capturing attention: {loaded.name}, {args.chunks} x {args.chunk_tokens} tokens, {len(prompts)} prompts"
+    )
+    if args.out:
+        config = {name: str(value) for name, value in vars(args).items()}
+        config |= {"prompt_tokens": len(prompts[0]), "computed_in": str(loaded.model.dtype)}
+        command = " ".join(["python", *sys.argv])
+        write_json(args.out, BenchmarkResult("attention-mass", command, args.seed, config, rows, {}).as_dict())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""`chunkweave calibrate`: measures how much has to be recomputed for a quality target, and writes the record."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.bench_quality import WORLDS, draw_examples, names
+from chunkweave.cli.console import Output, progress, stderr
+from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import UsageError
+from chunkweave.eval.datasets import Example
+from chunkweave.eval.measurements import Measurements
+from chunkweave.eval.results import check_writable
+from chunkweave.planning.calibration_file import PARTIAL_FILE, existing_records, record_path, save_record
+from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, Quality, parameter_of
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave.eval.calibration import CalibrationConfig
+
+
+def calibrate(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.", show_default=False)
+    ] = None,
+    shape: options.Shape = None,
+    dataset: Annotated[
+        str, typer.Option(help="`worlds` (generated, held out), or a MuSiQue, SQuAD 1.1 or JSONL file.")
+    ] = WORLDS,
+    methods: Annotated[
+        str, typer.Option(help="Methods to choose from, separated by commas.")
+    ] = "cachecraft,cacheblend",
+    target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `balanced` keeps.")] = SHARES[
+        Quality.BALANCED
+    ],
+    fast_target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `fast` keeps.")] = SHARES[
+        Quality.FAST
+    ],
+    alpha: Annotated[str | None, typer.Option(help="Values of cachecraft's alpha, instead of the usual grid.")] = None,
+    recompute_ratio: Annotated[
+        str | None, typer.Option(help="Ratios of the other methods, instead of the usual grid.")
+    ] = None,
+    check_layers: Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")] = "1",
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 200,
+    chunks: Annotated[int, typer.Option(min=1, help="Passages of a question, with `worlds`.")] = 6,
+    kinds: Annotated[str, typer.Option(help="Only these kinds of question, separated by commas; all if empty.")] = "",
+    warm: Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")] = "alone",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 24,
+    seed: Annotated[
+        int, typer.Option(help="Draws the questions; not 0, so that `bench quality` asks others afterwards.")
+    ] = 1,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir", help="Write the record for this cache folder instead of beside the model.", file_okay=False
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")] = False,
+    json: options.Json = False,
+    out: options.Out = None,
+) -> None:
+    """Find the least recomputation that keeps a share of full prefill's quality, and remember it beside the model.
+
+    Interrupted, it goes on where it was when it is called again in the same way.
+    """
+    output = Output(json, out)
+    if (model is None) == (shape is None):
+        raise UsageError("give either MODEL, a checkpoint folder, or --shape NAME")
+    choice = ModelChoice(model, shape, device, dtype)
+    from chunkweave.eval import calibration
+    from chunkweave.eval.ttft import Warmth
+
+    config = calibration.CalibrationConfig(
+        methods=names(methods),
+        alphas=calibration.ALPHAS if alpha is None else tuple(options.numbers(alpha, "--alpha")),
+        ratios=calibration.RATIOS
+        if recompute_ratio is None
+        else tuple(options.numbers(recompute_ratio, "--recompute-ratio")),
+        reuse=ReuseConfig(check_layers=options.whole_numbers(check_layers, "--check-layers")),
+        shares={Quality.BALANCED: target, Quality.FAST: fast_target},
+        warm=Warmth.parse(warm),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    examples = draw_examples(dataset, questions + config.warm.queries, chunks, names(kinds), seed)
+    store = options.store_config(store_budget=store_budget)
+    with choice.open(store=store, method="full") as engine:
+        place = record_path(cache_dir, engine.loaded.folder, engine.loaded.fingerprint)
+        existing_records(place)  # one of another version is refused now, not after hours of measuring
+        calibration.check_prompts(engine, examples)
+        if not dry_run:
+            _make_folders(place, cache_dir)
+        settings = calibration.settings_of(engine, examples, config)
+        measurements = Measurements(place.with_name(PARTIAL_FILE), settings)
+        if dry_run:
+            _say_what_would_be_done(output, config, measurements, place, questions)
+            return
+        if choice.random_weights:
+            stderr().print(f"[yellow]{choice.name} has random weights: its answers mean nothing.[/yellow]")
+        _measure(engine, examples, config, measurements)
+        origin = calibration.Origin(dataset, options.command_line())
+        record = calibration.make_record(engine, examples, config, measurements, origin)
+    save_record(place, record)
+    measurements.discard()
+    output.show(curve_table(record), *meanings(record), escape(f"written to {place}"))
+    output.finish({"file": str(place), **record.as_dict()})
+
+
+def curve_table(record: CalibrationRecord) -> Table:
+    """Every measured point, and which of them the targets stand for."""
+    caption = (
+        f"{record.questions} questions, warm {record.warm}; full prefill's F1 is {record.full_f1:.3f}. Share: of that "
+        "F1, on the same questions. Intervals: 95 % bootstrap, that of the share paired by question."
+    )
+    table = Table(
+        title=escape(f"{record.model} on {record.dataset}"),
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
+    table.add_column("method", no_wrap=True)
+    for name in ("parameter", "F1", "95 %", "share", "95 %", "recomp. fraction"):
+        table.add_column(name, justify="right")
+    table.add_column("least for")
+    for point in record.points:
+        least = [str(name) for name, target in record.targets.items() if target.least.get(point.method) == point.value]
+        table.add_row(
+            point.method,
+            f"{parameter_of(point.method)} {point.value:g}",
+            f"{point.f1:.3f}",
+            f"{point.f1_low:.3f}..{point.f1_high:.3f}",
+            f"{point.share:.3f}",
+            f"{point.share_low:.3f}..{point.share_high:.3f}",
+            f"{point.recompute_fraction:.3f}",
+            ", ".join(least),
+        )
+    return table
+
+
+def meanings(record: CalibrationRecord) -> list[str]:
+    """What each target now means, one line each."""
+    said = []
+    for quality, target in record.targets.items():
+        point = record.point(quality)
+        if point is None:
+            said.append(f"{quality} ({target.share:.0%} of full's F1): no method reaches it; the engine stays exact")
+        else:
+            said.append(
+                f"{quality} ({target.share:.0%} of full's F1): {point.method} with {parameter_of(point.method)} "
+                f"{point.value:g}, which keeps {point.share:.1%} and recomputes {point.recompute_fraction:.1%}"
+            )
+    return said
+
+
+def _measure(
+    engine: "Engine", examples: Sequence[Example], config: "CalibrationConfig", measurements: Measurements
+) -> None:
+    from chunkweave.eval.calibration import measure
+
+    if len(measurements):
+        stderr().print(f"going on: {len(measurements)} answers are there already")
+    try:
+        with progress("answering") as report:
+            measure(engine, examples, config, measurements, report)
+    except KeyboardInterrupt:
+        stderr().print("interrupted: the same command goes on from here")
+        raise
+
+
+def _say_what_would_be_done(
+    output: Output, config: "CalibrationConfig", measurements: Measurements, place: Path, questions: int
+) -> None:
+    points = [{"method": method, "parameter": parameter_of(method), "value": value} for method, value in config.grid()]
+    labels = config.contenders()
+    done = sum((question, name) in measurements for question in range(questions) for name in labels)
+    total = questions * len(labels)
+    grids = [
+        f"{method}: {parameter_of(method)} {', '.join(f'{value:g}' for name, value in config.grid() if name == method)}"
+        for method in dict.fromkeys(config.methods)
+    ]
+    output.show(
+        *grids,
+        f"{questions} questions x {len(labels)} (with full prefill) = {total} answers, of which {done} are there",
+        escape(f"the record would be written to {place}"),
+    )
+    told: dict[str, Any] = {"file": str(place), "questions": questions, "points": points}
+    output.finish({"dry_run": True, **told, "answers": total, "answers_there": done})
+
+
+def _make_folders(place: Path, cache_dir: Path | None) -> None:
+    """Like the store's own folders: readable by their owner only."""
+    if cache_dir is not None:
+        for folder in (cache_dir, place.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_writable(place)

@@ -1,0 +1,71 @@
+"""Which parts of a prompt are kept while it is prefilled, and the segments that are stored of them afterwards."""
+
+from collections.abc import Iterator, Sequence
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.fusion.attention_capture import AttentionCapture
+from chunkweave.fusion.capture import PartCapture, WovenFrom
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.planning.plan import Fate, PartPlan, Plan
+from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.tiered import TieredStore
+
+
+def parts_to_keep(
+    prompt: Prompt,
+    plan: Plan,
+    placements: Sequence[Placement],
+    store: TieredStore[SegmentSource],
+    *,
+    woven_fraction: float | None,
+) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
+    """Each computed part, and with its origin each reused one that may turn out to be worth storing as woven.
+
+    That is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this context
+    is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
+    """
+    sources = {placement.span: placement.segment for placement in placements}
+    least = woven_fraction if len(plan.passes) == 1 else None
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+        if part.part.id is None:
+            continue
+        if part.fate is Fate.COMPUTED:
+            yield part, None
+        elif part.fate is Fate.REUSED and least and segment_id(part.part.id, context) not in store:
+            yield part, WovenFrom(sources[part.span], _attention_of(part, store), least)
+
+
+def segments_of(
+    prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
+) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+    """The finished segments in prompt order, with their profiles if attention was captured.
+
+    A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
+    """
+    captured = {capture.part.span.start: capture for capture in captures}
+    exact = True
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+        exact = exact and part.fate is not Fate.REUSED
+        capture = captured.get(part.span.start)
+        if capture is None or part.part.id is None:
+            continue
+        kv = capture.segment()
+        before = capture.woven_from.attention if capture.woven_from is not None else None
+        profile = attention.profile(part, capture.recomputed, before) if attention is not None else None
+        record = SegmentRecord.of(
+            part.part.id,
+            context,
+            part.part.token_ids,
+            exact=exact,
+            nbytes=kv.nbytes,
+            source=part.part.source,
+            attention=profile,
+        )
+        yield record, kv
+
+
+def _attention_of(part: PartPlan, store: TieredStore[SegmentSource]) -> AttentionProfile | None:
+    record = None if part.segment is None else store.record(part.segment)
+    return None if record is None else record.attention

@@ -1,0 +1,110 @@
+"""Adds up what the tokens of a prompt's parts attend to, for the profiles that are stored with their KV."""
+
+from collections.abc import Sequence
+
+import torch
+
+from chunkweave.chunking.prompt import PartKind
+from chunkweave.config import CaptureConfig
+from chunkweave.fusion.woven_profile import woven_profile
+from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.planning.plan import PartPlan
+from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.types import ChunkId, Geometry
+
+
+class AttentionCapture:
+    """The attention mass of one prompt's tokens on its parts, summed over the captured layers.
+
+    Owned by the request. Its rows tell it which tokens to follow and show it queries and keys layer by layer; the
+    profiles are made from the sums when the request ends. All layers, heads and tokens count alike (DESIGN §5).
+    """
+
+    def __init__(
+        self, parts: Sequence[PartPlan], geometry: Geometry, config: CaptureConfig, *, device: torch.device
+    ) -> None:
+        """`parts` are all parts of the prompt.
+
+        The last layer is never captured: it is finished for one token only.
+        """
+        self._parts = tuple(parts)
+        below_last = geometry.num_layers - 1
+        self._layers = frozenset(evenly_spread(config.layers, below_last))
+        self._heads = None if config.heads is None else evenly_spread(config.heads, geometry.num_heads)
+        self._tokens = parts[-1].span.stop
+        self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
+        self._received = torch.zeros(self._tokens, device=device)
+        self._layers_read = 0
+        self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
+        self._meter: AttentionMeter | None = None
+
+    def wants(self, layer: int) -> bool:
+        """Whether this layer is captured, and anything is followed."""
+        return layer in self._layers and len(self._rows) > 0
+
+    def follow(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """From now on these `rows` `[followed]` of the active ones are captured; they stand at `positions`."""
+        if len(rows) != len(self._rows) or not torch.equal(positions, self._positions):
+            self._meter = None
+        self._rows, self._positions = rows, positions
+
+    def read(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        """Add one layer: `queries` `[active rows, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
+
+        Both after RoPE; the keys start at position 0.
+        """
+        if self._meter is None:
+            spans = [part.span for part in self._parts]
+            self._meter = AttentionMeter(self._positions, spans, heads=self._heads)
+        mass = self._meter.read(queries[self._rows], keys)
+        self._by_part.index_add_(0, self._positions, mass.by_part)
+        self._received[: len(mass.received)] += mass.received
+        self._layers_read += 1
+
+    def profile(
+        self, part: PartPlan, recomputed: Sequence[int], before: AttentionProfile | None = None
+    ) -> AttentionProfile | None:
+        """The profile of a part that was followed through all layers.
+
+        None if no layer was captured, or if the model's attention is not finite.
+        Only the tokens `recomputed` (0 is the part's first) have fresh attention; the others' is carried over from the
+        profile `before` of the segment that they came from.
+        """
+        if not self._layers_read:
+            return None
+        own = self._parts.index(part)
+        earlier = range(own)
+        chunks = [index for index in earlier if self._parts[index].part.kind is PartKind.CHUNK]
+        others = [index for index in earlier if index not in chunks]
+        rows = slice(part.span.start, part.span.stop)
+        mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
+        mass[list(recomputed)] = (self._by_part[rows].double() / self._layers_read).cpu()[list(recomputed)]
+        received = (self._received[rows].double() / self._layers_read).cpu()
+        if not (mass.isfinite().all() and received.isfinite().all()):
+            return None
+        fresh = AttentionProfile(
+            chunks=tuple(_id_of(self._parts[index]) for index in chunks),
+            lengths=tuple(len(self._parts[index].span) for index in chunks),
+            inter=tuple(mass[:, chunks].sum(0).tolist()),
+            intra=float(mass[:, own].sum()),
+            sink=float(mass[:, others].sum()),
+            outward=tuple(mass[:, chunks].sum(1).tolist()),
+            received=tuple(received.tolist()),
+        )
+        return woven_profile(fresh, before, recomputed)
+
+
+def evenly_spread(count: int | None, total: int) -> tuple[int, ...]:
+    """`count` of the numbers below `total`, in the middles of as many equal stretches; all if None or too many.
+
+    >>> evenly_spread(4, 14)
+    (1, 5, 8, 12)
+    """
+    if count is None or count >= total:
+        return tuple(range(total))
+    return tuple((2 * i + 1) * total // (2 * count) for i in range(count))
+
+
+def _id_of(part: PartPlan) -> ChunkId:
+    assert part.part.id is not None, "chunks have ids"
+    return part.part.id

@@ -1,0 +1,113 @@
+"""How much attention queries give to each part of a prompt, by a softmax that is written out (DESIGN §5.1).
+
+Attention kernels keep their weights to themselves; what Cache-Craft and H2O need are sums over them. The weights are
+made block by block in float32 and summed at once, so that no more than one block of them exists. A head of a layer
+costs about a hundredth of a layer that way (0.5B parameters, 3k tokens), so callers look at few heads and layers, or
+at few queries.
+Rejected: one more call of the fused kernel with the parts' membership as values. It gives the mass on parts alone; the
+diagonal needs its log-sum-exp on top, and what a key receives needs a second product.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkweave.types import Span
+
+_CPU_BLOCK_WEIGHTS = 1 << 19
+"""Weights of one block on a CPU: 2 MiB, which stay in its cache between softmax and sums."""
+
+_DEVICE_BLOCK_WEIGHTS = 1 << 24
+"""Weights of one block on an accelerator: 64 MiB, few kernels a prompt and still no work for keys far ahead."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMass:
+    """Sums of attention weights, mean over heads, in float32.
+
+    `by_part` `[queries, parts]` is the mass on each part, a query's own key left out; `own` `[queries]` is the weight
+    of that key (the diagonal). `received` `[positions]` is what each key got from the queries in its own part, the
+    diagonal left out again; 0 for a key outside all parts.
+    """
+
+    by_part: torch.Tensor
+    own: torch.Tensor
+    received: torch.Tensor
+
+
+class AttentionMeter:
+    """Reads the attention of queries at fixed positions; made once and used for every layer with the same queries."""
+
+    def __init__(self, positions: torch.Tensor, parts: Sequence[Span], *, heads: Sequence[int] | None = None) -> None:
+        """A meter for queries at `positions` `[queries]`, ascending, on the device of the queries.
+
+        `parts` are the spans of keys whose mass is wanted, ascending and disjoint; `heads` the query heads to average
+        over (None: all).
+        """
+        self._positions = positions
+        self._where: list[int] = positions.tolist()
+        self._stop = self._where[-1] + 1 if self._where else 0
+        self._members = torch.zeros(self._stop, len(parts), device=positions.device)
+        for index, span in enumerate(parts):
+            self._members[span.start : span.stop, index] = 1.0
+        rows = [(span, bisect_left(self._where, span.start), bisect_left(self._where, span.stop)) for span in parts]
+        self._groups = [(span, first, last) for span, first, last in rows if first < last]
+        self._heads = None if heads is None else positions.new_tensor(heads)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def read(self, queries: torch.Tensor, keys: torch.Tensor) -> AttentionMass:
+        """The mass of `queries` `[queries, heads, head_dim]` over `keys` `[positions, kv_heads, head_dim]`.
+
+        Both after RoPE; key i stands at position i, and a query sees the keys at positions up to its own.
+        """
+        q, k = self._by_head(queries, keys)
+        by_part = q.new_zeros(len(self), self._members.shape[1])
+        own, received = q.new_zeros(len(self)), q.new_zeros(keys.shape[0])
+        for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
+            weights = self._weights(q[:, :, rows], k[:, :, :stop], rows)
+            at = self._positions[rows, None]
+            own[rows] = weights.gather(1, at).squeeze(1)
+            weights.scatter_(1, at, 0.0)
+            by_part[rows] = weights @ self._members[:stop]
+            for span, first, last in self._groups:
+                if first < rows.stop and rows.start < last:
+                    inside = slice(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
+                    reached = slice(span.start, min(span.stop, stop))
+                    received[reached] += weights[inside, reached].sum(0)
+        return AttentionMass(by_part, own, received)
+
+    def _by_head(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scaled queries `[key heads, group, queries, head_dim]` and keys `[key heads, head_dim, positions]`, float32.
+
+        Query heads that share a key head are a group; of chosen heads each gets a copy of its key head to itself.
+        """
+        n, heads, dim = queries.shape
+        kv_heads = keys.shape[1]
+        keys = keys[: self._stop]
+        if self._heads is None:
+            q = queries.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        else:
+            q = queries[:, self._heads].transpose(0, 1).unsqueeze(1)
+            keys = keys[:, self._heads // (heads // kv_heads)]
+        return q.float() * dim**-0.5, keys.float().permute(1, 2, 0)
+
+    def _blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, int]]:
+        """Rows of each block, and the position up to which they may see keys."""
+        most = _CPU_BLOCK_WEIGHTS if device.type == "cpu" else _DEVICE_BLOCK_WEIGHTS
+        size = max(1, most // max(1, heads * self._stop))
+        for start in range(0, len(self), size):
+            stop = min(start + size, len(self))
+            yield slice(start, stop), self._where[stop - 1] + 1
+
+    def _weights(self, q: torch.Tensor, k: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Attention weights of one block, mean over heads, `[queries, keys]`."""
+        key_heads, group, n, dim = q.shape
+        scores = torch.bmm(q.reshape(key_heads, group * n, dim), k).view(key_heads * group, n, -1)
+        seen_by_all = self._where[rows.start] + 1
+        tail = torch.arange(seen_by_all, k.shape[2], device=q.device)
+        scores[:, :, seen_by_all:].masked_fill_(tail > self._positions[rows, None], -torch.inf)
+        return torch.softmax(scores, -1).mean(0)

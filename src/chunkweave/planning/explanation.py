@@ -1,0 +1,152 @@
+"""A plan and what became of it, part by part, as data that can be printed."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from chunkweave.chunking.prompt import PartKind
+from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, SegmentId, Span
+
+_SHOWN_ID = 8
+"""Digits of an id that stand for it where its chunk has no name in this prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where the recomputation of unfocused chunks ended: layers from `layer` on went without the tokens `dropped`.
+
+    `focused` are the spans of the chunks whose recomputation went on.
+    """
+
+    layer: int
+    focused: tuple[Span, ...]
+    dropped: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartExplanation:
+    """One part of the prompt: what was taken for it, why, and which of its tokens were computed again.
+
+    Spans count from the part's own start. `context` names the chunks that the variant was computed behind (None if
+    that is not known, or nothing was taken from the store), `alone` that not even an instruction was before it.
+    `recomputed` were active up to the last layer, `partly` only below
+    `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's reasons, if it has any (Cache-Craft §3.1-3.2).
+    """
+
+    kind: PartKind
+    source: str
+    start: int
+    tokens: int
+    fate: Fate
+    variant: SegmentId | None = None
+    context: tuple[str, ...] | None = None
+    alone: bool = False
+    cci: float | None = None
+    overlap: float | None = None
+    cfo: float | None = None
+    recomputed: tuple[Span, ...] = ()
+    partly: tuple[Span, ...] = ()
+    stopped_at_layer: int | None = None
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that were computed again up to the last layer."""
+        return sum(len(span) for span in self.recomputed)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanExplanation:
+    """All parts in order, and the passes in words."""
+
+    method: str
+    num_layers: int
+    parts: tuple[PartExplanation, ...]
+    passes: tuple[str, ...]
+    stop: Stop | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def explain_plan(
+    plan: Plan,
+    *,
+    num_layers: int,
+    recomputed: Sequence[Span],
+    records: Mapping[SegmentId, SegmentRecord],
+    stop: Stop | None = None,
+) -> PlanExplanation:
+    """What a plan said and what was done.
+
+    Args:
+        plan: as the method made it.
+        num_layers: of the model.
+        recomputed: positions of reused parts that were active at the last layer.
+        records: of the segments that the plan takes; one that is missing has an unknown context.
+        stop: where unfocused chunks were dropped, if they were.
+    """
+    names = {part.part.id: part.part.source or str(part.part.kind) for part in plan.parts}
+    instructions = {part.part.id for part in plan.parts if part.part.kind is PartKind.SYSTEM}
+    parts = []
+    for part in plan.parts:
+        record = records.get(part.segment) if part.segment is not None else None
+        explained = _explain_part(part, recomputed, stop)
+        if record is not None:
+            context = _context(record, names, instructions)
+            explained = replace(explained, context=context, alone=record.alone)
+        parts.append(explained)
+    return PlanExplanation(plan.method, num_layers, tuple(parts), tuple(map(describe_pass, plan.passes)), stop)
+
+
+def describe_pass(a_pass: Pass) -> str:
+    """A pass in words.
+
+    >>> describe_pass(Pass((Span(0, 7),)))
+    '7 tokens at every layer'
+    """
+    said = [f"{a_pass.required_tokens} tokens at every layer"]
+    if a_pass.candidates:
+        said.append(f"{a_pass.candidate_tokens} more from layer 0 on")
+    said += [
+        f"of these the {rule.count} with the most {str(rule.by).replace('_', ' ')} from layer {rule.layer} on"
+        for rule in a_pass.keep_top
+    ]
+    if a_pass.stop_unfocused is not None:
+        said.append(f"only focused chunks go on once {a_pass.stop_unfocused.window} layers agree which they are")
+    return "; ".join(said)
+
+
+def _explain_part(part: PartPlan, recomputed: Sequence[Span], stop: Stop | None) -> PartExplanation:
+    partly = _inside(part.span, stop.dropped) if stop is not None else ()
+    fix = part.fix
+    return PartExplanation(
+        kind=part.part.kind,
+        source=part.part.source or str(part.part.kind),
+        start=part.span.start,
+        tokens=len(part.span),
+        fate=part.fate,
+        variant=part.segment,
+        cci=fix.cci if fix is not None else None,
+        overlap=fix.overlap if fix is not None else None,
+        cfo=fix.cfo if fix is not None else None,
+        recomputed=_inside(part.span, recomputed),
+        partly=partly,
+        stopped_at_layer=stop.layer if stop is not None and partly else None,
+    )
+
+
+def _context(
+    record: SegmentRecord, names: Mapping[ChunkId | None, str], instructions: Collection[ChunkId | None]
+) -> tuple[str, ...]:
+    """Names of the chunks that a segment was computed behind; one that this prompt lacks has the start of its id."""
+    before = record.attention.chunks if record.attention is not None else record.context
+    return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in before if chunk not in instructions)
+
+
+def _inside(part: Span, spans: Iterable[Span]) -> tuple[Span, ...]:
+    """What of `spans` lies in `part`, counted from its start."""
+    cut = ((max(span.start, part.start), min(span.stop, part.stop)) for span in spans)
+    return tuple(Span(start - part.start, stop - part.start) for start, stop in cut if start < stop)

@@ -1,0 +1,109 @@
+"""Which method answers a request: what was asked for, what a calibration found, or the exact one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import UsageError
+from chunkweave.planning.calibration_record import RATIO, CalibrationRecord, Quality, parameter_of
+
+EXACT_METHOD = "prefix"
+"""What answers unless something else was asked for or calibrated: nothing can go wrong with it."""
+
+_EXACT_METHODS = ("full", EXACT_METHOD)
+
+
+class Why(StrEnum):
+    """What a method was chosen for."""
+
+    EXACT = "exact"
+    """Nothing approximate was asked for, or none reaches the quality that was."""
+    CALIBRATED = "calibrated"
+    ASKED_FOR = "asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller says about the method; every part may be left open."""
+
+    method: str | None = None
+    quality: Quality | None = None
+    recompute_ratio: float | None = None
+
+    @classmethod
+    def of(cls, method: str | None, quality: str | None, recompute_ratio: float | None = None) -> "Wish":
+        """With the quality by its name.
+
+        Raises:
+            UsageError: there is no such quality.
+        """
+        return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodChoice:
+    """A method, what it is told, and why it was chosen."""
+
+    method: str
+    reuse: ReuseConfig
+    why: Why
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """The parameter that the method takes and its value; empty if it takes none."""
+        parameter = parameter_of(self.method)
+        return {} if parameter is None else {parameter: getattr(self.reuse, parameter)}
+
+
+@dataclass(frozen=True, slots=True)
+class MethodChooser:
+    """What an engine knows when it is asked for an answer (DESIGN §3.9).
+
+    `usual` is the wish of calls that name neither method nor quality, `reuse` what a named method is told, `record`
+    what a calibration found (None: there was none, and `how_to_calibrate` is the command).
+    """
+
+    usual: Wish = field(default_factory=Wish)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    record: CalibrationRecord | None = None
+    how_to_calibrate: str = "chunkweave calibrate"
+
+    def choose(self, wish: Wish) -> MethodChoice:
+        """What answers a request.
+
+        A named method wins over a target. A target resolves to what the record says, with the settings that were
+        calibrated; where no method reached it, to the exact one. With nothing named at all it is `balanced` if there
+        is a record, else exact. A ratio replaces the one that the chosen method would get, if it takes one.
+
+        Raises:
+            UsageError: a target without a record; quality `exact` with an approximate method; a target with a ratio;
+                a ratio outside [0, 1].
+        """
+        if wish.method is None and wish.quality is None:
+            wish = replace(self.usual, recompute_ratio=wish.recompute_ratio)
+        ratio = wish.recompute_ratio
+        reuse = self.reuse if ratio is None else replace(self.reuse, recompute_ratio=ratio)
+        if wish.method is not None:
+            if wish.quality is Quality.EXACT and wish.method not in _EXACT_METHODS:
+                raise UsageError(f"quality 'exact' and method {wish.method!r} contradict each other: give one of them")
+            return MethodChoice(wish.method, reuse, Why.ASKED_FOR)
+        if wish.quality is Quality.EXACT or (wish.quality is None and self.record is None):
+            return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
+        if wish.quality is not None and ratio is not None:
+            raise UsageError(f"quality {wish.quality.value!r} sets what is recomputed: give no recompute_ratio with it")
+        found = self._calibrated(wish.quality)
+        if found is None:
+            return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
+        method, told = found
+        if ratio is not None and parameter_of(method) == RATIO:
+            return MethodChoice(method, replace(told, recompute_ratio=ratio), Why.ASKED_FOR)
+        return MethodChoice(method, told, Why.CALIBRATED)
+
+    def _calibrated(self, quality: Quality | None) -> tuple[str, ReuseConfig] | None:
+        if self.record is None:
+            raise UsageError(
+                f"quality {str(quality)!r} needs a calibration record of this model, and there is none: "
+                f"make one with `{self.how_to_calibrate}`, or name a method"
+            )
+        return self.record.config(quality or Quality.BALANCED)

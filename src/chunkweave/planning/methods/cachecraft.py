@@ -1,0 +1,114 @@
+"""`cachecraft`: know which stored chunk is reusable and recompute just enough of it (Cache-Craft §3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from random import Random
+
+from chunkweave.chunking.prompt import PartKind
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.focus import LEAST_CHUNKS
+from chunkweave.planning.method import exact_part, required_spans
+from chunkweave.planning.plan import Fate, Fix, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
+from chunkweave.planning.scores import coverage, fix_overhead, order_penalty, prefix_overlap
+from chunkweave.store.attention_profile import LEAST_CCI
+from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, Geometry, Scattered
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """The different chunks before a part: the place where each first stood, and its tokens."""
+
+    places: dict[ChunkId, int]
+    tokens: dict[ChunkId, int]
+
+    def add(self, entry: PartLookup) -> None:
+        if entry.part.kind is PartKind.CHUNK and entry.part.id is not None:
+            self.places.setdefault(entry.part.id, len(self.places))
+            self.tokens[entry.part.id] = len(entry.part)
+
+
+class CacheCraft:
+    """Each chunk is taken from its most reusable variant, and the tokens that looked outside are computed again.
+
+    The exact prefix comes first, as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is
+    reused, the most recently used one of several (§3.3); N = ceil(CFO |C|) of its tokens start active, those with
+    the greatest attention mass on the old prefix (eq. 12, 14), and with `focus` those in chunks that the question
+    does not attend to stop when that is known (§3.2.2). The instruction is scored like a chunk with none before it.
+
+    What the paper leaves open: a variant computed alone looked at no chunk, so that its CCI is 0.5 and its overlap 0
+    unless it is the first chunk now; one without attention profile counts as wholly dependent on a context that is
+    gone (CCI 1, overlap 0). Neither has a ranking: the tokens nearest to its start are computed again, where
+    attention sinks form.
+    """
+
+    name = "cachecraft"
+
+    def __init__(self, config: ReuseConfig) -> None:
+        self._config = config
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses, question and the chosen tokens, which may stop where the question does not look."""
+        prefix = _Prefix({}, {})
+        parts: list[PartPlan] = []
+        candidates: list[Scattered] = []
+        for entry in lookup.parts:
+            part = exact_part(entry)
+            if part is None and entry.variants and not is_computed_always(entry.part):
+                record, fix = self._choose(entry.variants, prefix)
+                part = PartPlan(entry.part, entry.span, Fate.REUSED, record.id, fix)
+                if fix.tokens:
+                    candidates.append(Scattered(entry.span.start, self._ranking(record)[: fix.tokens]))
+            parts.append(part or PartPlan(entry.part, entry.span, Fate.COMPUTED))
+            prefix.add(entry)
+        rules = self._focus(parts) if candidates and self._config.focus else ()
+        return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
+
+    def _choose(self, variants: Sequence[SegmentRecord], prefix: _Prefix) -> tuple[SegmentRecord, Fix]:
+        """The variant with the least impact, the first of several (they come most recently used first), and its fix."""
+        best, least, scores = variants[0], inf, (1.0, 0.0)
+        for record in variants:
+            cci, overlap = self._bounds(record, prefix)
+            if cci * (1.0 - overlap) >= least:
+                continue  # order and coverage only lessen the overlap
+            overlap = self._overlap(record, overlap, prefix)
+            if cci * (1.0 - overlap) < least:
+                best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
+        cfo = fix_overhead(self._config.alpha, least)
+        return best, Fix(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))
+
+    def _bounds(self, record: SegmentRecord, prefix: _Prefix) -> tuple[float, float]:
+        """CCI of a variant, and beta, which is as much as its overlap can be."""
+        profile = record.attention
+        if profile is not None:
+            cci, overlap = profile.cci, prefix_overlap(profile, prefix.places)
+        elif record.alone:
+            cci, overlap = LEAST_CCI, float(not prefix.places)
+        else:
+            cci, overlap = 1.0, 0.0
+        return cci if self._config.use_cci else 1.0, overlap if self._config.use_overlap else 0.0
+
+    def _overlap(self, record: SegmentRecord, overlap: float, prefix: _Prefix) -> float:
+        """What order, and coverage if asked for, leave of the overlap beta."""
+        if overlap and record.attention is not None:
+            overlap *= 1.0 - order_penalty(record.attention.mass_on, prefix.places)
+        if overlap and self._config.use_coverage:
+            overlap *= coverage(record.context, prefix.tokens)
+        return overlap
+
+    def _ranking(self, record: SegmentRecord) -> tuple[int, ...]:
+        """All tokens of a segment, the ones to recompute first in front."""
+        if not self._config.use_cci:
+            return tuple(Random(f"{self._config.seed}:{record.id}").sample(range(len(record)), len(record)))
+        if record.alone or record.attention is None:
+            return tuple(range(len(record)))
+        return record.attention.by_outward
+
+    def _focus(self, parts: Sequence[PartPlan]) -> tuple[StopUnfocused, ...]:
+        """The rule that stops unfocused chunks, if there are enough of them and a question to tell by."""
+        chunks = tuple(part.span for part in parts if part.part.kind is PartKind.CHUNK)
+        if len(chunks) < LEAST_CHUNKS or parts[-1].part.kind is not PartKind.QUESTION:
+            return ()
+        return (StopUnfocused(chunks, parts[-1].span, reading=self._config.focus_reading),)

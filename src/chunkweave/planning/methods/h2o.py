@@ -1,0 +1,41 @@
+"""`h2o`: recompute the tokens that their chunk attended to most ("Prefill-H2O" of Cache-Craft §5.1.4)."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
+from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Geometry, Scattered
+
+
+class HeavyHitters:
+    """Of every reused chunk the `ceil(recompute_ratio * tokens)` tokens that received most attention from its own.
+
+    H2O keeps such tokens in a shrinking cache; the baseline of Cache-Craft recomputes them. The mass was measured when
+    the segment was computed; one without attention profile has its first tokens recomputed, which are those that
+    attention sinks on.
+    """
+
+    name = "h2o"
+
+    def __init__(self, config: ReuseConfig) -> None:
+        self._ratio = config.recompute_ratio
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses, question and the heavy hitters of the reused chunks."""
+        parts = reuse_every_hit(lookup, prefer_alone)
+        records = {record.id: record for entry in lookup.parts for record in entry.variants}
+        hitters = [
+            position
+            for part in parts
+            if part.fate is Fate.REUSED and part.segment is not None
+            for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
+        ]
+        return Plan(self.name, parts, (Pass(required_spans(parts, hitters)),))
+
+    def _heaviest(self, record: SegmentRecord) -> tuple[int, ...]:
+        ranking: Sequence[int] = record.attention.by_received if record.attention else range(len(record))
+        return tuple(ranking[: ceil(self._ratio * len(record))])

@@ -1,0 +1,51 @@
+"""`set-cache`: the longest stored prefix whose chunks are all here, in whatever order (Cache-Craft §5.1.4)."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from chunkweave.config import ReuseConfig
+from chunkweave.planning.method import exact_part, required_spans
+from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, Geometry
+
+
+class SetCache:
+    """An exact prefix match that does not mind the order: its segments go where their chunks stand in this prompt.
+
+    A chain is a run of exact segments, each computed after all those before it and the first after nothing. Of the
+    chains whose parts this prompt has, as often as the chain has them, the one with the most tokens is reused, without
+    recomputation. Parts of the exact prefix are taken as such, as by every method; what is neither is computed. With
+    equal tokens the chain wins whose last part comes first in the prompt.
+    """
+
+    name = "set-cache"
+
+    def __init__(self, _config: ReuseConfig) -> None:
+        pass
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over what is in neither the exact prefix nor the chain."""
+        left: dict[ChunkId, list[SegmentRecord]] = {}
+        for link in max(_chains(lookup), key=lambda chain: sum(map(len, chain)), default=()):
+            left.setdefault(link.chunk_id, []).append(link)
+        parts: list[PartPlan] = []
+        for entry in lookup.parts:
+            here = left.get(entry.part.id, []) if entry.part.id is not None else []
+            record = here.pop(0) if here else None
+            reused = record and PartPlan(entry.part, entry.span, Fate.REUSED, record.id)
+            parts.append(exact_part(entry) or reused or PartPlan(entry.part, entry.span, Fate.COMPUTED))
+        return Plan(self.name, tuple(parts), (Pass(required_spans(parts)),))
+
+
+def _chains(lookup: PromptLookup) -> Iterator[tuple[SegmentRecord, ...]]:
+    """Every chain of exact segments over parts of this prompt."""
+    there = Counter(entry.part.id for entry in lookup.parts if entry.part.id is not None)
+    records = [record for entry in lookup.parts for record in entry.variants if record.exact]
+    ends = {(*record.context, record.chunk_id): record for record in records}
+    for path in ends:
+        prefixes = [ends.get(path[:length]) for length in range(1, len(path) + 1)]
+        chain = tuple(record for record in prefixes if record is not None)
+        if len(chain) == len(path) and Counter(path) <= there:
+            yield chain

@@ -1,0 +1,160 @@
+"""How many variants are kept, and which one goes when there are too many: the least reusable (Cache-Craft §3.3)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Generic
+
+from chunkweave.errors import UsageError
+from chunkweave.store.level import Level
+from chunkweave.store.records import SegmentRecord, union
+from chunkweave.store.tier import PayloadT
+from chunkweave.store.writer import BackgroundWriter
+from chunkweave.types import SegmentId
+
+_CAPACITY = 65_536
+"""Segments whose uses are remembered: far more than are stored with payloads, a few MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantLimits:
+    """Most segments of one chunk (M of the paper) and most in all (its N x M); None: as many as the budgets hold.
+
+    A segment counts once, on however many levels it is. The instruction counts as a chunk of its own.
+
+    Raises:
+        UsageError: a limit below 1.
+    """
+
+    per_chunk: int | None = None
+    in_all: int | None = None
+
+    def __post_init__(self) -> None:
+        for limit in (self.per_chunk, self.in_all):
+            if limit is not None and limit < 1:
+                raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
+
+
+class ReuseFrequencies:
+    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
+
+    Each reuse adds 1 / max(CCI (1 - beta'), 1/|C|): one for a segment that had to be recomputed whole, its number of
+    tokens for one that needed nothing. A segment starts at 0 when it is stored, since nothing was reused yet (the
+    paper says nothing of the start); so does one that this process found, or whose uses it has forgotten, and one
+    that was evicted and is computed again. As in the paper, f_r does not age.
+    """
+
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
+        self._capacity = capacity
+        self._known: dict[SegmentId, tuple[float, int]] = {}
+        self._ticks = 0
+
+    def start(self, segment: SegmentId) -> None:
+        """It is stored now; what was known of an earlier one under its id is over."""
+        self._enter(segment, 0.0)
+
+    def note(self, record: SegmentRecord, impact: float) -> None:
+        """It was reused; `impact` is its CCI (1 - beta') in that prompt."""
+        self._enter(record.id, self.of(record.id) + 1.0 / max(impact, 1.0 / len(record)))
+
+    def of(self, segment: SegmentId) -> float:
+        """The f_r of a segment, 0 if it is unknown."""
+        return self._known.get(segment, (0.0, 0))[0]
+
+    def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
+        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
+
+        Those never heard of come first, in the order given.
+        """
+        return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
+
+    def _enter(self, segment: SegmentId, frequency: float) -> None:
+        self._ticks += 1
+        self._known.pop(segment, None)
+        self._known[segment] = (frequency, self._ticks)
+        if len(self._known) > self._capacity:
+            del self._known[next(iter(self._known))]
+
+
+class VariantKeeper(Generic[PayloadT]):
+    """Keeps the segments on some levels, and on their way there, within limits.
+
+    What is dropped is dropped on all levels. Segments that are leased, pinned or being moved stay, and inner nodes of
+    the path index go last; otherwise neither exact segments nor those computed alone have a privilege. What leaves for
+    want of bytes is simply no more there. What other processes put into a shared tier is not dropped when it is found,
+    but counts when the next variant comes in. Thread-safe.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level[PayloadT]], writer: BackgroundWriter[PayloadT], limits: VariantLimits
+    ) -> None:
+        """Watch over `levels`, and over what `writer` has yet to bring there."""
+        self._levels = levels
+        self._writer = writer
+        self._limits = limits
+        self._placing = Lock()
+        self._lock = Lock()
+        self._frequencies = ReuseFrequencies()
+        self.dropped = 0
+        """Variants dropped because there were too many."""
+
+    def note_reuse(self, record: SegmentRecord, impact: float) -> None:
+        """Count one reuse of a stored segment whose CCI (1 - beta') was `impact`."""
+        with self._lock:
+            self._frequencies.note(record, impact)
+
+    @contextmanager
+    def place_for(self, record: SegmentRecord) -> Iterator[bool]:
+        """Drop what a segment not stored yet would be too many for; False if what is left may not go.
+
+        Only one at a time comes in while there are limits, or two would take the same place.
+        """
+        with self._lock:
+            self._frequencies.start(record.id)
+        if self._limits == VariantLimits():
+            yield True
+            return
+        with self._placing:
+            yield self._make_place(record)
+
+    def _make_place(self, new: SegmentRecord) -> bool:
+        waiting = self._writer.records()
+        if self._limits.per_chunk is not None:
+            siblings = [level.records_of(new.chunk_id) for level in self._levels]
+            siblings.append(tuple(record for record in waiting if record.chunk_id == new.chunk_id))
+            if not self._drop_beyond(self._limits.per_chunk - 1, new, union(*siblings)):
+                return False
+        if self._limits.in_all is not None:
+            return self._drop_beyond(
+                self._limits.in_all - 1, new, union(*(level.records() for level in self._levels), waiting)
+            )
+        return True
+
+    def _drop_beyond(self, limit: int, new: SegmentRecord, held: Sequence[SegmentRecord]) -> bool:
+        """Drop those of `held`, most recently used first, that have been least reusable until `limit` are left."""
+        others = [record for record in reversed(held) if record.id != new.id]
+        with self._lock:
+            ranked = self._frequencies.least_first(others)
+        ranked.sort(key=lambda record: self._has_children(record.id))
+        excess = len(others) - limit
+        for record in ranked:
+            if excess <= 0:
+                break
+            excess -= self._drop(record.id)
+        return excess <= 0
+
+    def _has_children(self, segment: SegmentId) -> bool:
+        return any(level.store.has_children(segment) for level in self._levels)
+
+    def _drop(self, segment: SegmentId) -> bool:
+        """Take a segment off every level and out of the queue, unless somebody claims it; True if it is gone."""
+        if any(level.store.is_claimed(segment) for level in self._levels):
+            return False
+        self._writer.cancel(lambda record: record.id == segment)
+        for level in reversed(self._levels):
+            level.drop(segment)
+        gone = all(level.record(segment) is None for level in self._levels)
+        self.dropped += gone
+        return gone

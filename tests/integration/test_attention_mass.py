@@ -1,0 +1,204 @@
+"""Attention mass against softmax(q k^T) written out, and the captures over it against sums of the same weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.config import CaptureConfig
+from chunkweave.errors import UsageError
+from chunkweave.fusion.attention_capture import AttentionCapture, evenly_spread
+from chunkweave.fusion.woven_profile import woven_profile
+from chunkweave.models import attention_mass
+from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.planning.plan import Fate, PartPlan
+from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.types import ChunkId, Geometry, Span
+
+PARTS = (Span(0, 1), Span(1, 8), Span(8, 30), Span(30, 31), Span(31, 60))
+
+
+def states(tokens, heads, dim=8, seed=0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weights_of(q, k, positions, heads=None) -> torch.Tensor:
+    """Attention weights `[queries, keys]`, mean over the heads, in float64."""
+    group = q.shape[1] // k.shape[1]
+    k = k.double().repeat_interleave(group, 1).transpose(0, 1)
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    hidden = torch.arange(k.shape[1]) > torch.tensor(positions)[:, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return weights[list(heads) if heads is not None else slice(None)].mean(0)
+
+
+def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=torch.float32) -> None:
+    q, k = states(len(positions), heads[0], seed=1, dtype=dtype), states(keys, heads[1], seed=2, dtype=dtype)
+    weights = weights_of(q, k, positions, chosen)
+    mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen).read(q, k)
+    own = weights[torch.arange(len(positions)), positions].clone()
+    weights[torch.arange(len(positions)), positions] = 0.0
+    by_part = torch.stack([weights[:, span.start : span.stop].sum(1) for span in parts], 1)
+    received = torch.zeros(keys, dtype=torch.float64)
+    for span in parts:
+        inside = [row for row, position in enumerate(positions) if span.start <= position < span.stop]
+        received[span.start : span.stop] = weights[inside, span.start : span.stop].sum(0)
+    assert mass.by_part.dtype == mass.own.dtype == mass.received.dtype == torch.float32
+    torch.testing.assert_close(mass.by_part.double(), by_part, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mass.own.double(), own, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mass.received.double(), received, atol=1e-5, rtol=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    positions=st.sets(st.integers(0, 59), min_size=1),
+    heads=st.sampled_from([(6, 2), (4, 4), (8, 1)]),
+    chosen=st.one_of(st.none(), st.sets(st.integers(0, 3), min_size=1).map(sorted)),
+    block=st.sampled_from([1, 200, 3000, 1 << 20]),
+)
+def test_any_positions_heads_and_blocks(positions, heads, chosen, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        check(sorted(positions), heads=heads, chosen=chosen)
+
+
+@pytest.mark.parametrize("parts", [(Span(3, 3), Span(5, 9)), (Span(40, 60),)])
+def test_parts_that_are_empty_or_ahead_of_the_queries_or_leave_gaps(parts):
+    check([2, 6, 7, 20], parts=parts)
+
+
+def test_half_precision_states_are_summed_in_float32():
+    check(list(range(60)), dtype=torch.bfloat16)
+
+
+def test_scores_that_overflow_without_care():
+    q, k = states(60, 2, seed=1) * 100, states(60, 2, seed=2) * 100
+    mass = AttentionMeter(torch.arange(60), PARTS).read(q, k)
+    torch.testing.assert_close(mass.by_part.sum(1) + mass.own, torch.ones(60))
+
+
+def test_everything_that_a_query_gives_is_accounted_for():
+    mass = AttentionMeter(torch.arange(60), PARTS).read(states(60, 4), states(60, 2))
+    torch.testing.assert_close(mass.by_part.sum(1) + mass.own, torch.ones(60))
+    assert mass.received[59] == 0.0  # nobody comes after the last token
+
+
+# --- what is made of it --------------------------------------------------------------------------------------------
+
+GEOMETRY = Geometry(
+    num_layers=5,
+    hidden_size=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=8,
+    vocab_size=9,
+    max_positions=99,
+)
+KINDS = (PartKind.START, PartKind.SYSTEM, PartKind.CHUNK, PartKind.CHUNK, PartKind.CHUNK)
+PLANS = tuple(
+    PartPlan(
+        PromptPart(kind, tuple(range(len(span))), None if kind is PartKind.START else ChunkId(f"{index:032x}")),
+        span,
+        Fate.COMPUTED,
+    )
+    for index, (kind, span) in enumerate(zip(KINDS, PARTS, strict=True))
+)
+
+
+def capture_of(config: CaptureConfig, positions: list[int], layers=range(4)) -> tuple[AttentionCapture, torch.Tensor]:
+    """A capture shown random layers, and the mean weights `[positions, positions]` that it should have summed."""
+    capture = AttentionCapture(PLANS, GEOMETRY, config, device=torch.device("cpu"))
+    rows = torch.arange(len(positions))
+    capture.follow(rows, torch.tensor(positions))
+    weights = torch.zeros(60, 60, dtype=torch.float64)
+    heads = evenly_spread(config.heads, 6)
+    read = [layer for layer in layers if capture.wants(layer)]
+    for layer in read:
+        q, k = states(len(positions), 6, seed=10 + layer), states(60, 2, seed=20 + layer)
+        capture.read(q, k)
+        weights[positions] += weights_of(q, k, positions, heads) / len(read)
+    return capture, weights.fill_diagonal_(0.0)
+
+
+@pytest.mark.parametrize("config", [CaptureConfig(layers=None, heads=None), CaptureConfig(layers=2, heads=3)])
+def test_profiles_are_sums_over_parts_of_the_mean_weights(config):
+    capture, weights = capture_of(config, list(range(60)))
+    profile = capture.profile(PLANS[4], range(29))
+    rows = weights[31:]
+    assert profile.chunks == (PLANS[2].part.id, PLANS[3].part.id)
+    assert profile.lengths == (22, 1)
+    assert profile.inter == pytest.approx([rows[:, 8:30].sum().item(), rows[:, 30].sum().item()], abs=1e-5)
+    assert profile.intra == pytest.approx(rows[:, 31:].sum().item(), abs=1e-5)
+    assert profile.sink == pytest.approx(rows[:, :8].sum().item(), abs=1e-5)
+    assert profile.outward == pytest.approx(rows[:, 8:31].sum(1).tolist(), abs=1e-5)
+    assert profile.received == pytest.approx(rows[:, 31:].sum(0).tolist(), abs=1e-5)
+    system = capture.profile(PLANS[1], range(7))
+    assert (system.chunks, system.inter, system.outward) == ((), (), (0.0,) * 7)
+    assert system.sink == pytest.approx(weights[1:8, 0].sum().item(), abs=1e-5)
+
+
+def test_layers_and_heads_are_spread_and_the_last_layer_is_never_among_them():
+    capture = AttentionCapture(PLANS, GEOMETRY, CaptureConfig(layers=None), device=torch.device("cpu"))
+    capture.follow(torch.arange(1), torch.tensor([31]))
+    assert [layer for layer in range(5) if capture.wants(layer)] == [0, 1, 2, 3]
+    few = AttentionCapture(PLANS, GEOMETRY, CaptureConfig(layers=2), device=torch.device("cpu"))
+    assert not any(few.wants(layer) for layer in range(5))  # nobody is followed
+    few.follow(torch.arange(1), torch.tensor([31]))
+    assert [layer for layer in range(5) if few.wants(layer)] == [1, 3]
+    assert evenly_spread(8, 23) == (1, 4, 7, 10, 12, 15, 18, 21)
+    assert evenly_spread(9, 4) == (0, 1, 2, 3)
+
+
+def test_nothing_captured_is_no_profile():
+    capture, _ = capture_of(CaptureConfig(), list(range(60)), layers=())
+    assert capture.profile(PLANS[2], range(22)) is None
+
+
+def test_attention_that_is_not_finite_is_no_profile():
+    capture, _ = capture_of(CaptureConfig(), list(range(60)))
+    capture.read(states(60, 6) * float("nan"), states(60, 2))
+    assert capture.profile(PLANS[2], range(22)) is None
+
+
+def test_tokens_that_were_not_recomputed_keep_their_share_of_the_old_mass():
+    positions = [*range(31), *range(33, 50)]
+    capture, weights = capture_of(CaptureConfig(layers=None, heads=None), positions)
+    tokens, recomputed = 29, range(2, 19)
+    outward = tuple(0.1 * token for token in range(tokens))
+    inter = tuple(share * sum(outward) for share in (0.5, 0.2, 0.3))
+    gone = ChunkId("f" * 32)
+    old = AttentionProfile(
+        (gone, PLANS[2].part.id, gone), (5, 22, 5), inter, 3.0, 1.0, outward, tuple(1.0 for _ in outward)
+    )
+    woven = capture.profile(PLANS[4], recomputed, old)
+    others = [token for token in range(tokens) if token not in recomputed]
+    share = len(others) / tokens
+    rows = weights[33:50]
+    fresh = rows[:, 8:31].sum(1).tolist()
+    expected = [fresh[t - 2] if t in recomputed else 0.2 * outward[t] for t in range(tokens)]
+    assert woven.outward == pytest.approx(expected, abs=1e-5)
+    old_there = sum(0.2 * outward[t] for t in others)
+    assert woven.inter[0] == pytest.approx(rows[:, 8:30].sum().item() + old_there, abs=1e-4)
+    assert woven.inter[1] == pytest.approx(rows[:, 30].sum().item(), abs=1e-5)
+    assert sum(woven.inter) == pytest.approx(sum(woven.outward), abs=1e-4)
+    assert woven.intra == pytest.approx(rows[:, 31:].sum().item() + share * 3.0, abs=1e-4)
+    assert woven.sink == pytest.approx(rows[:, :8].sum().item() + share * 1.0, abs=1e-4)
+    assert woven.received[0] == pytest.approx(rows[:, 31].sum().item() + share, abs=1e-4)
+
+
+def test_a_chunk_listed_twice_is_carried_over_once_for_each_place():
+    a, b = ChunkId("a" * 32), ChunkId("b" * 32)
+    old = AttentionProfile((a, b, a), (2, 2, 2), (1.0, 2.0, 4.0), 0.0, 0.0, (7.0,), (0.0,))
+    new = AttentionProfile((a, a, a, b), (2, 2, 2, 2), (0.0,) * 4, 0.0, 0.0, (0.0,), (0.0,))
+    woven = woven_profile(new, old, ())
+    assert woven.inter == (1.0, 4.0, 0.0, 2.0)
+    assert woven.outward == (7.0,)
+    assert woven_profile(new, None, ()) == new
+
+
+def test_a_capture_needs_something_to_average_and_a_fraction():
+    for wrong in ({"layers": 0}, {"heads": -1}, {"woven_fraction": 0.0}, {"woven_fraction": 1.5}):
+        with pytest.raises(UsageError):
+            CaptureConfig(**wrong)

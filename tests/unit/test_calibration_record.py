@@ -1,0 +1,312 @@
+"""What targets resolve to, given curves; the record's file and where it is found; what a request is answered by."""
+
+import json
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import DocumentError, UsageError
+from chunkweave.planning.calibration_file import (
+    CALIBRATION_FILE,
+    OtherFormatError,
+    read_records,
+    record_path,
+    save_record,
+    stored_calibration,
+)
+from chunkweave.planning.calibration_record import (
+    CalibrationRecord,
+    CurvePoint,
+    Quality,
+    Target,
+    choose_target,
+    parameter_of,
+    rising_fit,
+)
+from chunkweave.planning.method_choice import MethodChooser, Why, Wish
+
+FINGERPRINT = "f" * 32
+
+
+def point(method: str, value: float, share: float, fraction: float | None = None) -> CurvePoint:
+    spent = value if fraction is None else fraction
+    return CurvePoint(method, value, share * 0.9, 0.0, 1.0, share, share - 0.01, share + 0.01, spent)
+
+
+BLEND = [point("cacheblend", 0.05, 0.90, 0.1), point("cacheblend", 0.15, 0.96, 0.2), point("cacheblend", 0.3, 0.99)]
+CRAFT = [point("cachecraft", 0.5, 0.94, 0.08), point("cachecraft", 1.0, 0.97, 0.15), point("cachecraft", 2.0, 0.975)]
+
+
+def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> CalibrationRecord:
+    record = CalibrationRecord(
+        fingerprint=fingerprint,
+        model="reader",
+        dtype="bfloat16",
+        dataset="worlds",
+        dataset_digest="d" * 32,
+        questions=100,
+        warm="alone",
+        max_new_tokens=24,
+        seed=1,
+        full_f1=0.9,
+        reuse=ReuseConfig(check_layers=(1, 2), focus=False),
+        points=tuple(points),
+        targets={Quality.BALANCED: choose_target(points, 0.98), Quality.FAST: choose_target(points, 0.95)},
+        versions={"chunkweave": "0"},
+        created="2026-01-01T00:00:00+00:00",
+        command="chunkweave calibrate",
+    )
+    return replace(record, **changes)
+
+
+def test_a_target_takes_each_methods_cheapest_point_and_of_these_the_one_that_recomputes_least():
+    balanced, fast = choose_target([*CRAFT, *BLEND], 0.98), choose_target([*CRAFT, *BLEND], 0.95)
+    assert balanced == Target(0.98, {"cachecraft": None, "cacheblend": 0.3}, "cacheblend")
+    assert fast == Target(0.95, {"cachecraft": 1.0, "cacheblend": 0.15}, "cachecraft")  # 0.15 < 0.2 of the work
+    assert choose_target([*CRAFT, *BLEND], 1.0).method is None
+
+
+def test_the_order_of_points_does_not_matter_but_equals_go_to_the_first_method():
+    assert choose_target(BLEND[::-1], 0.95).least == {"cacheblend": 0.15}
+    twin = [replace(one, method="epic") for one in BLEND]
+    assert choose_target([*twin, *BLEND], 0.95).method == "epic"
+    assert choose_target([], 0.95) == Target(0.95, {}, None)
+
+
+def test_one_lucky_point_is_not_taken_and_one_unlucky_dear_one_does_no_harm():
+    lucky = [point("epic", 0.0, 0.981), point("epic", 0.1, 0.93), point("epic", 0.2, 0.95), point("epic", 0.3, 0.99)]
+    assert choose_target(lucky, 0.98).least == {"epic": 0.3}
+    unlucky = [point("epic", 0.1, 0.97), point("epic", 0.2, 0.99), point("epic", 0.3, 0.992), point("epic", 0.5, 0.976)]
+    assert choose_target(unlucky, 0.98).least == {"epic": 0.2}
+
+
+def test_the_fit_is_isotonic_regression():
+    """Against pooling of adjacent violators, the other classic way to compute it."""
+    rng = Random(0)
+    for _ in range(100):
+        values = [rng.random() for _ in range(rng.randint(1, 9))]
+        fitted = rising_fit(values)
+        assert fitted == pytest.approx(pooled(values))
+        assert all(low <= high + 1e-12 for low, high in pairwise(fitted))
+        for place, fit in enumerate(fitted):
+            if place == 0 or fit > fitted[place - 1] + 1e-12:  # the cheapest of a run: the one that can be chosen
+                assert values[place] >= fit - 1e-12
+
+
+def pooled(values):
+    blocks = []
+    for value in values:
+        blocks.append([value])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return [fmean(block) for block in blocks for _ in block]
+
+
+def test_a_target_cannot_name_a_method_that_misses_it():
+    with pytest.raises(ValueError, match="does not reach"):
+        Target(0.98, {"epic": None}, "epic")
+
+
+def test_parameters_by_method():
+    assert parameter_of("cachecraft") == "alpha"
+    assert parameter_of("h2o") == parameter_of("epic") == "recompute_ratio"
+    assert parameter_of("full") is parameter_of("prefix") is parameter_of("set-cache") is None
+
+
+def test_a_record_gives_the_settings_that_were_calibrated():
+    record = make_record()
+    assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.3, (1, 2), focus=False))
+    assert record.config(Quality.FAST) == ("cachecraft", ReuseConfig(check_layers=(1, 2), focus=False, alpha=1.0))
+    assert record.config(Quality.EXACT) is None
+    assert record.point(Quality.FAST) == CRAFT[1]
+
+
+def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
+    path = tmp_path / CALIBRATION_FILE
+    first, other = make_record(), make_record(fingerprint="e" * 32, dtype="float32")
+    save_record(path, first)
+    save_record(path, other)
+    assert read_records(path) == (first, other)
+    newer = replace(first, fingerprint="a" * 32, created="2027-01-01T00:00:00+00:00")
+    save_record(path, newer)  # other weights in the same dtype
+    assert read_records(path) == (other, newer)
+    assert [child.name for child in tmp_path.iterdir()] == [CALIBRATION_FILE]
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["format"] == 1
+    assert data["records"][1]["targets"]["balanced"] == {
+        "share": 0.98,
+        "least": {"cachecraft": None, "cacheblend": 0.3},
+        "method": "cacheblend",
+    }
+    assert "capture" not in data["records"][1]["reuse"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no calibration record"),
+        ("[]", "no calibration record"),
+        ("{}", "no calibration record"),
+        ('{"format": 1, "records": [{"fingerprint": "f"}]}', "no calibration record"),
+        ('{"format": 1, "records": 7}', "no calibration record"),
+        ('{"format": 2, "records": []}', "format 2; this version reads 1"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, text, said):
+    path = tmp_path / CALIBRATION_FILE
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DocumentError, match=said) as caught:
+        read_records(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [{"alpha": "much"}, {"recompute_ratio": 2.0}, {"check_layers": []}, {"novel": 1}])
+def test_settings_that_no_method_can_take_are_refused_when_they_are_read(tmp_path, damage):
+    path = tmp_path / CALIBRATION_FILE
+    save_record(path, make_record())
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["records"][0]["reuse"] |= damage
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(DocumentError, match="no calibration record"):
+        read_records(path)
+
+
+def test_a_missing_file_and_a_folder_are_told_apart_from_damage(tmp_path):
+    with pytest.raises(DocumentError, match="cannot read"):
+        read_records(tmp_path / "gone.json")
+    with pytest.raises(DocumentError, match="cannot read"):
+        read_records(tmp_path)
+
+
+def test_saving_replaces_a_damaged_file_but_never_one_of_another_version(tmp_path, caplog):
+    path = tmp_path / CALIBRATION_FILE
+    path.write_text("half a rec", encoding="utf-8")
+    save_record(path, make_record())
+    assert read_records(path) == (make_record(),)
+    assert "it is replaced" in caplog.text
+    path.write_text('{"format": 2}', encoding="utf-8")
+    with pytest.raises(OtherFormatError):
+        save_record(path, make_record())
+    assert path.read_text(encoding="utf-8") == '{"format": 2}'
+
+
+def test_a_record_that_cannot_be_written_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="cannot write"):
+        save_record(tmp_path / "no" / CALIBRATION_FILE, make_record())
+
+
+def test_it_goes_into_the_cache_folder_if_there_is_one_else_beside_the_model(tmp_path):
+    assert record_path(tmp_path, None, FINGERPRINT) == tmp_path / FINGERPRINT / CALIBRATION_FILE
+    assert record_path(None, tmp_path, FINGERPRINT) == tmp_path / CALIBRATION_FILE
+    with pytest.raises(UsageError, match="give --cache-dir"):
+        record_path(None, None, FINGERPRINT)
+
+
+def test_a_folder_that_cannot_be_written_to_asks_for_a_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("chunkweave.planning.calibration_file.os.access", lambda *_: False)
+    with pytest.raises(UsageError, match="give --cache-dir"):
+        record_path(None, tmp_path, FINGERPRINT)
+
+
+def test_the_cache_folders_record_counts_before_the_one_beside_the_model(tmp_path):
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    for folder in (model, cache / FINGERPRINT):
+        folder.mkdir(parents=True)
+    assert stored_calibration(cache, model, FINGERPRINT) is None
+    save_record(model / CALIBRATION_FILE, make_record(dataset="shipped"))
+    assert stored_calibration(cache, model, FINGERPRINT).dataset == "shipped"
+    save_record(cache / FINGERPRINT / CALIBRATION_FILE, make_record(dataset="own"))
+    assert stored_calibration(cache, model, FINGERPRINT).dataset == "own"
+    assert stored_calibration(None, model, FINGERPRINT).dataset == "shipped"
+
+
+def test_other_models_records_and_damaged_files_are_logged_and_passed_over(tmp_path, caplog):
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    for folder in (model, cache / FINGERPRINT):
+        folder.mkdir(parents=True)
+    (cache / FINGERPRINT / CALIBRATION_FILE).write_text("{", encoding="utf-8")
+    save_record(model / CALIBRATION_FILE, make_record())
+    with caplog.at_level(logging.WARNING):
+        assert stored_calibration(cache, model, FINGERPRINT) == make_record()
+        assert "it is not used" in caplog.text
+        caplog.clear()
+        assert stored_calibration(None, model, "0" * 32) is None
+    assert "other weights or another dtype (reader in bfloat16)" in caplog.text
+
+
+def test_a_record_that_names_a_method_of_the_future_is_passed_over(tmp_path, caplog):
+    future = [replace(one, method="wizardry") for one in BLEND]
+    save_record(tmp_path / CALIBRATION_FILE, make_record(future))
+    assert stored_calibration(None, tmp_path, FINGERPRINT) is None
+    assert "wizardry" in caplog.text
+
+
+RECORD = make_record()
+OWN = ReuseConfig(0.4, alpha=2.5)
+
+
+@pytest.mark.parametrize(
+    ("usual", "wish", "record", "method", "why", "parameters"),
+    [
+        (Wish(), Wish(), None, "prefix", Why.EXACT, {}),
+        (Wish(), Wish(), RECORD, "cacheblend", Why.CALIBRATED, {"recompute_ratio": 0.3}),
+        (Wish(), Wish.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (Wish(), Wish.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
+        (Wish(), Wish.of(None, "exact"), None, "prefix", Why.EXACT, {}),
+        (Wish(), Wish.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (Wish(), Wish.of("cachecraft", "fast"), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 2.5}),
+        (Wish(), Wish.of("full", "exact"), RECORD, "full", Why.ASKED_FOR, {}),
+        (Wish(), Wish.of("epic", None, 0.1), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
+        (Wish.of("epic", None), Wish(), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (Wish.of("epic", None), Wish.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
+        (Wish.of("epic", None), Wish.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (Wish.of(None, "fast"), Wish(), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (Wish.of(None, "fast"), Wish.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (Wish(), Wish.of(None, None, 0.2), None, "prefix", Why.EXACT, {}),
+        (Wish(), Wish.of(None, None, 0.2), RECORD, "cacheblend", Why.ASKED_FOR, {"recompute_ratio": 0.2}),
+    ],
+)
+def test_a_method_wins_then_a_target_then_the_record_then_exactness(usual, wish, record, method, why, parameters):
+    choice = MethodChooser(usual, OWN, record).choose(wish)
+    assert (choice.method, choice.why, dict(choice.parameters)) == (method, why, parameters)
+
+
+def test_a_target_that_no_method_reaches_is_answered_exactly():
+    record = make_record(
+        targets={Quality.BALANCED: choose_target(BLEND, 1.0), Quality.FAST: choose_target(BLEND, 0.95)}
+    )
+    chooser = MethodChooser(record=record)
+    for wish in (Wish(), Wish.of(None, "balanced")):
+        assert (chooser.choose(wish).method, chooser.choose(wish).why) == ("prefix", Why.EXACT)
+    assert chooser.choose(Wish.of(None, "fast")).method == "cacheblend"
+
+
+def test_calibrated_settings_replace_the_engines_own():
+    choice = MethodChooser(Wish(), OWN, RECORD).choose(Wish.of(None, "balanced"))
+    assert choice.reuse == ReuseConfig(0.3, (1, 2), focus=False)
+
+
+@pytest.mark.parametrize(
+    ("wish", "record", "said"),
+    [
+        (Wish.of(None, "balanced"), None, "calibration record.*make one with `chunkweave calibrate here`"),
+        (Wish.of(None, "fast"), None, "'fast' needs a calibration record"),
+        (Wish.of("cacheblend", "exact"), RECORD, "contradict"),
+        (Wish.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
+        (Wish.of("epic", None, 1.5), RECORD, "between 0 and 1"),
+        (Wish.of(None, None, 1.5), None, "between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_fulfilled_is_a_usage_error(wish, record, said):
+    with pytest.raises(UsageError, match=said):
+        MethodChooser(Wish(), OWN, record, "chunkweave calibrate here").choose(wish)
+
+
+def test_an_unknown_quality_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match="unknown quality 'best'; there are: exact, balanced, fast"):
+        Wish.of(None, "best")

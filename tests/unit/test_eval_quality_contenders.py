@@ -1,0 +1,33 @@
+import pytest
+
+from chunkweave.errors import UnknownMethodError, UsageError
+
+pytest.importorskip("torch")
+from chunkweave.eval.quality import QualityConfig  # noqa: E402
+
+
+def test_each_method_comes_at_each_value_of_its_own_parameter():
+    config = QualityConfig(("prefix", "cacheblend", "cachecraft"), ratios=(0.1, 0.2), alphas=(0.5, 1.0))
+    assert list(config.contenders()) == [
+        "full",
+        "full-reuse",
+        "prefix",
+        "cacheblend@0.1",
+        "cacheblend@0.2",
+        "cachecraft@0.5",
+        "cachecraft@1",
+    ]
+
+
+def test_settings_follow_a_colon():
+    made = QualityConfig(("cachecraft:no-focus:no-cci",)).contenders()
+    assert made["cachecraft:no-focus:no-cci@1"]._config.focus is False
+    assert made["cachecraft:no-focus:no-cci@1"]._config.use_cci is False
+
+
+@pytest.mark.parametrize(
+    ("methods", "error"), [(("cachecraft:loud",), UsageError), (("magic:no-focus",), UnknownMethodError)]
+)
+def test_unknown_names_are_refused(methods, error):
+    with pytest.raises(error):
+        QualityConfig(methods).contenders()
