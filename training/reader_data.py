@@ -3,9 +3,14 @@
 A row is `[BOS][system?][chunk]*` followed by questions with their answers. Every part is tokenized apart, as the
 product does it. A question sees the context and itself only, and its positions start where the context ends: so a row
 teaches what as many separate prompts would, for a fraction of the tokens. Rows are a function of (seed, step).
+
+A small model soon finds a way to answer "What do two passages share?" from the question alone: average all cities, and
+the one that is there twice stands out. Large models do not read like that; their later passages take up what earlier
+ones said. So of some questions that take two passages the earlier one is hidden: what it said can then only be known
+from what the later passage's tokens made of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -34,6 +39,8 @@ _TEMPLATE = plain_template()
 class Row:
     """Token ids and, for each, its position, the question it belongs to (0: context) and its chunk (0: none).
 
+    `hidden` names, by question, the chunk that it does not see.
+
     `weights[i]` is 1 where predicting token i + 1 from token i counts; `answers` are the spans of answers (with their
     EOS) and what each is an answer to.
     """
@@ -44,6 +51,7 @@ class Row:
     chunks: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     answers: list[tuple[int, int, str]] = field(default_factory=list)
+    hidden: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,7 +147,8 @@ class RowMaker:
         absent = [passage for passage in world.passages if passage not in chosen]
         row = self.context(chosen, self._system(rng, absent, world))
         questions = ask_about(chosen, rng, world.split, absent=absent)
-        self.add_questions(row, _mix([q for q in questions if q.kind in kinds], rng), rng)
+        places = {passage.id: place for place, passage in enumerate(chosen, start=1)}
+        self.add_questions(row, _mix([q for q in questions if q.kind in kinds], rng), rng, places)
         return row
 
     def context(self, passages: Sequence[Passage], system: str = "") -> Row:
@@ -153,15 +162,28 @@ class RowMaker:
         return row
 
     def add_questions(
-        self, row: Row, questions: Sequence[Question], rng: Random | None = None, answer_room: int = 0
+        self,
+        row: Row,
+        questions: Sequence[Question],
+        rng: Random | None = None,
+        places: Mapping[str, int] | None = None,
+        answer_room: int = 0,
     ) -> None:
-        """Append questions with answers; with an `rng`, one in six continues the conversation before it."""
+        """Append questions with answers.
+
+        With an `rng`, one in six continues the conversation before it, and to some the earlier of the passages that
+        they take is hidden; `places` are chunks by passage id.
+        """
         context = start = len(row)
         owner = 0
         for question in questions:
-            if owner == 0 or rng is None or rng.random() > 1 / 6 or start > context + 100:
+            hidden = _hidden_chunk(question, places or {}, rng) if rng else None
+            goes_on = rng is not None and owner not in row.hidden and hidden is None and rng.random() < 1 / 6
+            if owner == 0 or not goes_on or start > context + 100:
                 owner += 1
                 start = context
+            if hidden is not None:
+                row.hidden[owner] = hidden
             ids = self._encode(_TEMPLATE.question_text(question.text))
             answer = [*self._encode(" " + question.answers[0]), self._eos]
             answer += [self._eos] * (answer_room - len(answer))
@@ -185,6 +207,17 @@ class RowMaker:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+
+def _hidden_chunk(question: Question, places: Mapping[str, int], rng: Random) -> int | None:
+    """The chunk to hide from a question, if any: the first of the two that it takes, where that comes first."""
+    if question.kind not in _HIDEABLE or rng.random() > _HIDDEN_SHARE:
+        return None
+    first, second = (places[passage] for passage in question.needed)
+    return first if first < second else None
+
+
+_HIDEABLE = (QuestionKind.COMMON, QuestionKind.BRIDGE, QuestionKind.ALIAS)
+_HIDDEN_SHARE = 0.5
 
 _AT_MOST = {
     QuestionKind.SINGLE: 5,

@@ -60,8 +60,10 @@ class Batch:
         first = 0 if alone else self.context
         seen = (owners[:, None, :] == 0) | (owners[:, None, :] == owners[:, first:, None])
         seen &= order[None, :] <= order[first:, None]
+        chunks = self._table([row.chunks for row in rows], -1).to(device)
+        unseen = self._table([[row.hidden.get(owner, -2) for owner in row.owners] for row in rows], -2).to(device)
+        seen &= chunks[:, None, :] != unseen[:, first:, None]
         if alone:
-            chunks = self._table([row.chunks for row in rows], -1).to(device)
             seen &= (chunks[:, :, None] <= 0) | (chunks[:, None, :] == chunks[:, :, None]) | (order == 0)
         bias = torch.zeros(seen.shape, dtype=torch.bfloat16, device=device)
         self.attention = bias.masked_fill_(~seen, -30000.0)[:, None]
