@@ -3,7 +3,7 @@ import pytest
 from chunkweave.errors import UnknownMethodError, UsageError
 
 pytest.importorskip("torch")
-from chunkweave.eval.quality import QualityConfig  # noqa: E402
+from chunkweave.eval.quality import QualityConfig
 
 
 def test_each_method_comes_at_each_value_of_its_own_parameter():
