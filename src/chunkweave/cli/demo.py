@@ -55,7 +55,7 @@ def _ask(engine: "Engine", example: Example, output: Output) -> dict[str, Any]:
     from chunkweave.engine.answer import Request
 
     request = Request(example.question, example.chunks, sampling=SamplingParams(max_new_tokens=_ANSWER_TOKENS))
-    woven = answer_aloud(engine, request, output, method=METHOD)
+    woven = answer_aloud(engine, request, output)
     texts = {name: engine.generate_batch([request], method=name)[0].text for name in _COMPARED if name != METHOD}
     texts[METHOD] = woven.text
     return {
