@@ -1,0 +1,96 @@
+"""What correcting positions and recomputing tokens are worth, each without the other (Cache-Craft Table 3).
+
+    python benchmarks/position_and_causality.py --model reader --out position-and-causality.json
+
+Chunks are computed alone. Without corrected positions, a chunk's keys keep the rotation of the place where they were
+computed, right behind BOS, wherever they stand; what is recomputed gets the right one. Without corrected causality
+nothing is recomputed (`full-reuse`); with it, `--method` recomputes. Questions are held out, prompts and scoring are
+those of `chunkweave bench quality`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from chunkweave.cli.console import progress
+from chunkweave.engine.engine import Engine
+from chunkweave.eval.quality import QualityConfig, QualitySample, measure_quality
+from chunkweave.eval.quality_table import summarize_quality
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.worlds.examples import world_examples
+from chunkweave.kv.request_cache import RequestCache, Rotate
+
+_load_layer = RequestCache.load_layer
+
+
+def _load_unshifted(cache: RequestCache, layer: int, rotate: Rotate) -> None:
+    """As `load_layer`, with the positions that the keys had when their chunk was computed behind BOS."""
+    first = [torch.arange(1, 1 + len(placement.span)) for placement in cache._placements]
+    positions = torch.cat(first).to(cache._device) if first else cache._positions
+    _load_layer(cache, layer, lambda keys, _: rotate(keys, positions))
+
+
+@contextmanager
+def positions_corrected(yes: bool) -> Iterator[None]:
+    """Whether cached keys are rotated to where they stand now."""
+    with patch.object(RequestCache, "load_layer", _load_layer if yes else _load_unshifted):
+        yield
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--method", default="cachecraft")
+    parser.add_argument("--alpha", type=float, default=1.0)
+    parser.add_argument("--recompute-ratio", type=float, default=0.15)
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    config = QualityConfig(
+        methods=(arguments.method,),
+        ratios=(arguments.recompute_ratio,),
+        alphas=(arguments.alpha,),
+        seed=arguments.seed,
+    )
+    examples = world_examples(arguments.questions, arguments.chunks, seed=arguments.seed)
+    samples: list[QualitySample] = []
+    with Engine.load(arguments.model) as engine:
+        for corrected in (False, True):
+            named = "corrected" if corrected else "not corrected"
+            with positions_corrected(corrected), progress(f"positions {named}") as report:
+                for sample in measure_quality(engine, examples, config, report):
+                    if sample.contender == "full" and not corrected:
+                        continue
+                    own = sample.contender if corrected else f"{sample.contender}, positions not corrected"
+                    samples.append(replace(sample, contender=own))
+    rows = [row.as_dict() for row in summarize_quality(samples)]
+    table = Table("method", "F1", "95 %", "crossing F1", "ROUGE-L", "recomputed")
+    for row in rows:
+        interval = f"{row['f1_low']:.3f}..{row['f1_high']:.3f}"
+        cells = (row["f1"], row["crossing_f1"], row["rouge_l"], row["recompute_fraction"])
+        f1, crossing, rouge, recomputed = (f"{cell:.3f}" for cell in cells)
+        table.add_row(row["method"], f1, interval, crossing, rouge, recomputed)
+    Console().print(table)
+    if arguments.out is not None:
+        origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
+        command = " ".join(["python", *sys.argv])
+        result = BenchmarkResult("position-and-causality", command, arguments.seed, origin, rows, {})
+        write_json(result.as_dict(), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
