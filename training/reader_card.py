@@ -19,10 +19,12 @@ general assistant.
 - **Data**: passages and questions streamed from `chunkweave.eval.worlds` (training split), and random tokens to copy.
   No other text. Names, combinations of names and some wordings are held out for testing.
 - **Prompt**: `<s>`, instruction (or none), passages each followed by a blank line, `Question: ...\\nAnswer:`; the parts
-  are tokenized apart. 1 to 12 passages in random order.
+  are tokenized apart. 1 to 12 passages in random order. From some training questions that take two passages the
+  earlier one was hidden, so that later passages learn to carry what they share with earlier ones.
+- **Start**: planted copying heads (`training/reader_start.py`), everything else random.
 - **Steps**: {step} of {steps}, {tokens:.1f} M tokens, {hours:.2f} hours on {hardware}; seed {seed}.
 - **Command**: `python training/train_reader.py train --checkpoint FOLDER --steps {steps} --seed {seed}`, repeated until
-  the steps are done, then `export`.
+  the steps are done, then `export`.{notes}
 
 ## Configuration
 
@@ -48,6 +50,7 @@ def write_card(path: Path, preset: dict[str, object], seed: int, progress: dict[
         hours=float(str(progress["seconds"])) / 3600,
         hardware=", ".join(progress["hardware"]),  # type: ignore[arg-type]
         seed=seed,
+        notes="".join(f"\n- **Note**: {note}" for note in progress.get("notes", [])),  # type: ignore[attr-defined]
         config=json.dumps(preset, indent=1),
         tested=progress.get("tested", "no questions yet"),
         table=_table(progress["results"]),  # type: ignore[arg-type]

@@ -243,13 +243,14 @@ class Runner:
         work: list[LayerWork] = []
         recompute_work = 0
         stop: Stop | None = None
+        evidence: torch.Tensor | None = None
         for a_pass in plan.passes:
-            rows = ActiveRows.of_pass(cache, ids, a_pass, dtype=dtype)
+            rows = ActiveRows.of_pass(cache, ids, a_pass, dtype=dtype, evidence=evidence)
             if a_pass is plan.passes[-1]:
                 rows.keep(captures, attention)
             hidden = run_pass(model, [rows], times)
             work += rows.work
-            stop = rows.stop or stop
+            stop, evidence = rows.stop or stop, rows.evidence
             fixed = plan.computed_tokens_of(a_pass)
             recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
         logits = model.logits(hidden)[0]

@@ -10,6 +10,7 @@ from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.evidence import measure
 from chunkweave.fusion.focus import FocusWatch
+from chunkweave.fusion.question_watch import QuestionWatch
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import ScatteredQueries
 from chunkweave.planning.explanation import Stop
@@ -35,6 +36,7 @@ class ActiveRows:
         candidate: torch.Tensor | None = None,
         rules: Sequence[KeepTop] = (),
         stop_unfocused: StopUnfocused | None = None,
+        watch: Span | None = None,
     ) -> None:
         """`token_ids` and `positions` are `[rows]`; `candidate` flags the rows that rules may drop (none if absent)."""
         self.cache = cache
@@ -43,6 +45,7 @@ class ActiveRows:
         self.stop: Stop | None = None
         self._rules = {rule.layer: rule for rule in rules}
         self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device)
+        self._question = None if watch is None else QuestionWatch(watch, positions.device)
         self._candidate = candidate if candidate is not None else torch.zeros_like(positions, dtype=torch.bool)
         self._captured: list[tuple[PartCapture, slice]] = []
         self._attention: AttentionCapture | None = None
@@ -57,14 +60,21 @@ class ActiveRows:
         a_pass: Pass,
         *,
         dtype: torch.dtype,
+        evidence: torch.Tensor | None = None,
     ) -> Self:
-        """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device."""
+        """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
+
+        `evidence` `[tokens]` is what the pass before found, for one that starts by it.
+        """
         required = torch.zeros(len(prompt_ids), dtype=torch.bool)
         candidate = torch.zeros(len(prompt_ids), dtype=torch.bool)
         _mark(required, a_pass.required)
         _mark(candidate, a_pass.candidates)
-        positions = torch.nonzero(required | candidate).squeeze(1)
         candidate &= ~required
+        if a_pass.start is not None:
+            assert evidence is not None, "a pass that starts by evidence follows one that watched"
+            candidate = _best(candidate, evidence, a_pass.start.count)
+        positions = torch.nonzero(required | candidate).squeeze(1)
         return cls(
             cache,
             prompt_ids[positions.to(prompt_ids.device)],
@@ -73,6 +83,7 @@ class ActiveRows:
             candidate=candidate[positions].to(prompt_ids.device),
             rules=a_pass.keep_top,
             stop_unfocused=a_pass.stop_unfocused if candidate.any() else None,
+            watch=a_pass.watch,
         )
 
     def keep(self, captures: Sequence[PartCapture], attention: AttentionCapture | None) -> None:
@@ -83,6 +94,11 @@ class ActiveRows:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def evidence(self) -> torch.Tensor | None:
+        """What this pass found for the next one, a number a position up to the question's last; None if unwatched."""
+        return None if self._question is None else self._question.attention
 
     def refine(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Apply this layer's rule to fresh keys and values before RoPE, `[rows, kv_heads, head_dim]`.
@@ -131,13 +147,21 @@ class ActiveRows:
         keys, _ = self.cache.view(layer, stop)
         if self._attention is not None and self._attention.wants(layer):
             self._attention.read(queries, keys)
+        if self._question is not None:
+            first = self._row_of(self._question.question.start)
+            self._question.look(queries[first : first + len(self._question.question)], keys)
+            self._note_evidence(self._question.question)
         if self._watch is None:
             return None
         question = slice(self._question_row, self._question_row + len(self._watch.rule.question))
         focused = self._watch.look(queries[question], keys)
-        evidence_keys = sum(position + 1 for position in self._watch.rule.question.positions())
-        self.work[-1] = replace(self.work[-1], evidence_keys=evidence_keys)
+        self._note_evidence(self._watch.rule.question)
         return None if focused is None else self._drop_unfocused(layer, self._watch, focused)
+
+    def _note_evidence(self, question: Span) -> None:
+        """Count the looking in the work of the layer that was just finished."""
+        keys = sum(position + 1 for position in question.positions())
+        self.work[-1] = replace(self.work[-1], evidence_keys=self.work[-1].evidence_keys + keys)
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
         unfocused = torch.zeros(self.cache.capacity, dtype=torch.bool)
@@ -193,6 +217,15 @@ class ActiveRows:
     def _row_of(self, position: int) -> int:
         """The first row at `position` or behind it."""
         return int(torch.searchsorted(self.positions, position))
+
+
+def _best(candidate: torch.Tensor, evidence: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` flagged positions with the most evidence, flagged; of equal ones the earlier."""
+    where = torch.nonzero(candidate).squeeze(1)
+    order = torch.sort(evidence[where.to(evidence.device)], descending=True, stable=True).indices
+    best = torch.zeros_like(candidate)
+    best[where[order[:count].to(where.device)]] = True
+    return best
 
 
 def _mark(flags: torch.Tensor, spans: Sequence[Span | Scattered]) -> None:

@@ -80,6 +80,17 @@ class AttentionMeter:
                     received[reached] += weights[inside, reached].sum(0)
         return AttentionMass(by_part, own, received)
 
+    def total(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Attention that each key gets from all queries together, own keys included: mean over heads, `[positions]`.
+
+        Shapes are those of `read`.
+        """
+        q, k = self._by_head(queries, keys)
+        total = q.new_zeros(keys.shape[0])
+        for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
+            total[:stop] += self._weights(q[:, :, rows], k[:, :, :stop], rows).sum(0)
+        return total
+
     def _by_head(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scaled queries `[key heads, group, queries, head_dim]` and keys `[key heads, head_dim, positions]`, float32.
 

@@ -109,13 +109,18 @@ def describe_pass(a_pass: Pass) -> str:
     """
     said = [f"{a_pass.required_tokens} tokens at every layer"]
     if a_pass.candidates:
-        said.append(f"{a_pass.candidate_tokens} more from layer 0 on")
+        said.append(f"{a_pass.starting_tokens} more from layer 0 on")
+    if a_pass.start is not None:
+        by = str(a_pass.start.by).replace("_", " ")
+        said.append(f"those of {a_pass.candidate_tokens} with the most {by} in the pass before")
     said += [
         f"of these the {rule.count} with the most {str(rule.by).replace('_', ' ')} from layer {rule.layer} on"
         for rule in a_pass.keep_top
     ]
     if a_pass.stop_unfocused is not None:
         said.append(f"only focused chunks go on once {a_pass.stop_unfocused.window} layers agree which they are")
+    if a_pass.watch is not None:
+        said.append("the question's attention is summed up for the next pass")
     return "; ".join(said)
 
 

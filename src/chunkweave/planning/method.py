@@ -33,6 +33,7 @@ METHODS = {
     "full-reuse": "chunkweave.planning.methods.full_reuse:FullReuse",
     "cacheblend": "chunkweave.planning.methods.cacheblend:CacheBlend",
     "epic": "chunkweave.planning.methods.epic:Epic",
+    "query": "chunkweave.planning.methods.query:QueryAware",
     "random": "chunkweave.planning.methods.random:RandomTokens",
     "cachecraft": "chunkweave.planning.methods.cachecraft:CacheCraft",
     "h2o": "chunkweave.planning.methods.h2o:HeavyHitters",

@@ -34,6 +34,9 @@ class Evidence(StrEnum):
 
     KV_DEVIATION = "kv_deviation"
     """L2 norm over heads and dims of fresh minus cached (K, V), both before RoPE (CacheBlend §4.1)."""
+    QUESTION_ATTENTION = "question_attention"
+    """Attention that the question's tokens gave to the token in the pass before: softmax over all keys that each sees,
+    mean over heads, sum over question tokens and over the layers below the last (ProphetKV; DESIGN §5.6)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,17 @@ class StopUnfocused:
 
 
 Rule = KeepTop | StopUnfocused
+
+
+@dataclass(frozen=True, slots=True)
+class TopBy:
+    """Of a pass's candidates only the `count` with the most evidence start active; ties go to the earlier position.
+
+    The evidence comes from the pass before, which must have watched for it.
+    """
+
+    count: int
+    by: Evidence = Evidence.QUESTION_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +124,15 @@ class Pass:
     """One run over the layers.
 
     `required` positions are active at every layer. `candidates` (reused-chunk tokens, none named twice) are active from
-    layer 0 on until a rule drops them; rules only ever shrink the active set.
+    layer 0 on, all of them or those that `start` picks, until a rule drops them; rules only ever shrink the active set.
+    `watch` is a question whose attention is summed up for the pass after this one.
     """
 
     required: tuple[Span, ...]
     candidates: tuple[Span | Scattered, ...] = ()
     rules: tuple[Rule, ...] = ()
+    start: TopBy | None = None
+    watch: Span | None = None
 
     @property
     def keep_top(self) -> tuple[KeepTop, ...]:
@@ -129,8 +146,13 @@ class Pass:
 
     @property
     def surviving_tokens(self) -> int:
-        """Candidates that may be active at the last layer: all that no `KeepTop` drops."""
-        return min((rule.count for rule in self.keep_top), default=self.candidate_tokens)
+        """Candidates that may be active at the last layer: all that `start` picks and no `KeepTop` drops."""
+        return min((rule.count for rule in self.keep_top), default=self.starting_tokens)
+
+    @property
+    def starting_tokens(self) -> int:
+        """Candidates that are active at layer 0."""
+        return self.candidate_tokens if self.start is None else min(self.start.count, self.candidate_tokens)
 
     @property
     def required_tokens(self) -> int:
@@ -186,7 +208,13 @@ class Plan:
         if not self.passes or not _cover(self.passes[-1].required, last):
             raise ValueError(f"{self.method}: the last token must be computed by the last pass")
         reused = self.spans(Fate.REUSED)
+        watched = False
         for a_pass in self.passes:
+            if a_pass.start is not None and not watched:
+                raise ValueError(f"{self.method}: what starts a pass must have been watched in the one before")
+            watched = a_pass.watch is not None
+            if a_pass.watch is not None and not (a_pass.watch and _cover(a_pass.required, a_pass.watch)):
+                raise ValueError(f"{self.method}: the question that is watched must be required")
             tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
             if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
@@ -197,7 +225,7 @@ class Plan:
 
 def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
     layers = [rule.layer for rule in a_pass.keep_top]
-    counts = [a_pass.candidate_tokens, *(rule.count for rule in a_pass.keep_top)]
+    counts = [a_pass.starting_tokens, *(rule.count for rule in a_pass.keep_top)]
     if layers != sorted(set(layers)) or counts != sorted(counts, reverse=True):
         raise ValueError(f"{method}: rules must go up in layers and down in counts")
     if layers and not 0 <= layers[-1] < num_layers:
