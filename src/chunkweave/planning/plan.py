@@ -34,6 +34,11 @@ class Evidence(StrEnum):
 
     KV_DEVIATION = "kv_deviation"
     """L2 norm over heads and dims of fresh minus cached (K, V), both before RoPE (CacheBlend §4.1)."""
+
+
+class EarlierEvidence(StrEnum):
+    """By what tokens are ranked that start a pass: something that the pass before summed up."""
+
     QUESTION_ATTENTION = "question_attention"
     """Attention that the question's tokens gave to the token in the pass before: softmax over all keys that each sees,
     mean over heads, sum over question tokens and over the layers below the last (ProphetKV; DESIGN §5.6)."""
@@ -75,7 +80,7 @@ class TopBy:
     """
 
     count: int
-    by: Evidence = Evidence.QUESTION_ATTENTION
+    by: EarlierEvidence = EarlierEvidence.QUESTION_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)

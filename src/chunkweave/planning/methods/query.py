@@ -5,7 +5,7 @@ from math import ceil
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
-from chunkweave.planning.plan import Evidence, Pass, Plan, TopBy
+from chunkweave.planning.plan import EarlierEvidence, Pass, Plan, TopBy
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Geometry
 
@@ -33,6 +33,6 @@ class QueryAware:
         last = parts[-1]
         if not total or not self._ratio or last.part.kind is not PartKind.QUESTION:
             return Plan(self.name, parts, (Pass(required),))
-        start = TopBy(ceil(self._ratio * total), Evidence.QUESTION_ATTENTION)
+        start = TopBy(ceil(self._ratio * total), EarlierEvidence.QUESTION_ATTENTION)
         passes = (Pass(required, watch=last.span), Pass(required, candidates, start=start))
         return Plan(self.name, parts, passes)
