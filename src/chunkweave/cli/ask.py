@@ -90,7 +90,7 @@ def ask(
         chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
         if choice.random_weights:
             stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
-        elif method is None and quality is None and engine.calibration is None:
+        elif not json and method is None and quality is None and engine.calibration is None:
             hint = f"exact prefixes only: `chunkweave calibrate {choice.name}` finds out what more is safe"
             stderr().print(escape(hint), soft_wrap=True)
         if precompute:
