@@ -89,7 +89,7 @@ def main() -> None:
         origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
         command = " ".join(["python", *sys.argv])
         result = BenchmarkResult("position-and-causality", command, arguments.seed, origin, rows, {})
-        write_json(result.as_dict(), arguments.out)
+        write_json(arguments.out, result.as_dict())
 
 
 if __name__ == "__main__":

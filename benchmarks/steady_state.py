@@ -148,7 +148,7 @@ def main() -> None:
     if arguments.out is not None:
         origin = {name: str(value) for name, value in vars(arguments).items()}
         result = BenchmarkResult("steady-state", " ".join(["python", *sys.argv]), arguments.seed, origin, rows, {})
-        write_json(result.as_dict(), arguments.out)
+        write_json(arguments.out, result.as_dict())
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
