@@ -224,9 +224,9 @@ _AT_MOST = {
     QuestionKind.COMMON: 4,
     QuestionKind.WHICH_TWO: 1,
     QuestionKind.BRIDGE: 2,
-    QuestionKind.COMPARISON: 1,
+    QuestionKind.COMPARISON: 2,
     QuestionKind.ALIAS: 2,
-    QuestionKind.CORRECTION: 1,
+    QuestionKind.CORRECTION: 2,
     QuestionKind.NOT_STATED: 1,
 }
 """How many questions of a kind a row has at most."""
