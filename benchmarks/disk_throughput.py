@@ -31,13 +31,15 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
+from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.kv.codecs import CODECS, measure_error
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
@@ -56,8 +58,8 @@ def channelled_kv(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def model_kv(name: str, tokens: int, seed: int) -> torch.Tensor:
     """What a model of random weights computes for random tokens, bf16."""
     loaded = load_shape(name, device="cpu", dtype="bfloat16", seed=seed)
-    store: SegmentStore[SegmentKV] = SegmentStore(HostTier(), budget_bytes=1 << 33)
-    runner = Runner(loaded.model, store)
+    store: SegmentStore[SegmentSource] = SegmentStore(HostTier(), budget_bytes=1 << 33)
+    runner = Runner(loaded.model, TieredStore([Level("host", store)]))
     generator = torch.Generator().manual_seed(seed)
     ids = tuple(torch.randint(10, 4000, (tokens,), generator=generator).tolist())
     part = PromptPart(PartKind.CHUNK, ids, chunk_id(FINGERPRINT, "", ids))
@@ -75,15 +77,6 @@ def fill(root: Path, codec: str, shape: tuple[int, ...], segments: int, seed: in
         record = SegmentRecord.of(chunk, (), tuple(range(shape[2])), exact=True, nbytes=kv.nbytes)
         tier.put(record, kv)
     return tier
-
-
-def drop_page_cache(paths: list[Path]) -> None:
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
 
 
 def read_sequentially(paths: list[Path]) -> None:

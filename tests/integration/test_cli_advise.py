@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from chunkweave.cli.app import app
 from chunkweave.planning.cost_model import CostModel
+from tests.integration.command_line import invoke
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def cost(tmp_path):
 
 
 def advise(*arguments) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["advise", *map(str, arguments)])
+    result = invoke("advise", *arguments)
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 

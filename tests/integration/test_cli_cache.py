@@ -6,25 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from chunkweave.cli import cache_clear
-from chunkweave.cli.app import app
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
 from chunkweave.planning.cost_file import cost_model_path, stored_cost_model
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.store.pin_file import PinFile, pinned_segments
 from chunkweave.types import SegmentId
+from tests.integration.command_line import invoke
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -55,10 +47,6 @@ def cache(made: Path, tmp_path: Path) -> Path:
     done = invoke("cache", "export", made, target, "--all")
     assert done.exit_code == 0, done.output
     return target
-
-
-def invoke(*arguments: object, stdin: str | None = None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
 def as_json(*arguments: object, code: int = 0):

@@ -5,22 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 import chunkweave
 from chunkweave.cli import demo as demo_module
-from chunkweave.cli.app import app
+from chunkweave.errors import ModelError
 from chunkweave.eval import ttft
 from chunkweave.eval.bundled import bundled_documents, bundled_examples
+from tests.integration.command_line import invoke
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -39,10 +32,6 @@ def documents(tmp_path: Path) -> Path:
     for i in range(3):
         (folder / f"d{i}.md").write_text(f"Document {i} tells of the lighthouse. " * 20, encoding="utf-8")
     return folder
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 BENCH = ("bench", "ttft", "--shape", "demo", "--chunks", 3, "--chunk-tokens", 16, "--questions", 2, "--threads", 1)
@@ -202,20 +191,23 @@ def test_bench_json_is_all_of_stdout(dataset):
     assert [row["method"] for row in json.loads(result.stdout)["rows"]] == ["full", "prefix"]
 
 
-def test_bench_interrupted_keeps_the_questions_measured(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (ModelError("no memory"), 1, "no memory")]
+)
+def test_bench_that_ends_early_keeps_the_questions_measured(dataset, tmp_path, monkeypatch, error, code, said):
     real = ttft.measure
 
-    def interrupted(*arguments):
+    def ended(*arguments):
         for sample in real(*arguments):
             if sample.question == 1:
-                raise KeyboardInterrupt
+                raise error
             yield sample
 
-    monkeypatch.setattr(ttft, "measure", interrupted)
+    monkeypatch.setattr(ttft, "measure", ended)
     out = tmp_path / "ttft.json"
     result = invoke(*BENCH, "--dataset", dataset, "--methods", "prefix", "--out", out)
-    assert result.exit_code == 130
-    assert "interrupted" in result.stderr
+    assert result.exit_code == code
+    assert said in result.stderr
     data = json.loads(out.read_text(encoding="utf-8"))
     assert data["complete"] is False
     assert {row["questions"] for row in data["rows"]} == {1}

@@ -9,11 +9,10 @@ from shutil import copytree
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from chunkweave.cli.app import app
 from chunkweave.models.shapes import random_model
 from chunkweave.testing.toys import toy_config
+from tests.integration.command_line import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +51,7 @@ def test_streaming(checkpoint, monkeypatch, capsys, tmp_path):
 
 
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
-    result = CliRunner().invoke(app, ["ask", "--model", str(checkpoint), "--json", "--max-new-tokens", "2", "Why?"])
+    result = invoke("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model"] == str(checkpoint)
     assert result.stderr == ""
@@ -62,7 +61,7 @@ def test_a_corrupt_checkpoint_is_named(checkpoint, tmp_path):
     broken = tmp_path / "broken"
     copytree(checkpoint, broken)
     (broken / "model.safetensors").write_bytes(b"not a model")
-    result = CliRunner().invoke(app, ["ask", "--model", str(broken), "Why?"])
+    result = invoke("ask", "--model", broken, "Why?")
     assert result.exit_code == 1
     assert "broken" in result.stderr
     assert "Traceback" not in result.output

@@ -4,31 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from chunkweave.cli import options
-from chunkweave.cli.app import app
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval import loading
 from chunkweave.planning.cost_model import CostModel
+from tests.integration.command_line import invoke
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROFILE = ("profile", "--shape", "demo", "--repeats", 1, "--cached-tokens", "0,32", "--new-tokens", "8,16")
 TIERS = ("--segments", 2, "--segment-tokens", 16)
 LOADING = ("bench", "loading", "--shape", "demo", "--chunks", 2, "--chunk-tokens", 32, "--repeats", 1, "--wait", 0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_profile_writes_the_cost_model_into_the_cache_directory(tmp_path):

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import StoreConfig
@@ -10,15 +9,9 @@ from chunkweave.eval.ttft import TtftConfig, Warmth, make_contenders, make_workl
 from chunkweave.testing.toys import toy_model
 from chunkweave.types import Chunk
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 METHODS = ("prefix", "full-reuse", "cacheblend")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def examples(count: int = 6) -> list[Example]:

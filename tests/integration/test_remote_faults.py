@@ -275,7 +275,7 @@ def test_a_remote_slower_than_the_limit_is_given_up_though_it_answers(proxy: Pro
     record, payload = make_segment(9)
     breaker = CircuitBreaker("remote store", slow_s=0.05, cool_down_s=30.0)
     tier = RemoteTier(RedisBlobs(url_of(proxy)), FINGERPRINT, breaker=breaker)
-    tier.put(record, payload)
+    make_tier(RedisBlobs(url_of(proxy))).put(record, payload)  # a slow put would count as a failure
     proxy.reply_delay_s = 0.1
     found = [tier.get(record.id) for _ in range(10)]
     assert [segment is not None for segment in found] == [True] * 3 + [False] * 7

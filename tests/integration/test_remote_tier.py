@@ -108,9 +108,20 @@ def test_records_come_back_whole_and_only_of_this_fingerprint(blobs: BlobStore) 
 
 def test_a_long_header_is_listed_too(blobs: BlobStore) -> None:
     tier = RemoteTier(blobs, FINGERPRINT)
-    record, payload = make_segment(100_000, tokens=4000)  # more token ids than the first read brings
+    record, payload = make_segment(100_000, tokens=14_000)  # more token ids than the first read brings
     tier.put(record, payload)
     assert [found.token_ids for found in tier.records()] == [record.token_ids]
+
+
+def test_the_header_of_a_usual_chunk_takes_one_read(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = RemoteTier(blobs, FINGERPRINT)
+    record, payload = make_segment(7, tokens=4000)
+    tier.put(record, payload)
+    reads, get = [], blobs.get
+    monkeypatch.setattr(blobs, "get", lambda *asked: (reads.append(asked), get(*asked))[1])
+    (found,) = tier.find([record.id])
+    assert found.token_ids == record.token_ids
+    assert len(reads) == 1
 
 
 def test_the_list_is_bounded(blobs: BlobStore, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,9 @@ from chunkweave.kv.segment import SegmentKV, SegmentLost
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
-from chunkweave.tiers.segment_file import file_bytes, open_segment, read_header, read_record, write_segment
+from chunkweave.tiers.segment_file import open_segment, read_header, read_record, write_segment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
+from chunkweave.tiers.segment_layers import file_bytes, layout_of
 
 from .segments import FINGERPRINT, files_under, layers_of, make_segment
 
@@ -362,7 +363,7 @@ def test_a_header_of_absurd_size_is_refused_before_it_is_read(tmp_path: Path, mo
 def test_a_version_from_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_header, "FORMAT_VERSION", 2)
     record, kv = make_segment(1)
-    layout = segment_file.layout_of(kv, make_codec("raw"))
+    layout = layout_of(kv, make_codec("raw"))
     newer = header_bytes(record, FINGERPRINT, layout, 0.0, (0, 0, 0)) + bytes(kv.nbytes)
     monkeypatch.undo()
     path = tmp_path / f"{record.id}.safetensors"

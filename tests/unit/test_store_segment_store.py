@@ -478,33 +478,33 @@ def test_remove_discard_and_clear() -> None:
 
 
 def _break_bytes(store: Store) -> None:
-    store._catalog._used_bytes += 1
+    store._ledger.catalog._used_bytes += 1
 
 
 def _break_policy(store: Store) -> None:
-    store._catalog._policy.on_remove(_id("A"))
+    store._ledger.catalog._policy.on_remove(_id("A"))
 
 
 def _break_chunk_index(store: Store) -> None:
-    store._catalog._chunks.remove(_record("A"))
+    store._ledger.catalog._chunks.remove(_record("A"))
 
 
 def _break_path_index(store: Store) -> None:
-    store._catalog._paths.remove(_record("AB"))
+    store._ledger.catalog._paths.remove(_record("AB"))
 
 
 def _let_inexact_in(store: Store) -> None:
-    store._catalog._paths.add(_record("X"))
+    store._ledger.catalog._paths.add(_record("X"))
 
 
 def _orphan(store: Store) -> None:
-    paths = store._catalog._paths
+    paths = store._ledger.catalog._paths
     paths.remove(_record("A"))
     paths._waiting.setdefault((), {})[ChunkId("A")] = _id("A")
 
 
 def _break_budget(store: Store) -> None:
-    store._budget_bytes = 5
+    store._ledger.budget_bytes = 5
 
 
 def _break_tier(store: Store) -> None:

@@ -253,7 +253,7 @@ def test_a_removal_in_the_middle_of_a_write_wins() -> None:
     store: TieredStore[Payload] = TieredStore(levels)
     record = record_of("A")
     assert store.insert(record, payload_of(record))
-    while id_of("A") not in levels[1].store._under_way:
+    while id_of("A") not in levels[1].store._ledger.under_way:
         time.sleep(0.001)
     assert store.lookup(prompt_of("A")).parts[1].exact is not None, "a slow write keeps nobody waiting"
     assert store.discard_source("A") == 1

@@ -1,5 +1,6 @@
 """`chunkweave advise`: where to keep segments, by a cost model and a table of devices with prices."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Output
+from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import seconds
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, parse_bytes
 from chunkweave.errors import UsageError
@@ -15,21 +17,21 @@ from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import StorageDevice, choose_device, ratio_that_hides
 
 
+@with_blocks
 def advise(
     cost_model: Annotated[Path, typer.Argument(help="File that `chunkweave profile` wrote.")],
     device: Annotated[
         list[str],
         typer.Option("--device", help="NAME,THROUGHPUT,PRICE: bytes a second (1.5GB) and price per GiB and hour."),
     ],
+    *,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request's reused chunks.")] = 3072,
     recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """The cheapest device whose loading hides behind recomputation, else the fastest (CacheBlend §5.1)."""
     if not 0 < recompute_ratio <= 1:
         raise UsageError(f"--recompute-ratio must be above 0 and at most 1, not {recompute_ratio}")
-    output = Output(json, out)
     devices = [_device(text) for text in device]
     cost = CostModel.read(cost_model)
     chosen = choose_device(cost, tokens, devices, ratio=recompute_ratio)
@@ -49,6 +51,11 @@ def advise(
                 "chosen": one is chosen,
             }
         )
+    output.show(_table(rows, tokens, recompute_ratio))
+    output.finish({"tokens": tokens, "recompute_ratio": recompute_ratio, "devices": rows, "chosen": chosen.name})
+
+
+def _table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) -> Table:
     table = Table(title=f"{tokens} reused tokens, recompute ratio {recompute_ratio:g}", title_justify="left")
     for name in ("device", "price per GiB-hour", "loading", "recomputing", "hidden", "ratio that hides it", "chosen"):
         table.add_column(name)
@@ -62,8 +69,7 @@ def advise(
             f"{row['ratio_that_hides']:.2f}",
             "<--" if row["chosen"] else "",
         )
-    output.show(table)
-    output.finish({"tokens": tokens, "recompute_ratio": recompute_ratio, "devices": rows, "chosen": chosen.name})
+    return table
 
 
 def _device(text: str) -> StorageDevice:

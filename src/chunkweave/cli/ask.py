@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from chunkweave.chunking.documents import read_documents
-from chunkweave.cli import options
 from chunkweave.cli.console import Output, stderr
 from chunkweave.cli.explain import explanation
 from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
 from chunkweave.cli.tables import reuse_summary
 from chunkweave.config import SamplingParams
 from chunkweave.errors import UsageError
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
 
 
+@with_blocks
 def ask(
     questions: Annotated[
         list[str],
@@ -33,66 +33,34 @@ def ask(
             show_default=False,
         ),
     ],
-    docs: Annotated[list[Path] | None, typer.Option("--docs", help="Text file or folder of them; repeatable.")] = None,
-    model: options.Model = None,
-    shape: options.Shape = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Reuse method; `prefix` is exact.", show_default="`balanced` if calibrated, else prefix"),
-    ] = None,
-    quality: options.Quality = None,
-    recompute_ratio: options.AskedRatio = None,
-    alpha: options.AskedAlpha = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Most tokens of a chunk.")] = 512,
-    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share at most.")] = 0,
+    *,
+    documents: DocumentOptions,
+    model: ModelOptions,
+    how: MethodOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
-    cache_dir: options.CacheDir = None,
-    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
-    remote_url: options.RemoteUrl = None,
-    codec: options.Codec = "raw",
-    ttl: options.Ttl = None,
-    skip_bad_docs: Annotated[bool, typer.Option("--skip-bad-docs", help="Leave out unreadable documents.")] = False,
+    store: StoreOptions,
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the plan: what was taken for each part, and which tokens computed.")
     ] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Answer questions over documents; every question after the first reuses what is stored."""
-    from chunkweave.chunking.splitter import SplitConfig
-
-    output = Output(json, out)
-    choice = ModelChoice(model, shape, device, dtype)
+    choice = model.choice()
     sampling = SamplingParams(max_new_tokens, temperature)
-    reuse = options.reuse_config(method, recompute_ratio, alpha)
-    split = SplitConfig(chunk_tokens, overlap_tokens)
-    store = options.store_config(
-        store_budget=store_budget,
-        cache_dir=cache_dir,
-        disk_budget=disk_budget,
-        remote_url=remote_url,
-        codec=codec,
-        ttl=ttl,
-    )
-    paths, asked = _documents_first(docs or [], questions)
-    documents = read_documents(paths, on_error="skip" if skip_bad_docs else "raise")
+    reuse, config = how.reuse(), store.config()
+    paths, asked = _documents_first(documents.docs or [], questions)
+    read = documents.read(paths)
     from chunkweave.engine.answer import Request
 
-    with choice.open(store=store, method=method, quality=quality, reuse=reuse) as engine:
-        chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
-        if choice.random_weights:
-            stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
-        elif not json and method is None and quality is None and engine.calibration is None:
-            hint = f"exact prefixes only: `chunkweave calibrate {choice.name}` finds out what more is safe"
-            stderr().print(escape(hint), soft_wrap=True)
+    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse) as engine:
+        chunks = documents.chunks(engine, read)
+        if not output.json or choice.random_weights:
+            _hint(engine, choice, how)
         if precompute:
             precompute_chunks(engine, chunks)
         base = Request("", tuple(chunks), system, sampling)
@@ -103,12 +71,13 @@ def ask(
     output.finish({"model": choice.name, "answers": shown})
 
 
-def split_documents(engine: "Engine", documents: Sequence[tuple[str, str]], split: Any = None) -> list[Chunk]:
-    """(name, text) of documents -> their chunks in order, bounded in the engine's own tokens."""
-    from chunkweave.chunking.splitter import split_text
-
-    tokenizer = engine.loaded.tokenizer
-    return [chunk for name, text in documents for chunk in split_text(text, tokenizer, split, source=name)]
+def _hint(engine: "Engine", choice: ModelChoice, how: MethodOptions) -> None:
+    """What to know about the answers that follow."""
+    if choice.random_weights:
+        stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
+    elif how.default and engine.calibration is None:
+        hint = f"exact prefixes only: `chunkweave calibrate {choice.name}` finds out what more is safe"
+        stderr().print(escape(hint), soft_wrap=True)
 
 
 def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:

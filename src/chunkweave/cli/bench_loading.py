@@ -10,22 +10,25 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, status, stderr
-from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.bench_run import BenchmarkRun
+from chunkweave.cli.console import Output, progress, status
+from chunkweave.cli.option_blocks import TimedModelOptions, with_blocks
 from chunkweave.cli.tables import seconds
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.errors import UsageError
 from chunkweave.eval.bundled import bundled_examples
-from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
+from chunkweave.eval.results import peak_rss_bytes
 
 if TYPE_CHECKING:
+    from chunkweave.chunking.prompt import Prompt
     from chunkweave.engine.engine import Engine
     from chunkweave.eval.loading import LoadingConfig, LoadingRow
 
 
+@with_blocks
 def loading(
-    model: options.Model = None,
-    shape: options.Shape = None,
+    *,
+    model: TimedModelOptions,
     chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every chunk.")] = 512,
     recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
@@ -37,101 +40,68 @@ def loading(
     disk: Annotated[
         Path | None, typer.Option(help="Also load from a real disk: a folder there, for files that are removed again.")
     ] = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")] = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Time to first token when segments load slowly: all at once, in the background, layer by layer."""
-    from chunkweave.cli.bench import set_threads
-
-    output = Output(json, out)
-    choice = ModelChoice(model, shape, device, dtype, seed)
+    choice = model.choice()
     slowness = tuple(options.numbers(quotients, "--quotients"))
     if min(slowness) <= 0 or wait < 0:
         raise UsageError("--quotients must be positive and --wait not negative")
     if disk is not None and not disk.is_dir():
         raise UsageError(f"--disk names no folder: {disk}")
-    set_threads(threads)
+    model.bound_threads()
     from chunkweave.eval.loading import LoadingConfig
 
     config = LoadingConfig(recompute_ratio, slowness, repeats, wait)
     origin = {"model": choice.name, "dataset": "bundled documents", "chunks": chunks, "chunk_tokens": chunk_tokens}
-    rows: list[LoadingRow] = []
-    complete = False
     with choice.open() as engine:
-        try:
-            _measure(engine, config, origin, seed, rows, disk)
-            complete = True
-        except KeyboardInterrupt:
-            if rows:
-                stderr().print("interrupted: the result covers the quotients measured so far")
-            raise
-        finally:
-            if rows:
-                result = _result(engine, config, origin, seed, rows, complete=complete)
-                output.show(loading_table(rows, result["config"]))
-                output.finish(result)
+        prompt = _prompt(engine, chunks, chunk_tokens, model.seed)
+        run = LoadingRun(engine, config, origin, model.seed)
+        with run.reported(output):
+            run.measure(prompt, disk)
 
 
-def _measure(
-    engine: "Engine",
-    config: "LoadingConfig",
-    origin: dict[str, Any],
-    seed: int,
-    rows: list["LoadingRow"],
-    disk: Path | None,
-) -> None:
-    """Append to `rows` as quotients are done."""
-    from chunkweave.eval.loading import measure_disk_loading, measure_loading
+def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
+    """One bundled question over chunks of one size; refused if it does not fit the model."""
     from chunkweave.eval.prompts import PromptMaker
 
     examples = bundled_examples(1, seed=seed)
-    maker = PromptMaker(
-        examples,
-        engine.builder,
-        engine.loaded.fingerprint,
-        chunks=origin["chunks"],
-        chunk_tokens=origin["chunk_tokens"],
-    )
+    maker = PromptMaker(examples, engine.builder, engine.loaded.fingerprint, chunks=chunks, chunk_tokens=chunk_tokens)
     prompt = maker.prompt(examples[0])
     engine.runner.room_for_new_tokens(prompt)
-    with progress("measuring loading") as report:
-        for row in measure_loading(engine.loaded.model, prompt, config, report):
-            rows.append(row)  # noqa: PERF402 - an interrupted run keeps what it has
-    if disk is not None:
-        with status("measuring the disk"), TemporaryDirectory(prefix=".loading-", dir=disk) as folder:
-            rows += measure_disk_loading(engine.loaded.model, prompt, config, Path(folder))
+    return prompt
 
 
-def _result(
-    engine: "Engine",
-    config: "LoadingConfig",
-    origin: dict[str, Any],
-    seed: int,
-    rows: Sequence["LoadingRow"],
-    *,
-    complete: bool,
-) -> dict[str, Any]:
-    import torch
+class LoadingRun(BenchmarkRun["LoadingRow", "LoadingRow"]):
+    """Ways of loading, quotient by quotient."""
 
-    model = engine.loaded.model
-    resolved = {
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-    }
-    return BenchmarkResult(
-        benchmark="loading",
-        command=options.command_line(),
-        seed=seed,
-        config={**asdict(config), **origin, **resolved},
-        rows=[row.as_dict() for row in rows],
-        more={"peak_rss_bytes": peak_rss_bytes()},
-        complete=complete,
-    ).as_dict()
+    def __init__(self, engine: "Engine", config: "LoadingConfig", origin: dict[str, Any], seed: int) -> None:
+        super().__init__("loading", engine, {**asdict(config), **origin}, seed)
+        self._measured = config
+
+    def measure(self, prompt: "Prompt", disk: Path | None) -> None:
+        """Measure every quotient behind a progress bar, then a real disk if there is to be one."""
+        from chunkweave.eval.loading import measure_disk_loading, measure_loading
+
+        model = self.engine.loaded.model
+        with progress("measuring loading") as report:
+            for row in measure_loading(model, prompt, self._measured, report):
+                self.samples.append(row)
+        if disk is not None:
+            with status("measuring the disk"), TemporaryDirectory(prefix=".loading-", dir=disk) as folder:
+                self.samples += measure_disk_loading(model, prompt, self._measured, Path(folder))
+
+    def summarize(self) -> list["LoadingRow"]:
+        """Each is a median already."""
+        return self.samples
+
+    def more(self) -> dict[str, Any]:
+        """The most memory that was held."""
+        return {"peak_rss_bytes": peak_rss_bytes()}
+
+    def table(self, rows: Sequence["LoadingRow"], result: dict[str, Any]) -> Table:
+        """One line for each way of loading at each quotient."""
+        return loading_table(rows, result["config"])
 
 
 def loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Table:

@@ -14,23 +14,24 @@ from chunkweave.cli.cache_pins import pin, unpin
 from chunkweave.cli.cache_tables import problem_dict, segments_table, stats_tables
 from chunkweave.cli.cache_warm import warm
 from chunkweave.cli.console import Output, status
+from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.planning.cost_file import cost_model_path
 
 app = typer.Typer(no_args_is_help=True, help="Look into a cache directory, check, empty, fill and copy it.")
 
 
 @app.command()
+@with_blocks
 def ls(
     cache_dir: options.CacheFolderPath,
+    *,
     document: options.Document = None,
     chunk: options.ChunkPrefix = None,
     fingerprint: options.Fingerprint = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most segments that are listed.")] = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """List segments, the newest first."""
-    output = Output(json, out)
     folder, selection = CacheFolder(cache_dir), Selection(document, chunk)
     with status("reading headers"):
         found = [one for name, tier in folder.tiers(fingerprint) for one in folder.segments(name, tier, selection)]
@@ -41,14 +42,14 @@ def ls(
 
 
 @app.command()
+@with_blocks
 def stats(
     cache_dir: options.CacheFolderPath,
+    *,
     fingerprint: options.Fingerprint = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Report sizes by model and by document, and files that are not used. Headers are read, not the data."""
-    output = Output(json, out)
     folder, now_s = CacheFolder(cache_dir), time.time()
     models, problems = [], []
     with status("reading headers"):

@@ -9,6 +9,7 @@ from chunkweave.cli import options
 from chunkweave.cli.cache_folder import CacheFolder, without_own_files
 from chunkweave.cli.cache_tables import problem_dict, problems_table
 from chunkweave.cli.console import Output, progress
+from chunkweave.cli.option_blocks import with_blocks
 
 if TYPE_CHECKING:
     from chunkweave.tiers.disk import DiskTier
@@ -19,17 +20,17 @@ _HARMLESS = ("foreign", "future-version")
 """Not ours, or not ours yet: listed, never touched, and nothing is wrong with the cache."""
 
 
+@with_blocks
 def check(
     cache_dir: options.CacheFolderPath,
+    *,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove corrupt files. What is not a segment of ours stays.")
     ] = False,
     fingerprint: options.Fingerprint = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Verify the checksums of every file. Exit code 1 if anything is wrong and not repaired."""
-    output = Output(json, out)
     folder = CacheFolder(cache_dir)
     tiers = list(folder.tiers(fingerprint))
     total = sum(1 for _, tier in tiers for _ in tier.records())

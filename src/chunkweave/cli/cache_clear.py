@@ -11,6 +11,7 @@ from rich.markup import escape
 from chunkweave.cli import options
 from chunkweave.cli.cache_folder import CacheFolder, Selection
 from chunkweave.cli.console import Output, status, stderr
+from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import size
 from chunkweave.errors import UsageError
 from chunkweave.types import SegmentId
@@ -18,8 +19,6 @@ from chunkweave.types import SegmentId
 if TYPE_CHECKING:
     from chunkweave.tiers.blobs import BlobKey, BlobStore
     from chunkweave.tiers.disk import DiskTier
-
-_HEAD_BYTES = 16 << 10
 
 
 @dataclass(slots=True)
@@ -52,8 +51,10 @@ class _Cleared:
         }
 
 
+@with_blocks
 def clear(
     cache_dir: options.CacheFolderPath,
+    *,
     document: options.Document = None,
     chunk: options.ChunkPrefix = None,
     segment: options.SegmentPrefix = None,
@@ -64,14 +65,12 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     remote_url: options.RemoteUrl = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Remove segments, with --remote-url from the remote too.
 
     Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
     """
-    output = Output(json, out)
     before_s = None if older_than is None else time.time() - options.parse_duration(older_than)
     selection = Selection(document, chunk, segment, before_s)
     if everything != (selection.everything and fingerprint is None):
@@ -150,22 +149,18 @@ def _clear_remote(
 
 
 def _fits(blobs: "BlobStore", key: "BlobKey", selection: Selection, cleared: _Cleared) -> bool:
-    from chunkweave.tiers.segment_bytes import decode_header
-    from chunkweave.tiers.segment_header import LENGTH_BYTES, SegmentRefused, header_size
+    from chunkweave.tiers.blob_segments import fetch_header
+    from chunkweave.tiers.segment_header import SegmentRefused
 
     if selection.everything:
         return True
-    total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
-    if total_bytes is None or head is None:
-        return False
     try:
-        needed = header_size(head[:LENGTH_BYTES], total_bytes)
-        header = decode_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
+        header = fetch_header(blobs, key)
     except SegmentRefused as refused:
         stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
         cleared.unknown += 1
         return False
-    return selection.fits(header.record, header.created_s)
+    return header is not None and selection.fits(header.record, header.created_s)
 
 
 def _summary(cleared: _Cleared) -> str:

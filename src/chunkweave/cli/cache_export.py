@@ -14,6 +14,7 @@ import typer
 from chunkweave.cli import options
 from chunkweave.cli.cache_folder import CachedSegment, CacheFolder, Selection
 from chunkweave.cli.console import Output, progress
+from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import size
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import check_writable
@@ -29,21 +30,21 @@ class _Target(Protocol):
         """Take one file."""
 
 
+@with_blocks
 def export(
     cache_dir: options.CacheFolderPath,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder for a --cache-dir.")],
+    *,
     document: options.Document = None,
     chunk: options.ChunkPrefix = None,
     fingerprint: options.Fingerprint = None,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Copy segments out, each verified while it is copied. Exit code 1 if some had to be left out.
 
     A .tar file is used by unpacking it into a folder.
     """
-    output = Output(json, out)
     selection = Selection(document, chunk)
     if everything != (selection.everything and fingerprint is None):
         raise UsageError("say what to export: --document, --chunk or --fingerprint, or --all")
@@ -91,9 +92,8 @@ class _Folder:
                 stream.flush()
                 os.fsync(file)
             partial.replace(final)
-        except BaseException:
+        finally:
             partial.unlink(missing_ok=True)
-            raise
 
 
 class _Archive:

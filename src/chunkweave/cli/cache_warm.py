@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkweave.chunking.documents import read_documents
 from chunkweave.cli import options
-from chunkweave.cli.ask import split_documents
 from chunkweave.cli.console import Output, progress
-from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.option_blocks import DocumentOptions, ModelOptions, StoreOptions, with_blocks
 from chunkweave.cli.tables import size
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
@@ -19,45 +17,34 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
 
 
+@with_blocks
 def warm(
     cache_dir: Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="Made if it does not exist.", file_okay=False)],
     more_docs: Annotated[
         list[Path] | None, typer.Argument(metavar="[DOC]...", help="Further documents, so that --docs *.md works.")
     ] = None,
-    docs: Annotated[list[Path] | None, typer.Option("--docs", help="Text file or folder of them; repeatable.")] = None,
-    model: options.Model = None,
-    shape: options.Shape = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Most tokens of a chunk; as `ask` is given.")] = 512,
-    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share at most.")] = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    *,
+    documents: DocumentOptions,
+    model: ModelOptions,
     store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
     disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
     remote_url: options.RemoteUrl = None,
     codec: options.Codec = "raw",
-    skip_bad_docs: Annotated[bool, typer.Option("--skip-bad-docs", help="Leave out unreadable documents.")] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
 
-    Exit code 1 if a chunk is not on disk afterwards: the disk or its budget is too small, or not writable.
+    Cut the documents as `ask` is told to, or it finds other chunks. Exit code 1 if a chunk is not on disk afterwards:
+    the disk or its budget is too small, or not writable.
     """
-    from chunkweave.chunking.splitter import SplitConfig
-
-    output = Output(json, out)
-    paths = [*(docs or []), *(more_docs or [])]
+    paths = [*(documents.docs or []), *(more_docs or [])]
     if not paths:
         raise UsageError("no documents: give --docs")
-    choice = ModelChoice(model, shape, device, dtype)
-    store = options.store_config(
-        store_budget=store_budget, cache_dir=cache_dir, disk_budget=disk_budget, remote_url=remote_url, codec=codec
-    )
-    split = SplitConfig(chunk_tokens, overlap_tokens)
-    documents = read_documents(paths, on_error="skip" if skip_bad_docs else "raise")
+    choice = model.choice()
+    store = StoreOptions(store_budget, cache_dir, disk_budget, remote_url, codec).config()
+    read = documents.read(paths)
     with choice.open(store=store) as engine:
-        chunks = split_documents(engine, [(document.name, document.text) for document in documents], split)
-        result = {"model": choice.name, "documents": len(documents), **_warm(engine, chunks)}
+        result = {"model": choice.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
     written = f"computed {result['computed']} chunks, {result['present']} were there already; "
     output.show(f"{written}{result['tokens']} tokens, {size(result['bytes'])} on disk")
     if result["missing"]:

@@ -1,6 +1,7 @@
 """`chunkweave calibrate`: measures how much has to be recomputed for a quality target, and writes the record."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,9 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench_quality import WORLDS, draw_examples, names
 from chunkweave.cli.console import Output, progress, stderr
 from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.option_blocks import StoreOptions, with_blocks
+from chunkweave.cli.question_options import QuestionOptions
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example
@@ -25,33 +27,54 @@ if TYPE_CHECKING:
     from chunkweave.eval.calibration import CalibrationConfig
 
 
+@dataclass(frozen=True, slots=True)
+class _TargetOptions:
+    """What is to be reached, and which points are measured for it."""
+
+    methods: Annotated[str, typer.Option(help="Methods to choose from, separated by commas.")] = "cachecraft,cacheblend"
+    target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `balanced` keeps.")] = SHARES[
+        Quality.BALANCED
+    ]
+    fast_target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `fast` keeps.")] = SHARES[
+        Quality.FAST
+    ]
+    alpha: Annotated[str | None, typer.Option(help="Values of cachecraft's alpha, instead of the usual grid.")] = None
+    recompute_ratio: Annotated[
+        str | None, typer.Option(help="Ratios of the other methods, instead of the usual grid.")
+    ] = None
+    check_layers: options.CheckLayers = "1"
+
+    def config(self, asked: QuestionOptions, seed: int) -> "CalibrationConfig":
+        """What the options ask for.
+
+        Raises:
+            UsageError: a list, a target or a way to warm the store is none, or a method has nothing to calibrate.
+        """
+        from chunkweave.eval.calibration import ALPHAS, RATIOS, CalibrationConfig
+        from chunkweave.eval.ttft import Warmth
+
+        ratios = self.recompute_ratio
+        return CalibrationConfig(
+            methods=options.names(self.methods),
+            alphas=ALPHAS if self.alpha is None else tuple(options.numbers(self.alpha, "--alpha")),
+            ratios=RATIOS if ratios is None else tuple(options.numbers(ratios, "--recompute-ratio")),
+            reuse=ReuseConfig(check_layers=options.whole_numbers(self.check_layers, "--check-layers")),
+            shares={Quality.BALANCED: self.target, Quality.FAST: self.fast_target},
+            warm=Warmth.parse(asked.warm),
+            max_new_tokens=asked.max_new_tokens,
+            seed=seed,
+        )
+
+
+@with_blocks
 def calibrate(
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.", show_default=False)
     ] = None,
+    *,
     shape: options.Shape = None,
-    dataset: Annotated[
-        str, typer.Option(help="`worlds` (generated, held out), or a MuSiQue, SQuAD 1.1 or JSONL file.")
-    ] = WORLDS,
-    methods: Annotated[
-        str, typer.Option(help="Methods to choose from, separated by commas.")
-    ] = "cachecraft,cacheblend",
-    target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `balanced` keeps.")] = SHARES[
-        Quality.BALANCED
-    ],
-    fast_target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `fast` keeps.")] = SHARES[
-        Quality.FAST
-    ],
-    alpha: Annotated[str | None, typer.Option(help="Values of cachecraft's alpha, instead of the usual grid.")] = None,
-    recompute_ratio: Annotated[
-        str | None, typer.Option(help="Ratios of the other methods, instead of the usual grid.")
-    ] = None,
-    check_layers: Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")] = "1",
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 200,
-    chunks: Annotated[int, typer.Option(min=1, help="Passages of a question, with `worlds`.")] = 6,
-    kinds: Annotated[str, typer.Option(help="Only these kinds of question, separated by commas; all if empty.")] = "",
-    warm: Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")] = "alone",
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 24,
+    targets: _TargetOptions,
+    asked: QuestionOptions,
     seed: Annotated[
         int, typer.Option(help="Draws the questions; not 0, so that `bench quality` asks others afterwards.")
     ] = 1,
@@ -65,35 +88,20 @@ def calibrate(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    output: Output,
 ) -> None:
     """Find the least recomputation that keeps a share of full prefill's quality, and remember it beside the model.
 
     Interrupted, it goes on where it was when it is called again in the same way.
     """
-    output = Output(json, out)
     if (model is None) == (shape is None):
         raise UsageError("give either MODEL, a checkpoint folder, or --shape NAME")
     choice = ModelChoice(model, shape, device, dtype)
+    config = targets.config(asked, seed)
+    examples = asked.draw(seed, earlier=config.warm.queries)
     from chunkweave.eval import calibration
-    from chunkweave.eval.ttft import Warmth
 
-    config = calibration.CalibrationConfig(
-        methods=names(methods),
-        alphas=calibration.ALPHAS if alpha is None else tuple(options.numbers(alpha, "--alpha")),
-        ratios=calibration.RATIOS
-        if recompute_ratio is None
-        else tuple(options.numbers(recompute_ratio, "--recompute-ratio")),
-        reuse=ReuseConfig(check_layers=options.whole_numbers(check_layers, "--check-layers")),
-        shares={Quality.BALANCED: target, Quality.FAST: fast_target},
-        warm=Warmth.parse(warm),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
-    examples = draw_examples(dataset, questions + config.warm.queries, chunks, names(kinds), seed)
-    store = options.store_config(store_budget=store_budget)
-    with choice.open(store=store, method="full") as engine:
+    with choice.open(store=StoreOptions(store_budget).config(), method="full") as engine:
         place = record_path(cache_dir, engine.loaded.folder, engine.loaded.fingerprint)
         existing_records(place)  # one of another version is refused now, not after hours of measuring
         calibration.check_prompts(engine, examples)
@@ -102,12 +110,12 @@ def calibrate(
         settings = calibration.settings_of(engine, examples, config)
         measurements = Measurements(place.with_name(PARTIAL_FILE), settings)
         if dry_run:
-            _say_what_would_be_done(output, config, measurements, place, questions)
+            _say_what_would_be_done(output, config, measurements, place, asked.questions)
             return
         if choice.random_weights:
             stderr().print(f"[yellow]{choice.name} has random weights: its answers mean nothing.[/yellow]")
         _measure(engine, examples, config, measurements)
-        origin = calibration.Origin(dataset, options.command_line())
+        origin = calibration.Origin(asked.dataset, options.command_line())
         record = calibration.make_record(engine, examples, config, measurements, origin)
     save_record(place, record)
     measurements.discard()

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from chunkweave.cli import options
 from chunkweave.eval.results import check_writable, to_json, write_json
 
 _PIPE_WIDTH = 150
@@ -34,15 +34,15 @@ class Output:
     """What `--json` and `--out` ask for. Making one fails early if the file could never be written.
 
     Raises:
-        UsageError: the folder of `file` does not exist or cannot be written to.
+        UsageError: the folder of `out` does not exist or cannot be written to.
     """
 
-    json: bool = False
-    file: Path | None = None
+    json: options.Json = False
+    out: options.Out = None
 
     def __post_init__(self) -> None:
-        if self.file is not None:
-            check_writable(self.file)
+        if self.out is not None:
+            check_writable(self.out)
 
     def show(self, *renderables: RenderableType) -> None:
         """Print for people, unless JSON is asked for."""
@@ -63,8 +63,8 @@ class Output:
 
     def save(self, data: dict[str, Any]) -> None:
         """Write what there is so far to the file, if there is one."""
-        if self.file is not None:
-            write_json(self.file, data)
+        if self.out is not None:
+            write_json(self.out, data)
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks
-from chunkweave.cli.bench import TtftRun
+from chunkweave.cli.bench_ttft import TtftRun
 from chunkweave.cli.console import Output
 from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.option_blocks import StoreOptions, with_blocks
 from chunkweave.config import SamplingParams
 from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import Example
@@ -33,12 +34,12 @@ _TIMED_CHUNKS = 6
 _TIMED_CHUNK_TOKENS = 512
 
 
-def demo(cache_dir: options.CacheDir = None, json: options.Json = False, out: options.Out = None) -> None:
+@with_blocks
+def demo(*, cache_dir: options.CacheDir = None, output: Output) -> None:
     """Ask three questions over bundled passages, then compare times by reuse method. Under a minute on two cores."""
-    output = Output(json, out)
     corpus = bundled_corpus()
     reader = ModelChoice(Path(READER), None)
-    with reader.open(store=options.store_config(cache_dir=cache_dir), method=METHOD) as engine:
+    with reader.open(store=StoreOptions(cache_dir=cache_dir).config(), method=METHOD) as engine:
         output.show(
             f"Model: the bundled {reader.name}. {len(corpus.passages)} passages about invented places; the KV cache of "
             "each is computed once, by itself.\nEach question gets six of them in an order of its own.\n"
@@ -90,6 +91,4 @@ def _time_methods(output: Output) -> dict[str, Any]:
         )
         run = TtftRun(engine, config, {"model": choice.name, "dataset": "bundled documents"})
         run.measure(make_workload(bundled_examples(_TIMED_QUESTIONS), engine, config))
-    result = run.result()
-    output.show(run.table(result))
-    return result
+        return run.show(output)

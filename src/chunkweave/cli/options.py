@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes
+from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.tiers.blobs import without_secrets
 
@@ -26,18 +26,9 @@ StoreBudget = Annotated[str, typer.Option(help="Most memory for stored segments,
 RecomputeRatio = Annotated[
     float, typer.Option(help="Share of the reused chunks' tokens that is computed again, 0 to 1.")
 ]
-AskedRatio = Annotated[
-    float | None,
-    typer.Option("--recompute-ratio", help="Share of the reused chunks' tokens that --method computes again, 0 to 1."),
-]
-AskedAlpha = Annotated[
-    float | None, typer.Option("--alpha", help="Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
-]
-Quality = Annotated[
-    str | None,
-    typer.Option(help="exact, balanced or fast: how close to full prefill; the last two need `chunkweave calibrate`."),
-]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
+Warm = Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")]
+CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON to this file.")]
 CacheDir = Annotated[
@@ -75,46 +66,6 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _DURATION_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def store_config(
-    *,
-    store_budget: str = DEFAULT_STORE_BUDGET,
-    cache_dir: Path | None = None,
-    disk_budget: str = DEFAULT_DISK_BUDGET,
-    remote_url: str | None = None,
-    codec: str = "raw",
-    ttl: str | None = None,
-) -> StoreConfig:
-    """What the options of a command ask for.
-
-    Raises:
-        UsageError: a size, a duration, a codec or the cache folder is not one.
-    """
-    if cache_dir is not None and cache_dir.exists() and not cache_dir.is_dir():
-        raise UsageError(f"--cache-dir {cache_dir} is not a folder")
-    return StoreConfig(
-        parse_bytes(store_budget),
-        cache_dir=cache_dir,
-        disk_budget_bytes=parse_bytes(disk_budget),
-        remote_url=remote_url,
-        codec=codec,
-        ttl_s=None if ttl is None else parse_duration(ttl),
-    )
-
-
-def reuse_config(method: str | None, recompute_ratio: float | None, alpha: float | None) -> ReuseConfig:
-    """What a named method is to be told.
-
-    Raises:
-        UsageError: a value is out of range, or there is no method that it could be for.
-    """
-    asked = {"recompute_ratio": recompute_ratio, "alpha": alpha}
-    told: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    config = ReuseConfig(**told)
-    if told and method is None:
-        raise UsageError("--recompute-ratio and --alpha set a method: name it with --method")
-    return config
-
-
 def kept(store: StoreConfig) -> dict[str, Any]:
     """What a benchmark's result says about where segments were kept."""
     tiers = ["host"] + ["disk"] * (store.cache_dir is not None) + ["remote"] * (store.remote_url is not None)
@@ -139,6 +90,11 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise UsageError(f"not a duration: {text!r}; write for example 30s, 90m, 12h or 7d")
     return float(match[1]) * _DURATION_UNITS_S[match[2] or "s"]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names of a list such as `cacheblend,epic`."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def numbers(text: str, option: str) -> list[float]:

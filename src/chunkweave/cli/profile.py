@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import set_threads
 from chunkweave.cli.console import Output, progress, status, stderr
-from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.option_blocks import StoreOptions, TimedModelOptions, with_blocks
 from chunkweave.cli.tables import seconds, size
 from chunkweave.errors import UsageError
+from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.results import check_writable
 from chunkweave.planning.cost_file import cost_model_path
 from chunkweave.planning.cost_model import CostModel
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from chunkweave.types import SegmentId
 
 
+@with_blocks
 def profile(
-    model: options.Model = None,
-    shape: options.Shape = None,
+    *,
+    model: TimedModelOptions,
     cache_dir: options.CacheDir = None,
     remote_url: options.RemoteUrl = None,
     out: Annotated[
@@ -43,44 +45,43 @@ def profile(
     segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the segments that tiers read.")] = 512,
     segments: Annotated[int, typer.Option(min=1, help="Segments that tiers read.")] = 8,
     codec: options.Codec = "raw",
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")] = None,
     json: options.Json = False,
 ) -> None:
     """Measure prefill times and each tier's throughput, and write the cost-model file.
 
     Exit code 1 if a tier could not be measured; the file has the rest then.
     """
-    from chunkweave.engine.profiling import profile_prefill
-
     if out is None and cache_dir is None:
         raise UsageError("where should the cost model go? Give --cache-dir, or --out FILE")
     if out is not None:
         check_writable(out)
-    choice = ModelChoice(model, shape, device, dtype, seed)
+    choice = model.choice()
     cached, new = _axis(cached_tokens, 0, "--cached-tokens"), _axis(new_tokens, 1, "--new-tokens")
-    options.store_config(cache_dir=cache_dir, remote_url=remote_url)
-    set_threads(threads)
+    StoreOptions(cache_dir=cache_dir, remote_url=remote_url).config()
+    model.bound_threads()
     with choice.open() as engine:
         loaded = engine.loaded
-    if max(cached) + min(new) >= loaded.model.geometry.max_positions:
-        raise UsageError(f"cached and new tokens must fit the model's context of {loaded.model.geometry.max_positions}")
-    with progress("measuring prefill") as report:
-        cost = profile_prefill(
-            loaded.model, loaded.fingerprint, cached_tokens=cached, new_tokens=new, repeats=repeats, progress=report
-        )
-    asked = {"disk": cache_dir, "remote": remote_url}
+    cost = _prefill_times(loaded, cached, new, repeats)
     tiers = _throughputs(loaded, cache_dir, remote_url, codec, segment_tokens, segments)
-    cost = CostModel(
-        cost.cached_tokens, cost.new_tokens, cost.prefill_s, cost.kv_bytes_per_token, tiers, cost.fingerprint
-    )
+    cost = replace(cost, tier_bytes_per_s=tiers)
     path = out or _default_place(cache_dir, loaded.fingerprint)
     _save(cost, path)
     _show(Output(json), cost, path, choice.name)
+    asked = {"disk": cache_dir, "remote": remote_url}
     if any(place is not None and name not in tiers for name, place in asked.items()):
         raise typer.Exit(1)
+
+
+def _prefill_times(loaded: "LoadedModel", cached: list[int], new: list[int], repeats: int) -> CostModel:
+    from chunkweave.engine.profiling import profile_prefill
+
+    limit = loaded.model.geometry.max_positions
+    if max(cached) + min(new) >= limit:
+        raise UsageError(f"cached and new tokens must fit the model's context of {limit}")
+    with progress("measuring prefill") as report:
+        return profile_prefill(
+            loaded.model, loaded.fingerprint, cached_tokens=cached, new_tokens=new, repeats=repeats, progress=report
+        )
 
 
 def _axis(text: str, least: int, option: str) -> list[int]:
@@ -125,7 +126,8 @@ def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
         tier = DiskTier(Path(scratch), "profile", codec=codec)
 
         def forget(segment: "SegmentId") -> None:
-            _drop_page_cache(tier.folder / segment[:2] / f"{segment}.safetensors")
+            source = tier.get(segment)
+            drop_page_cache([] if source is None else [source.path])
 
         yield tier, forget
 
@@ -142,18 +144,6 @@ def _scratch_remote(url: str, codec: str) -> Iterator[Any]:
         yield RemoteTier(blobs, f"profile-{os.urandom(8).hex()}", codec=make_codec(codec), deadline_s=30.0)
     finally:
         blobs.close()
-
-
-def _drop_page_cache(path: Path) -> None:
-    """Make the system read the file from its device next time, where it can be asked to."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
 
 
 def _default_place(cache_dir: Path | None, fingerprint: str) -> Path:

@@ -1,9 +1,7 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,49 +11,27 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
-from chunkweave.engine.answer import Answer, Durations, Request, StreamEvent, make_report
+from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.detokenizer import Detokenizer
+from chunkweave.engine.method_source import open_chooser, refuse_unknown
 from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.engine.sampling import Sampler
+from chunkweave.engine.running import RunningRequest
 from chunkweave.engine.stores import open_store
-from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.adaptive import HiddenLoading
-from chunkweave.planning.calibration_file import stored_calibration
-from chunkweave.planning.calibration_record import CalibrationRecord, Quality
+from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Why, Wish
+from chunkweave.planning.method_choice import MethodChoice, Wish
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
-from chunkweave.types import Chunk, SegmentId
+from chunkweave.types import Chunk, Geometry, SegmentId
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Running:
-    """One request between its first and its last token. Owned by `Engine._decode_all`."""
-
-    request: Request
-    prefilled: Prefilled
-    choice: MethodChoice
-    sampler: Sampler
-    detokenizer: Detokenizer
-    room: int
-    queue_s: float
-    tiers: Mapping[SegmentId, str]
-    records: Mapping[SegmentId, SegmentRecord]
-    ttft_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
 
 
 class Engine:
@@ -97,17 +73,9 @@ class Engine:
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
         cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
-        record = calibration or stored_calibration(cache_dir, loaded.folder, loaded.fingerprint)
-        if record is not None and record.fingerprint != loaded.fingerprint:
-            raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
-        self._chooser = MethodChooser(Wish.of(method, quality), self._reuse, record, _how_to_calibrate(loaded))
-        usual = self._chooser.choose(Wish())
-        make_method(usual.method, usual.reuse)
-        if record is None and usual.why is Why.EXACT:
-            logger.info(
-                "only exact prefixes are reused unless a method is named; `%s` finds out what more is safe",
-                self._chooser.how_to_calibrate,
-            )
+        self._chooser = open_chooser(
+            loaded, Wish.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
+        )
         self._owns_store = not isinstance(store, TieredStore)
         cost: CostModel | None = None
         if not isinstance(store, TieredStore):
@@ -137,7 +105,7 @@ class Engine:
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method or quality do not exist here, or the quality needs a calibration.
         """
-        _refuse_unknown(method, quality)
+        refuse_unknown(method, quality)
         loaded = load_folder(Path(model), device=device, dtype=dtype)
         return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
 
@@ -160,7 +128,7 @@ class Engine:
             UnknownMethodError: no such shape or method.
             UsageError: no such quality, or it needs a calibration.
         """
-        _refuse_unknown(method, quality)
+        refuse_unknown(method, quality)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
         return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
 
@@ -187,6 +155,10 @@ class Engine:
     def loaded(self) -> LoadedModel:
         """The model with its tokenizer and fingerprint."""
         return self._loaded
+
+    @property
+    def _geometry(self) -> Geometry:
+        return self._loaded.model.geometry
 
     @property
     def calibration(self) -> CalibrationRecord | None:
@@ -239,11 +211,11 @@ class Engine:
         reuse_method = self._make_method(choice, recompute_ratio)
         running = self._start(request, choice, reuse_method, time.perf_counter(), 0.0)
         started = time.perf_counter()
-        yield StreamEvent(running.detokenizer.text)
+        yield StreamEvent(running.text)
         while running.finish_reason is None:
-            yield StreamEvent(self._advance(running, self._decode([running])[0]))
-        rest = running.detokenizer.finish()
-        yield StreamEvent(rest, self._answer(running, time.perf_counter() - started))
+            yield StreamEvent(running.advance(self._decode([running])[0]))
+        rest = running.finish()
+        yield StreamEvent(rest, running.answer(self._geometry, time.perf_counter() - started))
 
     def generate_batch(
         self,
@@ -272,11 +244,11 @@ class Engine:
         started = time.perf_counter()
         while active := [running for running in batch if running.finish_reason is None]:
             for running, logits in zip(active, self._decode(active), strict=True):
-                self._advance(running, logits)
+                running.advance(logits)
         elapsed = time.perf_counter() - started
         for running in batch:
-            running.detokenizer.finish()
-        return [self._answer(running, elapsed) for running in batch]
+            running.finish()
+        return [running.answer(self._geometry, elapsed) for running in batch]
 
     def precompute(
         self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", progress: Progress | None = None
@@ -313,17 +285,24 @@ class Engine:
 
     def _start(
         self, request: Request, choice: MethodChoice, method: ReuseMethod, arrived: float, queue_s: float
-    ) -> _Running:
+    ) -> RunningRequest:
         """Prefill one request, choose its first token, and store what was computed."""
         prompt = self._build(request)
         room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
         prefilled = self.runner.prefill(prompt, method, new_tokens=room)
-        detokenizer = Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop)
-        # Both before what was loaded is promoted and what is new may evict it.
-        tiers, records = self._tiers(prefilled), self._records(prefilled)
-        sampler = Sampler(request.sampling)
-        running = _Running(request, prefilled, choice, sampler, detokenizer, room, queue_s, tiers, records)
-        self._advance(running, prefilled.logits)
+        running = RunningRequest(
+            request,
+            prefilled,
+            Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop),
+            stop_ids=self._loaded.tokenizer.stop_ids,
+            room=room,
+            queue_s=queue_s,
+            choice=choice,
+            # Both before what was loaded is promoted and what is new may evict it.
+            tiers=self._tiers(prefilled),
+            records=self._records(prefilled),
+        )
+        running.advance(prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
         self.runner.store_new(prefilled)
         return running
@@ -338,52 +317,9 @@ class Engine:
         found = {segment: self.store.record(segment) for segment in prefilled.plan.segments()}
         return {segment: record for segment, record in found.items() if record is not None}
 
-    def _decode(self, active: Sequence[_Running]) -> torch.Tensor:
+    def _decode(self, active: Sequence[RunningRequest]) -> torch.Tensor:
         return self.runner.decode(
             [running.prefilled.cache for running in active],
             [running.token_ids[-1] for running in active],
-            [len(running.prefilled.prompt) + len(running.token_ids) - 1 for running in active],
+            [running.position for running in active],
         )
-
-    def _advance(self, running: _Running, logits: torch.Tensor) -> str:
-        """Choose a request's next token from its logits `[vocab]`; returns the text that may be shown now."""
-        token = running.sampler.choose(logits)
-        if token in self._loaded.tokenizer.stop_ids:
-            running.finish_reason = "stop"
-            return ""
-        running.token_ids.append(token)
-        text = running.detokenizer.add(running.token_ids)
-        if running.detokenizer.stopped:
-            running.finish_reason = "stop"
-        elif len(running.token_ids) >= running.room:
-            running.finish_reason = "length"
-        return text
-
-    def _answer(self, running: _Running, decode_s: float) -> Answer:
-        durations = Durations(running.ttft_s, decode_s, running.queue_s)
-        geometry = self._loaded.model.geometry
-        report = make_report(
-            running.prefilled, geometry, durations, len(running.token_ids), running.tiers, running.choice
-        )
-        reason = running.finish_reason or "length"
-        explanation = explain_plan(
-            running.prefilled.plan,
-            num_layers=geometry.num_layers,
-            recomputed=running.prefilled.recomputed,
-            records=running.records,
-            stop=running.prefilled.stop,
-        )
-        return Answer(running.detokenizer.text, tuple(running.token_ids), reason, report, explanation)
-
-
-def _refuse_unknown(method: str | None, quality: str | None) -> None:
-    """Before a model is loaded for nothing."""
-    if method is not None:
-        make_method(method)
-    if quality is not None:
-        Quality.parse(quality)
-
-
-def _how_to_calibrate(loaded: LoadedModel) -> str:
-    where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
-    return f"chunkweave calibrate {where}"

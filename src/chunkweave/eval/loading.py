@@ -1,6 +1,5 @@
 """How well loading hides behind computing: one weave over links of chosen speed, in every order of loading."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.prompts import alone_prompts
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -101,7 +101,7 @@ def measure_disk_loading(
     host: Level[SegmentSource] = Level("host", SegmentStore(HostTier(), budget_bytes=0))
     store: TieredStore[SegmentSource] = TieredStore([host, slow])
     try:
-        bench = _Bench(model, prompt, config, store, before=lambda: drop_page_cache(disk.folder))
+        bench = _Bench(model, prompt, config, store, before=lambda: drop_page_cache(disk.folder.rglob("*.safetensors")))
         bench.time_memory()
         recompute_s = median(bench.time_memory() for _ in range(config.repeats))
         load_s = median(bench.time_reading() for _ in range(config.repeats))
@@ -112,16 +112,6 @@ def measure_disk_loading(
         yield from _rows("disk", load_s / recompute_s, times, load_s, _layer_shares(bench.weave(), model), config)
     finally:
         store.close()
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Make the operating system forget the segments under a folder, so that the disk is read."""
-    for path in folder.rglob("*.safetensors"):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
 
 
 def _rows(

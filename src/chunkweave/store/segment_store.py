@@ -1,48 +1,36 @@
 """One pool of segments under a byte budget, found by path (exact prefixes) or by chunk (variants)."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from threading import Condition, RLock
 from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
-from chunkweave.errors import StoreError, UsageError
-from chunkweave.store.catalog import Catalog
+from chunkweave.errors import UsageError
 from chunkweave.store.eviction import EvictionPolicy
+from chunkweave.store.guarded_tier import GuardedTier
 from chunkweave.store.lease import Lease
+from chunkweave.store.ledger import Ledger
 from chunkweave.store.lookup import PromptLookup, look_up
-from chunkweave.store.pins import Pins
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.shared import DescribedPayload, SharedTier
+from chunkweave.store.shared import DescribedPayload
 from chunkweave.store.stats import StoreStats
 from chunkweave.store.tier import PayloadT, Tier
-from chunkweave.store.under_way import Claim, UnderWay
+from chunkweave.store.transfers import OnEvict, Transfers
 from chunkweave.types import ChunkId, SegmentId
-
-logger = logging.getLogger(__name__)
-
-_CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
 
 
 class SegmentStore(Generic[PayloadT]):
     """Records, indexes, budget and pins of the segments whose payloads lie in one tier (DESIGN §3.4).
 
-    Owns the catalog, the policy, and what this process puts into the tier. Nothing of START or QUESTION parts comes
-    in: a record needs the id that they lack. Thread-safe: one lock, the store's own, guards catalog, policy and pins.
-    Payloads are read, written and deleted without it, so that a slow tier keeps nobody else waiting: room is
-    reserved by a claim under the lock, the payload moved outside, and the record published under the lock again.
-    Who wants to move the same segment waits.
+    Nothing of START or QUESTION parts comes in: a record needs the id that they lack. Thread-safe: what is known of the
+    segments lies in a `Ledger` under one lock, and payloads are moved without it (`Transfers`).
 
-    Bytes held never exceed the budget: what is evicted is deleted before the payload comes in. Leaves of the path
-    index and what is outside it are evicted first, whatever the policy; an inner node goes only if nothing else
-    is unpinned, and its descendants then stay as variants.
+    Bytes held never exceed the budget. Leaves of the path index and what is outside it are evicted first, whatever the
+    policy; an inner node goes only if nothing else is unpinned, and its descendants then stay as variants.
 
-    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim that nobody
-    holds, and the next call first brings indexes, policy and tier back in line with the records. So no order of
-    statements has to be safe by itself, and at most the segment being moved is lost.
+    A change that is interrupted (Ctrl-C, a tier that raises) is put right by the next call; at most the segment being
+    moved is lost.
     """
 
     def __init__(
@@ -74,21 +62,12 @@ class SegmentStore(Generic[PayloadT]):
         policy = LRUPolicy() if policy is None else policy
         if any(True for _ in policy.ids()):
             raise UsageError("a new store needs a fresh eviction policy")
-        self.on_evict: Callable[[SegmentRecord, PayloadT], None] | None = None
+        self.on_evict: OnEvict[PayloadT] | None = None
         """Called with each evicted segment, without the lock held; for tiers in memory, whose payloads live on."""
         self._tier = tier
-        self._shared = shared
-        self._kept = kept
-        self._finder = tier if isinstance(tier, SharedTier) else None
-        self._budget_bytes = budget_bytes
-        self._lock = RLock()
-        self._moved = Condition(self._lock)
-        self._unsettled = False
-        self._catalog = Catalog(policy)
-        self._pins = Pins()
-        self._under_way = UnderWay()
-        self._undeletable: set[SegmentId] = set()
-        self._counts = StoreStats()
+        self._guarded = GuardedTier(tier, shared=shared)
+        self._ledger: Ledger[PayloadT] = Ledger(self._guarded, policy, budget_bytes=budget_bytes, kept=kept)
+        self._transfers = Transfers(self._ledger, self._guarded)
         if load:
             self._load()
 
@@ -100,47 +79,40 @@ class SegmentStore(Generic[PayloadT]):
     @property
     def probes(self) -> bool:
         """Whether `probe` can find anything."""
-        return self._finder is not None
+        return self._guarded.finder is not None
 
     @property
     def budget_bytes(self) -> int:
         """Most bytes of payload held at any time."""
-        return self._budget_bytes
+        return self._ledger.budget_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of payload held now, without those on their way in."""
-        with self._settled():
-            return self._catalog.used_bytes
+        with self._ledger.settled():
+            return self._ledger.catalog.used_bytes
 
     @property
     def stats(self) -> StoreStats:
         """A snapshot of the counters."""
-        with self._settled():
-            return replace(
-                self._counts,
-                segments=len(self._catalog.records),
-                chunks=self._catalog.num_chunks,
-                bytes=self._catalog.used_bytes,
-                undeletable=len(self._undeletable),
-            )
+        return self._ledger.stats
 
     def __len__(self) -> int:
-        with self._settled():
-            return len(self._catalog.records)
+        with self._ledger.settled():
+            return len(self._ledger.catalog.records)
 
     def __contains__(self, segment: SegmentId) -> bool:
         return self.record(segment) is not None
 
     def record(self, segment: SegmentId) -> SegmentRecord | None:
         """The record of a stored segment, or None."""
-        with self._settled():
-            return self._catalog.records.get(segment)
+        with self._ledger.settled():
+            return self._ledger.catalog.records.get(segment)
 
     def records(self) -> tuple[SegmentRecord, ...]:
         """A snapshot of all records, in no order."""
-        with self._settled():
-            return tuple(self._catalog.records.values())
+        with self._ledger.settled():
+            return tuple(self._ledger.catalog.records.values())
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
         """What is stored for each part of `prompt`; pins nothing and is no use in the policy's eyes.
@@ -148,10 +120,10 @@ class SegmentStore(Generic[PayloadT]):
         A stored segment counts only if its token ids are the part's, not on the strength of the hash
         (DESIGN §3.2). What is found may be evicted before it is leased: `get` then says so.
         """
-        with self._settled():
-            path = self._catalog.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
+        with self._ledger.settled():
+            path = self._ledger.catalog.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
             found = look_up(prompt, path, self.variants)
-            self._count(hits=found.hits, misses=found.misses)
+            self._ledger.count(hits=found.hits, misses=found.misses)
             return found
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
@@ -160,13 +132,13 @@ class SegmentStore(Generic[PayloadT]):
             return ()
         matching: list[SegmentRecord] = []
         equal: tuple[int, ...] | None = None  # variants share this object, so that most need no second comparison
-        with self._settled():
-            for record in self._catalog.variants(part.id):
+        with self._ledger.settled():
+            for record in self._ledger.catalog.variants(part.id):
                 if record.token_ids is equal or record.token_ids == part.token_ids:
                     equal = record.token_ids
                     matching.append(record)
                 else:
-                    self._count_mismatch(record)
+                    self._ledger.count_mismatch(record)
         return tuple(matching)
 
     def probe(self, segments: Sequence[SegmentId]) -> None:
@@ -177,13 +149,13 @@ class SegmentStore(Generic[PayloadT]):
         Raises:
             OSError: the tier cannot be asked.
         """
-        if self._finder is None:
+        if self._guarded.finder is None:
             return
-        with self._settled():
-            unknown = [s for s in segments if s not in self._catalog.records and s not in self._under_way]
+        with self._ledger.settled():
+            unknown = [s for s in segments if s not in self._ledger.catalog.records and s not in self._ledger.under_way]
         if not unknown:
             return
-        for record in self._finder.find(unknown):
+        for record in self._guarded.finder.find(unknown):
             if record.id in unknown and _is_sound(record):
                 self._adopt(record)
 
@@ -195,10 +167,10 @@ class SegmentStore(Generic[PayloadT]):
         The deepest part is touched first, so that ancestors on a path are more recent than their descendants.
         """
         ids = dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted)
-        with self._changing():
-            lease = self._pins.lease(segment for segment in ids if segment in self._catalog.records)
+        with self._ledger.changing():
+            lease = self._ledger.pins.lease(segment for segment in ids if segment in self._ledger.catalog.records)
             for segment in reversed(lease.ids):
-                self._catalog.touch(self._catalog.records[segment])
+                self._ledger.catalog.touch(self._ledger.catalog.records[segment])
             return lease
 
     def get(self, segment: SegmentId) -> PayloadT | None:
@@ -213,7 +185,7 @@ class SegmentStore(Generic[PayloadT]):
             return None
         payload = self._tier.get(segment)
         if payload is None or _is_replaced(payload, record):
-            self._drop_lost(record)
+            self._ledger.drop_lost(record)
             return None
         return payload
 
@@ -235,20 +207,7 @@ class SegmentStore(Generic[PayloadT]):
             raise UsageError(f"segment {record.id} has an id that is not its own, or no bytes ({record.nbytes})")
         self.probe([record.id])
         self._drop_vanished(record.id)
-        claim = Claim(record, record.nbytes)
-        leaving: list[Claim] = []
-        try:
-            stored = self._reserve(claim, leaving)
-            if stored is not None:
-                return stored
-            evicted = self._evicted(leaving)
-            self._bury(leaving)
-            self._pass_on(evicted)
-            self._tier.put(record, payload)
-            return self._publish(claim, wanted)
-        except BaseException:
-            _give_up(claim, *leaving)
-            raise
+        return self._transfers.bring_in(record, payload, wanted=wanted, on_evict=self.on_evict)
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment, pinned or not; False if it was not stored.
@@ -272,50 +231,26 @@ class SegmentStore(Generic[PayloadT]):
         What is just being written under such a record is not published. Unless told `among` which, a tier shared with
         other processes is searched as a whole, since it may hold what was never looked up here.
         """
-        leaving: list[Claim] = []
-        try:
-            with self._changing():
-                self._under_way.cancel_where(doomed)
-                records = self._catalog.records
-                candidates = tuple(records.values()) if among is None else [records[s] for s in among if s in records]
-                dropped = [record for record in candidates if doomed(record)]
-                for record in dropped:
-                    self._withdraw(record, leaving)
-            self._bury(leaving)
-            return len(dropped) + (self._delete_unknown(doomed, among) if self._shared else 0)
-        except BaseException:
-            _give_up(*leaving)
-            raise
+        return self._transfers.take_out(doomed, among)
 
     def records_of(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
         """All variants of a chunk, most recently used first."""
-        with self._settled():
-            return tuple(self._catalog.variants(chunk))
+        with self._ledger.settled():
+            return tuple(self._ledger.catalog.variants(chunk))
 
     def is_claimed(self, segment: SegmentId) -> bool:
         """Whether a lease, a pin, or somebody who is moving its payload keeps a segment from being evicted now."""
-        with self._settled():
-            return self._is_claimed(segment)
+        with self._ledger.settled():
+            return self._ledger.is_claimed(segment)
 
     def has_children(self, segment: SegmentId) -> bool:
         """Whether exact segments continue this one, so that it is an inner node of the path index."""
-        with self._settled():
-            return self._catalog.has_children(segment)
+        with self._ledger.settled():
+            return self._ledger.catalog.has_children(segment)
 
     def drop(self, segment: SegmentId) -> bool:
         """Evict a segment for another reason than room, without a word to `on_evict`; False if it may not go."""
-        leaving: list[Claim] = []
-        try:
-            with self._changing():
-                record = self._catalog.records.get(segment)
-                if record is None or self._is_claimed(segment):
-                    return False
-                self._withdraw(record, leaving)
-            self._bury(leaving)
-            return True
-        except BaseException:
-            _give_up(*leaving)
-            raise
+        return self._transfers.drop(segment)
 
     def check(self) -> None:
         """Audit records, indexes, policy, pins and tier against each other.
@@ -325,228 +260,26 @@ class SegmentStore(Generic[PayloadT]):
         Raises:
             StoreError: an invariant does not hold (or the tier lost a payload that no `get` has missed yet).
         """
-        with self._settled():
-            self._catalog.check()
-            records, busy = self._catalog.records, self._under_way.ids()
-            if not self._shared:
-                known = {s: record.nbytes for s, record in records.items() if s not in busy}
-                held = {r.id: r.nbytes for r in self._tier.records() if r.id not in busy | self._undeletable}
-                if held != known:
-                    raise StoreError("the tier does not hold exactly the recorded segments in their recorded sizes")
-            used_bytes = self._catalog.used_bytes + self._under_way.extra_bytes(records)
-            if used_bytes > self._budget_bytes:
-                raise StoreError(f"{used_bytes} bytes are held or reserved, the budget is {self._budget_bytes}")
-            if not self._pins.ids() <= records.keys() | busy:
-                raise StoreError("a pin names a segment that is not stored")
-
-    def _is_claimed(self, segment: SegmentId) -> bool:
-        return segment in self._kept or segment in self._under_way or segment in self._pins.ids()
-
-    @contextmanager
-    def _settled(self) -> Iterator[None]:
-        with self._lock:
-            if self._unsettled or self._under_way.broken():
-                self._rebuild()
-            yield
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Every change happens inside one of these, and none starts inside another."""
-        with self._settled():
-            self._unsettled = True
-            yield
-            self._unsettled = False
+        self._ledger.check()
 
     def _load(self) -> None:
-        leaving: list[Claim] = []
-        for record in self._listed():
-            if _is_sound(record) and record.id not in self._catalog.records:
-                self._catalog.add(record)
-        records = self._catalog.records
-        while self._catalog.used_bytes > self._budget_bytes and not records.keys() <= self._kept:
-            self._withdraw(self._catalog.victim(kept=self._kept, spared=frozenset()), leaving, keep_room=False)
-            self._count(evictions=1)
-        self._bury(leaving)
-
-    def _found(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
-        try:
-            return [] if self._finder is None else list(self._finder.find(segments))
-        except OSError as error:
-            logger.warning("the tier cannot be asked for segments to delete: %s", error)
-            return []
-
-    def _listed(self) -> list[SegmentRecord]:
-        try:
-            return list(self._tier.records())
-        except OSError as error:
-            logger.warning("the tier cannot say what it holds: %s", error)
-            return []
-
-    def _rebuild(self) -> None:
-        """Bring tier, catalog and pins in line with each other; may be interrupted and run again."""
-        logger.warning("a change of the segment store was interrupted; rebuilding its indexes")
-        records = self._catalog.records
-        self._catalog.rebuild({s: r.nbytes if self._shared else self._tier.nbytes(s) for s, r in records.items()})
-        records = self._catalog.records
-        for segment in self._under_way.broken():
-            if segment not in records:
-                self._delete(segment)
-            self._under_way.remove(segment)
-        for segment in self._pins.ids() - records.keys() - self._under_way.ids():
-            self._pins.forget(segment)
-        self._moved.notify_all()
-        self._unsettled = False
-
-    def _reserve(self, claim: Claim, leaving: list[Claim]) -> bool | None:
-        """Claim room for a payload, and withdraw what must leave for it; or the answer if it need not come in."""
-        record = claim.record
-        with self._lock:
-            self._wait_for(record.id)
-            with self._changing():
-                old = self._catalog.records.get(record.id)
-                if old is not None and old.token_ids != record.token_ids:
-                    self._count_mismatch(old)
-                    self._count(rejected=1)
-                    return False
-                if old is not None and (old.exact or not record.exact):
-                    self._catalog.touch(old)
-                    return True
-                if not self._make_room(record, leaving):
-                    self._count(rejected=1)
-                    logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)
-                    return False
-                self._under_way.add(claim)
-                return None
-
-    def _publish(self, claim: Claim, wanted: Callable[[], bool]) -> bool:
-        """Enter a record whose payload is in the tier, unless nobody wants it any more or it is not what was said."""
-        record = claim.record
-        # A shared tier that was left in time says nothing worth a round trip; another process may have replaced it.
-        held_bytes = record.nbytes if self._shared else self._tier.nbytes(record.id)
-        with self._changing():
-            old = self._catalog.records.get(record.id)
-            if old is not None:
-                self._catalog.remove(old)
-            fits = 0 < held_bytes <= record.nbytes
-            published = fits and not claim.unwanted and wanted()
-            if published:
-                self._catalog.add(record if held_bytes == record.nbytes else replace(record, nbytes=held_bytes))
-                self._count(inserts=1)
-                self._undeletable.discard(record.id)
-                self._under_way.remove(record.id)
-                self._moved.notify_all()
-            else:
-                self._pins.forget(record.id)
-            if not fits:
-                logger.warning("the tier holds %d bytes of segment %s, not %d", held_bytes, record.id, record.nbytes)
-                self._count(rejected=1)
-        if not published:
-            self._bury([claim])
-        return published
-
-    def _make_room(self, record: SegmentRecord, leaving: list[Claim]) -> bool:
-        """Evict until `record` fits in place of what is stored under its id; False, without evicting, if it cannot."""
-        records = self._catalog.records
-        replaced_bytes = records[record.id].nbytes if record.id in records else 0
-        more_bytes = record.nbytes + self._under_way.extra_bytes(records)
-        if self._catalog.used_bytes - replaced_bytes + more_bytes <= self._budget_bytes:
-            return True
-        kept = self._pins.ids() | self._under_way.ids() | self._kept
-        staying_bytes = sum(records[segment].nbytes for segment in kept - {record.id} if segment in records)
-        if staying_bytes + more_bytes > self._budget_bytes:
-            return False
-        ancestors = set(self._catalog.longest_exact_prefix(record.context)) if record.exact else set()
-        while self._catalog.used_bytes - replaced_bytes + more_bytes > self._budget_bytes:
-            victim = self._catalog.victim(kept=kept | {record.id}, spared=ancestors)
-            self._withdraw(victim, leaving, keep_room=False)
-            self._count(evictions=1)
-        return True
-
-    def _withdraw(self, record: SegmentRecord, leaving: list[Claim], *, keep_room: bool = True) -> None:
-        """Take a record out; its payload is deleted by `_bury(leaving)`, outside the lock.
-
-        Its room stays reserved until then, unless it goes to a payload that comes in after that. If its payload is
-        just being replaced, the writer of the new one sees to what is in the tier.
-        """
-        if record.id not in self._under_way:
-            claim = Claim(record, record.nbytes if keep_room else 0)
-            leaving.append(claim)
-            self._under_way.add(claim)
-        self._catalog.remove(record)
-        self._pins.forget(record.id)
-
-    def _bury(self, leaving: Sequence[Claim]) -> None:
-        if not leaving:
-            return
-        for claim in leaving:
-            self._delete(claim.record.id)
-        with self._lock:
-            for claim in leaving:
-                self._under_way.remove(claim.record.id)
-            self._moved.notify_all()
-
-    def _delete(self, segment: SegmentId) -> None:
-        try:
-            self._tier.delete(segment)
-        except OSError as error:
-            self._undeletable.add(segment)
-            logger.warning("segment %s cannot be deleted from its tier: %s", segment, error)
-
-    def _delete_unknown(self, doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None) -> int:
-        """Delete from a shared tier what was never looked up here."""
-        found = self._listed() if among is None else self._found(among)
-        unknown = [record.id for record in found if doomed(record)]
-        for segment in unknown:
-            self._delete(segment)
-        return len(unknown)
-
-    def _wait_for(self, segment: SegmentId) -> None:
-        while segment in self._under_way:
-            with self._settled():
-                if segment in self._under_way:
-                    self._moved.wait(_CLAIM_POLL_S)
+        for record in self._guarded.listed():
+            if _is_sound(record) and record.id not in self._ledger.catalog.records:
+                self._ledger.catalog.add(record)
+        self._transfers.trim()
 
     def _adopt(self, record: SegmentRecord) -> None:
-        with self._changing():
-            records = self._catalog.records
-            if record.id in records or record.id in self._under_way or record.id in self._undeletable:
+        with self._ledger.changing():
+            records = self._ledger.catalog.records
+            if record.id in records or record.id in self._ledger.under_way or record.id in self._guarded.undeletable:
                 return
-            used_bytes = self._catalog.used_bytes + self._under_way.extra_bytes(records)
-            if used_bytes + record.nbytes <= self._budget_bytes:
-                self._catalog.add(record)
+            if self._ledger.taken_bytes + record.nbytes <= self._ledger.budget_bytes:
+                self._ledger.catalog.add(record)
 
     def _drop_vanished(self, segment: SegmentId) -> None:
         record = self.record(segment)
         if record is not None and self._tier.nbytes(segment) != record.nbytes:
-            self._drop_lost(record)
-
-    def _drop_lost(self, record: SegmentRecord) -> None:
-        with self._changing():
-            if self._catalog.records.get(record.id) is not record or record.id in self._under_way:
-                return
-            logger.warning("the tier lost segment %s; it will be recomputed", record.id)
-            self._catalog.remove(record)
-            self._pins.forget(record.id)
-            self._count(lost=1)
-
-    def _evicted(self, leaving: Sequence[Claim]) -> list[tuple[SegmentRecord, PayloadT]]:
-        """What is being evicted, with its payloads, if somebody wants to know."""
-        if self.on_evict is None:
-            return []
-        payloads = ((claim.record, self._tier.get(claim.record.id)) for claim in leaving)
-        return [(record, payload) for record, payload in payloads if payload is not None]
-
-    def _pass_on(self, evicted: Sequence[tuple[SegmentRecord, PayloadT]]) -> None:
-        for record, payload in evicted:
-            if self.on_evict is not None:
-                self.on_evict(record, payload)
-
-    def _count_mismatch(self, record: SegmentRecord) -> None:
-        logger.warning("segment %s holds other tokens than those asked for under its id; not used", record.id)
-        self._count(mismatched=1)
-
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+            self._ledger.drop_lost(record)
 
 
 def _is_sound(record: SegmentRecord) -> bool:
@@ -559,8 +292,3 @@ def _is_replaced(payload: object, record: SegmentRecord) -> bool:
         return False
     found = payload.header.record
     return (found.id, found.token_ids) != (record.id, record.token_ids) or (record.exact and not found.exact)
-
-
-def _give_up(*claims: Claim) -> None:
-    for claim in claims:
-        claim.given_up = True

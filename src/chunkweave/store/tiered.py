@@ -3,8 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic
 
@@ -12,15 +11,15 @@ from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.ages import Ages
 from chunkweave.store.level import Level
+from chunkweave.store.level_moves import LevelMoves
 from chunkweave.store.lookup import PromptLookup, look_up
 from chunkweave.store.records import SegmentRecord, segment_id, union
-from chunkweave.store.sightings import Sightings
 from chunkweave.store.stats import TieredStats
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.tiered_lease import TieredLease
 from chunkweave.store.tiered_stats import total
 from chunkweave.store.variants import VariantKeeper, VariantLimits
-from chunkweave.store.writer import BackgroundWriter, Write
+from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 
 __all__ = ["Level", "TieredStore"]
@@ -32,14 +31,13 @@ class TieredStore(Generic[PayloadT]):
     """Levels from fast to slow behind the interface of one store (CacheBlend §5, Cache-Craft §3.5, RAGCache §5.1).
 
     What is computed goes into the fastest level, and through a background writer into the slow ones once it was seen
-    often enough. What memory evicts goes one level down unless it is there already (swap-out-only-once); what is
-    used from below is promoted. Slow levels evict on their own; what only they had is gone then.
+    often enough. What memory evicts goes one level down unless it is there already; what is used from below is promoted
+    (`LevelMoves`). Slow levels evict on their own; what only they had is gone then.
 
     A level that fails is a level that has nothing: the next one is asked, at last the segment is computed. An exact
     segment is never answered with an inexact copy of it from another level.
 
-    Thread-safe. Its own lock guards the counters and the moment at which a write is queued, and is never
-    held while a payload moves.
+    Thread-safe. Its own lock guards the counters and ages, and is never held while a payload moves.
     """
 
     def __init__(
@@ -75,17 +73,12 @@ class TieredStore(Generic[PayloadT]):
         self.levels = tuple(levels)
         self._memory = tuple(level for level in levels if not level.background)
         self._slow = tuple(level for level in levels if level.background)
-        self._admission = admission
         self._writer: BackgroundWriter[PayloadT] = BackgroundWriter() if writer is None else writer
         self._lock = threading.Lock()
-        self._sightings = Sightings()
         self._ages = Ages(ttl_s, clock, self._stored_at_s, ageless)
         self._keeper = VariantKeeper(self.levels, self._writer, limits or VariantLimits())
         self._counts = TieredStats()
-        self._removals = 0
-        self._started = threading.local()
-        for index, level in enumerate(self._memory):
-            level.store.on_evict = self._demoter(index)
+        self._moves = LevelMoves(self.levels, self._writer, admission=admission, count=self._count)
 
     @property
     def budget_bytes(self) -> int:
@@ -149,9 +142,8 @@ class TieredStore(Generic[PayloadT]):
         """
         ids = tuple(dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted))
         lease = TieredLease(ids, [level.store.lease(ids) for level in self.levels])
-        if self._slow:
-            for segment in lease.ids:
-                self._admit_used(segment)
+        for segment in lease.ids:
+            self._moves.note_use(segment)
         return lease
 
     def get(self, segment: SegmentId, *, exact: bool = False) -> PayloadT | None:
@@ -185,10 +177,10 @@ class TieredStore(Generic[PayloadT]):
         if held is not None and held.exact and not record.exact:
             return True
         if held is not None:
-            return self._insert(record, payload)
+            return self._moves.store_new(record, payload, self._ages.born)
         with self._keeper.place_for(record) as placed:
             if placed:
-                return self._insert(record, payload)
+                return self._moves.store_new(record, payload, self._ages.born)
         self._count(rejected=1)
         return False
 
@@ -209,31 +201,26 @@ class TieredStore(Generic[PayloadT]):
         holders = self._holders(segment)
         if not holders or not holders[0][0].background:
             return False
-        record = holders[0][1]
-        with self._moving() as unchanged:
-            promoted = self._into_memory(record, payload, unchanged)
-            self._count(promotions=int(promoted))
-            self._write_through(record, payload, unchanged)
-            return promoted
+        return self._moves.promote(holders[0][1], payload)
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment on every level, pinned or not; False if it was on none."""
-        return self._remove_where(lambda record: record.id == segment, among=[segment]) > 0
+        return self._moves.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
     def discard_chunk(self, chunk: ChunkId) -> int:
         """Drop all variants of a chunk on every level, pinned or not; returns how many copies there were."""
-        return self._remove_where(lambda record: record.chunk_id == chunk)
+        return self._moves.remove_where(lambda record: record.chunk_id == chunk)
 
     def discard_source(self, source: str) -> int:
         """Drop all segments of a document, or of one chunk of it, on every level, pinned or not; returns how many.
 
         `source` is a document's name or a chunk's (`document#3`).
         """
-        return self._remove_where(lambda record: source in (record.source, record.document))
+        return self._moves.remove_where(lambda record: source in (record.source, record.document))
 
     def clear(self) -> None:
         """Drop everything on every level, pinned or not. Counters go on."""
-        self._remove_where(lambda _: True)
+        self._moves.remove_where(lambda _: True)
 
     def expire(self, now_s: float | None = None) -> int:
         """Drop what has outlived its time; returns how many segments. Called now and then, by nobody in a hurry."""
@@ -280,104 +267,10 @@ class TieredStore(Generic[PayloadT]):
             expired.update(self._ages.expired(record.id for record in found))
         return tuple(record for record in found if record.id not in expired)
 
-    def _insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
-        with self._moving() as unchanged:
-            stored = self._into_memory(record, payload, unchanged)
-            self._ages.born(record.id)
-            if record.exact:
-                self._drop_inexact(record.id)
-            return self._see_and_write(record, payload, unchanged) or stored
-
-    def _into_memory(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        """Put it into the fastest memory that takes it."""
-        return any(level.available and _insert_quietly(level, record, payload, unchanged) for level in self._memory)
-
-    def _demoter(self, index: int) -> Callable[[SegmentRecord, PayloadT], None]:
-        below = self._memory[index + 1 :]
-
-        def demote(record: SegmentRecord, payload: PayloadT) -> None:
-            unchanged: Callable[[], bool] = getattr(self._started, "unchanged", lambda: True)
-            demoted = False
-            if below:
-                demoted = below[0].record(record.id) is None and _insert_quietly(below[0], record, payload, unchanged)
-            elif self._sightings.count(record.id) >= self._admission:
-                demoted = self._write_through(record, payload, unchanged)
-            self._count(demotions=int(demoted))
-
-        return demote
-
-    def _admit_used(self, segment: SegmentId) -> None:
-        """Count a sighting by use, and write what has thereby been seen often enough."""
-        with self._lock:
-            seen = self._sightings.see(segment)
-        if seen < self._admission or all(level.record(segment) is not None for level in self._slow):
-            return
-        with self._moving() as unchanged:
-            for level in self._memory:
-                record = level.record(segment)
-                payload = None if record is None else level.get(segment)
-                if record is not None and payload is not None:
-                    self._write_through(record, payload, unchanged)
-                    return
-
-    def _see_and_write(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        with self._lock:
-            seen = self._sightings.see(record.id)
-        return seen >= self._admission and self._write_through(record, payload, unchanged)
-
-    def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
-        nbytes = self._memory[-1].store.tier.size_of(record, payload)
-        taken = False
-        for level in self._slow:
-            held = level.store.record(record.id)
-            if held is not None and (held.exact or not record.exact):
-                continue
-            if not level.available:
-                self._count(writes_skipped=1)
-                continue
-            with self._lock:  # so that a removal either sees this write in the queue or is seen here
-                taken = (unchanged() and self._writer.offer(Write(level, record, payload, nbytes))) or taken
-        return taken
-
-    def _drop_inexact(self, segment: SegmentId) -> None:
-        """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
-        self._writer.cancel(lambda record: record.id == segment and not record.exact)
-        for level in self.levels:
-            record = level.store.record(segment)
-            if record is not None and not record.exact:
-                level.store.remove_where(lambda held: held.id == segment and not held.exact, among=[segment])
-
-    def _remove_where(
-        self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None
-    ) -> int:
-        # From slow to fast, after the count: whoever moves a copy up or down meanwhile finds it changed.
-        with self._lock:
-            self._removals += 1
-            self._writer.cancel(doomed)
-        return sum(level.store.remove_where(doomed, among=among) for level in reversed(self.levels))
-
     def _expire(self, expired: set[SegmentId]) -> None:
         if expired:
-            self._remove_where(lambda record: record.id in expired, among=tuple(expired))
+            self._moves.remove_where(lambda record: record.id in expired, among=tuple(expired))
             self._count(expired=len(expired))
-
-    @contextmanager
-    def _moving(self) -> Iterator[Callable[[], bool]]:
-        """While a payload in hand is moved between levels: tells whether nothing was removed since it began.
-
-        What was removed meanwhile may be the very segment in hand, which then must not come back.
-        """
-        before = self._removals
-
-        def unchanged() -> bool:
-            return self._removals == before
-
-        self._started.unchanged = unchanged
-        try:
-            yield unchanged
-        finally:
-            del self._started.unchanged
 
     def _stored_at_s(self, segment: SegmentId) -> float | None:
         times = [level.stored_at_s(segment) for level in self.levels]
@@ -387,12 +280,3 @@ class TieredStore(Generic[PayloadT]):
         with self._lock:
             counts = self._counts
             self._counts = replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
-
-
-def _insert_quietly(
-    level: Level[PayloadT], record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]
-) -> bool:
-    try:
-        return level.insert(record, payload, wanted=wanted)
-    except OSError:
-        return False  # counted and logged by the level

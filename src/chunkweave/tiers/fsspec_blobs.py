@@ -80,7 +80,7 @@ class FsspecBlobs:
                 if self._local:
                     self._fs.chmod(temporary, 0o600)
                 self._fs.mv(temporary, path)
-            except BaseException:
+            except BaseException:  # Ctrl-C too must leave nothing behind
                 self._forget(temporary)
                 raise
 

@@ -3,46 +3,26 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from threading import Lock
+from contextlib import contextmanager
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import Codec, RawCodec
 from chunkweave.kv.segment import SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.blob_segments import fetch_header, fetch_segment
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
 from chunkweave.tiers.breaker import BreakerState, CircuitBreaker
 from chunkweave.tiers.remote_calls import Backoff, RemoteCalls, RemoteGarbage
-from chunkweave.tiers.segment_bytes import MemorySegment, decode_header, decode_segment, encode_segment
-from chunkweave.tiers.segment_file import file_bytes
-from chunkweave.tiers.segment_header import LENGTH_BYTES, FileProblem, SegmentHeader, SegmentRefused, header_size
+from chunkweave.tiers.remote_counts import RemoteCounts, RemoteStats
+from chunkweave.tiers.segment_bytes import MemorySegment, encode_segment
+from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused
+from chunkweave.tiers.segment_layers import file_bytes
 from chunkweave.tiers.withdrawals import PutTicket, Withdrawals
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
 
-_HEAD_BYTES = 16 << 10
 _OWED_AT_ONCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteStats:
-    """Counters since the tier was opened.
-
-    `unavailable` are reads that got no answer (breaker open included), `garbage` those that got a wrong one, `refused`
-    segments of another format version. `bytes_in` and `bytes_out` are bytes of whole segments.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    unavailable: int = 0
-    garbage: int = 0
-    refused: int = 0
-    puts: int = 0
-    failed_puts: int = 0
-    failed_deletes: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
 
 
 class RemoteTier:
@@ -101,15 +81,12 @@ class RemoteTier:
         self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self._cut, backoff=backoff)
         self._ttl_s, self._max_bytes, self._max_listed, self._now = ttl_s, max_bytes, max_listed, now
         self._withdrawals = Withdrawals()
-        self._lock = Lock()
-        self._counts = RemoteStats()
-        self._gave_garbage = False
+        self._counts = RemoteCounts()
 
     @property
     def stats(self) -> RemoteStats:
         """A snapshot of the counters."""
-        with self._lock:
-            return self._counts
+        return self._counts.stats
 
     @property
     def available(self) -> bool:
@@ -140,9 +117,9 @@ class RemoteTier:
             ticket = self._withdrawals.admit(key)
             self._calls.call(lambda: self._send(ticket, data))
         except OSError:
-            self._count(failed_puts=1)
+            self._counts.add(failed_puts=1)
             raise
-        self._count(puts=1, bytes_out=len(data))
+        self._counts.add(puts=1, bytes_out=len(data))
 
     def get(self, segment: SegmentId) -> SegmentSource | None:
         """The segment with all its bytes, or None: not there, not in time, or not to be believed.
@@ -151,24 +128,24 @@ class RemoteTier:
         """
         key = self._readable_key(segment)
         if key is None:
-            self._count(misses=1)
+            self._counts.add(misses=1)
             return None
         try:
             found = self._calls.call(lambda: self._fetch(key))
         except RemoteGarbage as error:
-            self._note_garbage(segment, str(error))
+            self._counts.garbage(segment, str(error))
             return None
         except BlobRefused as refused:
             logger.debug("segment %s of the remote store is not for us: %s", segment, refused)
-            self._count(refused=1)
+            self._counts.add(refused=1)
             return None
         except OSError as error:
-            self._note_unavailable(error)
+            self._counts.unavailable(error)
             return None
         if found is None or self._withdrawals.is_owed(key):
-            self._count(misses=1)
+            self._counts.add(misses=1)
             return None
-        self._count(hits=1, bytes_in=found.header.record.nbytes)
+        self._counts.add(hits=1, bytes_in=found.header.record.nbytes)
         return found
 
     def delete(self, segment: SegmentId) -> None:
@@ -182,7 +159,7 @@ class RemoteTier:
             return
         self._withdrawals.withdraw(key)
         if not self._carry_out(key):
-            self._count(failed_deletes=1)
+            self._counts.add(failed_deletes=1)
             return
         self.settle_deletions(_OWED_AT_ONCE)
 
@@ -201,7 +178,7 @@ class RemoteTier:
         try:
             return self._calls.call(lambda: self._blobs.size(key)) or 0
         except OSError as error:
-            self._note_unavailable(error)
+            self._counts.unavailable(error)
             return 0
 
     def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
@@ -249,33 +226,19 @@ class RemoteTier:
         logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
 
     def _fetch(self, key: BlobKey) -> MemorySegment | None:
-        data = self._blobs.get(key, self._max_bytes + 1)
-        if data is None:
+        with _failures():
+            found = fetch_segment(self._blobs, key, max_bytes=self._max_bytes, report_lost=self._note_lost)
+        if found is None:
             return None
-        if len(data) > self._max_bytes:
-            raise RemoteGarbage(f"more than {self._max_bytes} bytes")
-        try:
-            found = decode_segment(data, self._note_lost)
-        except SegmentRefused as refused:
-            raise _as_failure(refused) from refused
         self._require_own(found.header, key)
-        with self._lock:
-            self._gave_garbage = False
+        self._counts.sound()
         return found
 
     def _fetch_header(self, key: BlobKey) -> SegmentHeader | None:
-        total_bytes = self._blobs.size(key)
-        head = self._blobs.get(key, _HEAD_BYTES)
-        if total_bytes is None or head is None:
-            return None
-        try:
-            needed = header_size(head[:LENGTH_BYTES], total_bytes)
-            if needed > len(head):
-                head = self._blobs.get(key, needed) or b""
-            header = decode_header(head, total_bytes)
-        except SegmentRefused as refused:
-            raise _as_failure(refused) from refused
-        self._require_own(header, key)
+        with _failures():
+            header = fetch_header(self._blobs, key)
+        if header is not None:
+            self._require_own(header, key)
         return header
 
     def _find(self, key: BlobKey) -> list[SegmentRecord]:
@@ -325,25 +288,15 @@ class RemoteTier:
         except OSError as error:
             logger.debug("closing connections: %s", error)
 
-    def _note_unavailable(self, error: OSError) -> None:
-        logger.debug("the remote store did not answer: %s", error)
-        self._count(unavailable=1)
-
     def _note_lost(self, lost: SegmentLost) -> None:
-        self._note_garbage(SegmentId(lost.segment), str(lost))
-
-    def _note_garbage(self, segment: SegmentId, reason: str) -> None:
-        with self._lock:
-            level = logging.DEBUG if self._gave_garbage else logging.WARNING
-            self._gave_garbage = True
-        logger.log(level, "segment %s from the remote store is not used: %s", segment, reason)
-        self._count(garbage=1)
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+        self._counts.garbage(SegmentId(lost.segment), str(lost))
 
 
-def _as_failure(refused: SegmentRefused) -> OSError:
-    """A newer version's segment is no fault of the remote; anything else is."""
-    return (BlobRefused if refused.problem is FileProblem.FUTURE else RemoteGarbage)(str(refused))
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What is refused inside is a failure of the remote, but for a newer version's segment, which is no fault of it."""
+    try:
+        yield
+    except SegmentRefused as refused:
+        failure = BlobRefused if refused.problem is FileProblem.FUTURE else RemoteGarbage
+        raise failure(str(refused)) from refused

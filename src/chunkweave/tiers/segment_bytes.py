@@ -6,10 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from chunkweave.kv.codecs import Codec, EncodingError
+from chunkweave.kv.codecs import Codec
 from chunkweave.kv.segment import SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.segment_file import decode_layer, layout_of
 from chunkweave.tiers.segment_header import (
     LENGTH_BYTES,
     FileProblem,
@@ -19,33 +18,24 @@ from chunkweave.tiers.segment_header import (
     header_size,
     parse_header,
 )
+from chunkweave.tiers.segment_layers import EncodedSegment, decode_layer, encoded_layers, layout_of
 
 
-class MemorySegment:
+class MemorySegment(EncodedSegment):
     """A segment that came over the wire; implements `SegmentSource`.
 
     The bytes are all here, but a layer is checked and decoded only when it is asked for. Immutable; any thread may
     read. `report_lost` is told of a layer that fails its checksum.
     """
 
-    __slots__ = ("_data", "_report_lost", "header")
+    __slots__ = ("_data", "_report_lost")
 
     def __init__(
         self, header: SegmentHeader, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None
     ) -> None:
-        self.header = header
+        super().__init__(header)
         self._data = data
         self._report_lost = report_lost
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.header.layout.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors once they are decoded."""
-        return self.header.layout.nbytes
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: copied, checked, decoded.
@@ -73,20 +63,11 @@ def encode_segment(
 
     Raises:
         OSError: the codec cannot represent this KV.
-        ValueError: record and payload do not fit each other.
+        UsageError: record and payload do not fit each other.
         SegmentLost: the payload could not be read.
     """
     layout = layout_of(payload, codec)
-    runs: list[bytes] = []
-    for index in range(layout.num_layers):
-        kv = payload.layer(index)
-        if (kv.shape, kv.dtype) != (layout.shape[1:], layout.dtype):
-            raise ValueError(f"layer {index} is {tuple(kv.shape)} {kv.dtype}, the first is {layout.shape[1:]}")
-        try:
-            tensors = codec.encode_layer(kv)
-        except EncodingError as error:
-            raise OSError(f"segment {record.id} was not encoded: {error}") from error
-        runs.append(b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors))
+    runs = list(encoded_layers(record, payload, layout))
     checksums = tuple(zlib.crc32(run) for run in runs)
     return b"".join([header_bytes(record, fingerprint, layout, created_s, checksums), *runs])
 

@@ -14,20 +14,19 @@ from pathlib import Path
 
 import torch
 
-from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import Codec, EncodingError
+from chunkweave.kv.codecs import Codec
 from chunkweave.kv.segment import SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_header import (
     LENGTH_BYTES,
     FileProblem,
     SegmentHeader,
-    SegmentLayout,
     SegmentRefused,
     header_bytes,
     header_size,
     parse_header,
 )
+from chunkweave.tiers.segment_layers import EncodedSegment, decode_layer, encoded_layers, layout_of
 
 TEMPORARY_SUFFIX = ".tmp"
 _FIRST_READ_BYTES = 16 << 10
@@ -36,7 +35,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class DiskSegment:
+class DiskSegment(EncodedSegment):
     """A segment whose layers lie in a file; implements `SegmentSource`.
 
     Every layer opens the file anew: no descriptors are held, however many segments a request has, and no two threads
@@ -44,21 +43,11 @@ class DiskSegment:
     deleted, replaced or damaged since then is lost, never mistaken. Immutable; any thread may read.
     """
 
-    __slots__ = ("header", "path")
+    __slots__ = ("path",)
 
     def __init__(self, path: Path, header: SegmentHeader) -> None:
+        super().__init__(header)
         self.path = path
-        self.header = header
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.header.layout.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors once they are decoded."""
-        return self.header.layout.nbytes
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
         """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: one read, checked, decoded.
@@ -85,41 +74,6 @@ class DiskSegment:
         return decode_layer(header, index, data)
 
 
-def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch.Tensor:
-    """One layer from its encoded run `data` (uint8, `layer_bytes` long), once its checksum matches.
-
-    The result may be a view of `data`.
-
-    Raises:
-        SegmentLost: the checksum does not match.
-    """
-    if zlib.crc32(data.numpy().data) != header.layer_checksums[index]:
-        raise SegmentLost(header.record.id, f"the checksum of layer {index} does not match")
-    tensors, start = [], 0
-    for tensor in header.layout.tensors:
-        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += tensor.nbytes
-    return header.layout.codec.decode_layer(tensors, header.layout.dtype)
-
-
-def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
-    """How `payload` would be laid out by `codec`; reads its first layer."""
-    first = payload.layer(0)
-    return SegmentLayout((payload.nbytes // max(1, first.nbytes), *first.shape), first.dtype, codec)
-
-
-def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
-    """Bytes of the file that `write_segment` would leave.
-
-    Raises:
-        UsageError: record and payload do not fit each other.
-        SegmentLost: the payload cannot be read.
-    """
-    layout = layout_of(payload, codec)
-    head = header_bytes(record, fingerprint, layout, 0.0, (0,) * layout.num_layers)
-    return len(head) + layout.num_layers * layout.layer_bytes
-
-
 def write_segment(
     path: Path, record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
 ) -> SegmentHeader:
@@ -143,10 +97,9 @@ def write_segment(
         try:
             # Room for the header is left free and filled last: its checksums are known only then.
             offset = len(head)
-            for index in range(layout.num_layers):
-                data = _encoded_run(payload.layer(index), layout)
-                checksums.append(zlib.crc32(data))
-                offset = _write_all(file, data, offset)
+            for run in encoded_layers(record, payload, layout):
+                checksums.append(zlib.crc32(run))
+                offset = _write_all(file, run, offset)
             head = header_bytes(record, fingerprint, layout, created_s, tuple(checksums))
             _write_all(file, head, 0)
             os.fsync(file)
@@ -155,11 +108,9 @@ def write_segment(
         temporary.replace(path)
         renamed = True
         sync_folder(path.parent)
-    except BaseException as error:
+    except BaseException:  # Ctrl-C too must leave nothing behind
         with suppress(OSError):
             (path if renamed else temporary).unlink()
-        if isinstance(error, EncodingError):
-            raise OSError(f"segment {record.id} was not written: {error}") from error
         raise
     return parse_header(head, offset)
 
@@ -240,15 +191,6 @@ def _open_regular(path: Path) -> Iterator[tuple[int, int]]:
         yield file, found.st_size
     finally:
         os.close(file)
-
-
-def _encoded_run(kv: torch.Tensor, layout: SegmentLayout) -> bytes | bytearray:
-    if (kv.shape, kv.dtype) != (layout.shape[1:], layout.dtype):
-        raise UsageError(f"a layer of {tuple(kv.shape)} {kv.dtype} in a segment of {layout.shape} {layout.dtype}")
-    run = bytearray()
-    for tensor in layout.codec.encode_layer(kv):
-        run += tensor.view(-1).view(torch.uint8).numpy().data
-    return run
 
 
 def _write_all(file: int, data: bytes | bytearray, offset: int) -> int:

@@ -1,0 +1,99 @@
+"""One request between its first token and its last."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from chunkweave.engine.answer import Answer, Durations, Request, make_report
+from chunkweave.engine.detokenizer import Detokenizer
+from chunkweave.engine.runner import Prefilled
+from chunkweave.engine.sampling import Sampler
+from chunkweave.planning.explanation import explain_plan
+from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Geometry, SegmentId
+
+
+class RunningRequest:
+    """What has been generated for one prefilled request, and what its answer will have to tell."""
+
+    def __init__(
+        self,
+        request: Request,
+        prefilled: Prefilled,
+        detokenizer: Detokenizer,
+        *,
+        stop_ids: Collection[int],
+        room: int,
+        queue_s: float,
+        choice: MethodChoice,
+        tiers: Mapping[SegmentId, str],
+        records: Mapping[SegmentId, SegmentRecord],
+    ) -> None:
+        """A request without a token yet.
+
+        Args:
+            request: what was asked for.
+            prefilled: its cache, and the logits of the first token.
+            detokenizer: turns its tokens into text.
+            stop_ids: tokens that end it.
+            room: most tokens that it may generate.
+            queue_s: seconds that it waited before its prefill.
+            choice: why it was prefilled by which method.
+            tiers: where each reused segment was found.
+            records: what was known of the segments that were taken.
+        """
+        self.prefilled = prefilled
+        self.ttft_s = 0.0
+        """Seconds from its arrival to its first token; set by who measures them."""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._sampler = Sampler(request.sampling)
+        self._detokenizer = detokenizer
+        self._stop_ids = stop_ids
+        self._room = room
+        self._queue_s = queue_s
+        self._choice = choice
+        self._tiers = tiers
+        self._records = records
+
+    @property
+    def text(self) -> str:
+        """The text that may be shown so far."""
+        return self._detokenizer.text
+
+    @property
+    def position(self) -> int:
+        """Position of the last token."""
+        return len(self.prefilled.prompt) + len(self.token_ids) - 1
+
+    def advance(self, logits: torch.Tensor) -> str:
+        """Choose the next token from its logits `[vocab]`; returns the text that may be shown now."""
+        token = self._sampler.choose(logits)
+        if token in self._stop_ids:
+            self.finish_reason = "stop"
+            return ""
+        self.token_ids.append(token)
+        text = self._detokenizer.add(self.token_ids)
+        if self._detokenizer.stopped:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._room:
+            self.finish_reason = "length"
+        return text
+
+    def finish(self) -> str:
+        """The text that was held back, now that no more comes."""
+        return self._detokenizer.finish()
+
+    def answer(self, geometry: Geometry, decode_s: float) -> Answer:
+        """The whole answer, after `decode_s` seconds of decoding, with its report and the reasons for its plan."""
+        durations = Durations(self.ttft_s, decode_s, self._queue_s)
+        report = make_report(self.prefilled, geometry, durations, len(self.token_ids), self._tiers, self._choice)
+        explanation = explain_plan(
+            self.prefilled.plan,
+            num_layers=geometry.num_layers,
+            recomputed=self.prefilled.recomputed,
+            records=self._records,
+            stop=self.prefilled.stop,
+        )
+        return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explanation)
