@@ -34,6 +34,7 @@ checks:
 prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every bit of every file); writes docs/results/faults.txt
 	CHUNKWEAVE_FAULT_RUNS=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
 		tests/integration/test_disk_faults.py tests/integration/test_remote_faults.py tests/integration/test_restart.py \
+		tests/integration/test_corpus_kills.py \
 		> docs/results/faults.txt || { cat docs/results/faults.txt; exit 1; }
 	tail -n 1 docs/results/faults.txt
 

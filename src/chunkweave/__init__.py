@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
+    from chunkweave.retrieval.corpus import Corpus
+    from chunkweave.retrieval.documents import CorpusDocument
+    from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
     from chunkweave.types import Chunk
 
 __all__ = [
     "Answer",
     "Chunk",
     "ChunkweaveError",
+    "Corpus",
+    "CorpusDocument",
     "Engine",
+    "RagAnswer",
+    "RagPipeline",
     "Request",
     "ReuseConfig",
     "ReuseReport",
@@ -34,7 +41,11 @@ _HOMES = {
     "Answer": "chunkweave.engine.answer",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
+    "Corpus": "chunkweave.retrieval.corpus",
+    "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",
+    "RagAnswer": "chunkweave.retrieval.pipeline",
+    "RagPipeline": "chunkweave.retrieval.pipeline",
     "Request": "chunkweave.engine.answer",
     "ReuseConfig": "chunkweave.config",
     "ReuseReport": "chunkweave.metrics",

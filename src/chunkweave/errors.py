@@ -3,11 +3,18 @@
 ChunkweaveError
 ├── UsageError             the call itself is wrong: fix the argument that the message names
 │   ├── UnknownMethodError     no reuse method, policy or shape of that name
-│   └── PromptTooLongError     prompt or chunk does not fit the model's context: send less
+│   ├── PromptTooLongError     prompt or chunk does not fit the model's context: send less
+│   ├── TopKError              more chunks are asked for than there are: ask for fewer
+│   └── UnknownDocumentError   no document of that id in the corpus
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
 ├── DocumentError          a document or data set file cannot be read; the message names file and line
+│   ├── DuplicateDocumentError two documents have one id: give another, or update
+│   └── EmptyDocumentError     a document has no text
+├── CorpusError            a corpus cannot be used: its files are missing or damaged, or another process writes it
+│   ├── EmbedderMismatchError  corpus or index was made by another embedder: open it with that one
+│   └── DimensionMismatchError vectors are not as wide as those of the index
 └── StoreError             the segment store's own invariants are broken (a bug: please report it)
 
 A cache miss is not an error, and neither is a segment that cannot be stored.
@@ -30,6 +37,14 @@ class PromptTooLongError(UsageError):
     """A chunk or the whole prompt does not fit into the model's context."""
 
 
+class TopKError(UsageError):
+    """More chunks are asked for than the corpus or index has."""
+
+
+class UnknownDocumentError(UsageError):
+    """The corpus has no document of that id."""
+
+
 class ModelError(ChunkweaveError):
     """A model cannot be loaded or driven."""
 
@@ -44,6 +59,26 @@ class UnsupportedModelError(ModelError):
 
 class DocumentError(ChunkweaveError):
     """A document or data set file cannot be read as what it should be."""
+
+
+class DuplicateDocumentError(DocumentError):
+    """Two documents have the same id."""
+
+
+class EmptyDocumentError(DocumentError):
+    """A document has no text, or white space alone."""
+
+
+class CorpusError(ChunkweaveError):
+    """A corpus cannot be opened, read or written as it is."""
+
+
+class EmbedderMismatchError(CorpusError):
+    """A corpus or an index was made by another embedder than the one it is used with."""
+
+
+class DimensionMismatchError(CorpusError):
+    """Vectors have another number of columns than the index or the embedder says."""
 
 
 class StoreError(ChunkweaveError):

@@ -50,6 +50,14 @@ def test_streaming(checkpoint, monkeypatch, capsys, tmp_path):
     assert f"{document}: reused" in capsys.readouterr().out
 
 
+def test_rag_pipeline(monkeypatch, capsys, tmp_path):
+    for _ in range(2):  # makes the corpus, then opens it
+        run_example("rag_pipeline.py", monkeypatch, tmp_path / "corpus")
+        shown = capsys.readouterr().out
+        assert shown.count("1. Greta Wisley (passage-") == 2
+        assert "0 of" not in shown.splitlines()[-1]
+
+
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
     result = invoke("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
     assert result.exit_code == 0, result.output

@@ -23,6 +23,11 @@ TORCH_FREE = (
     "eval.prompts",
     "eval.ttft_table",
     "eval.worlds",
+    "retrieval.corpus",
+    "retrieval.documents",
+    "retrieval.faiss_indexes",
+    "retrieval.flat_index",
+    "retrieval.index_file",
     "cli",
 )
 """Everything above the torch line, and what of the rest must start fast."""
@@ -33,7 +38,11 @@ def test_the_exported_names():
         "Answer",
         "Chunk",
         "ChunkweaveError",
+        "Corpus",
+        "CorpusDocument",
         "Engine",
+        "RagAnswer",
+        "RagPipeline",
         "Request",
         "ReuseConfig",
         "ReuseReport",
@@ -45,7 +54,7 @@ def test_the_exported_names():
     assert dir(chunkweave) == sorted(chunkweave.__all__)
 
 
-@pytest.mark.parametrize("name", ["Chunk", "ChunkweaveError", "ReuseConfig", "ReuseReport", "SamplingParams"])
+@pytest.mark.parametrize("name", ["Chunk", "ChunkweaveError", "Corpus", "CorpusDocument", "ReuseConfig", "ReuseReport"])
 def test_exported_names_load_on_first_use(name):
     assert getattr(chunkweave, name).__name__ == name
 

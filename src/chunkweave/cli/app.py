@@ -8,12 +8,13 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench, cache
+from chunkweave.cli import bench, cache, corpus
 from chunkweave.cli.advise import advise
 from chunkweave.cli.ask import ask
 from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
+from chunkweave.cli.ingest import ingest
 from chunkweave.cli.profile import profile
 from chunkweave.errors import ChunkweaveError, UsageError
 
@@ -48,11 +49,13 @@ app = typer.Typer(
 )
 app.command()(ask)
 app.command()(demo)
+app.command()(ingest)
 app.command()(calibrate)
 app.command()(profile)
 app.command()(advise)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.add_typer(corpus.app, name="corpus")
 
 
 def _show_version(asked: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from chunkweave.cli.console import Output, stderr
+from chunkweave.cli.corpus_options import AskedCorpus, TopK, retrieve
 from chunkweave.cli.explain import explanation
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
@@ -34,6 +35,8 @@ def ask(
         ),
     ],
     *,
+    corpus: AskedCorpus = None,
+    top_k: TopK = None,
     documents: DocumentOptions,
     model: ModelOptions,
     how: MethodOptions,
@@ -54,6 +57,9 @@ def ask(
     sampling = SamplingParams(max_new_tokens, temperature)
     reuse, config = how.reuse(), store.config()
     paths, asked = _documents_first(documents.docs or [], questions)
+    if (corpus is not None and paths) or (corpus is None and top_k is not None):
+        raise UsageError("give either --docs, or --corpus with or without --top-k")
+    found = [] if corpus is None else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
     from chunkweave.engine.answer import Request
 
@@ -61,13 +67,17 @@ def ask(
         chunks = documents.chunks(engine, read)
         if not output.json or choice.random_weights:
             _hint(engine, choice, how)
+        given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if precompute:
-            precompute_chunks(engine, chunks)
-        base = Request("", tuple(chunks), system, sampling)
+            precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
+        base = Request("", (), system, sampling)
         answers = [
-            answer_aloud(engine, replace(base, question=question), output, explain=explain) for question in asked
+            answer_aloud(engine, replace(base, question=question, chunks=own), output, explain=explain)
+            for question, own in zip(asked, given, strict=True)
         ]
     shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
+    for number, retrieved in enumerate(found):
+        shown[number]["retrieved"] = [chunk.as_dict() for chunk in retrieved]
     output.finish({"model": choice.name, "answers": shown})
 
 

@@ -1,7 +1,7 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -270,6 +270,17 @@ class Engine:
             if progress is not None:
                 progress(index + 1, len(chunks))
         return computed
+
+    def forget(self, chunks: Iterable[Chunk | str], *, cache_salt: str = "") -> int:
+        """Remove what is stored of chunks on every level: their own KV, and that of others computed after them.
+
+        The latter has attended to them. Returns how many copies of segments were removed.
+
+        Raises:
+            UsageError: an empty chunk.
+        """
+        ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
+        return self.store.forget_chunks(one for one in ids if one is not None)
 
     def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:
         """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""

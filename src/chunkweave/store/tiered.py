@@ -211,6 +211,14 @@ class TieredStore(Generic[PayloadT]):
         """Drop all variants of a chunk on every level, pinned or not; returns how many copies there were."""
         return self._moves.remove_where(lambda record: record.chunk_id == chunk)
 
+    def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
+        """Drop all variants of chunks, and of others what was computed after one of them and has attended to it.
+
+        On every level, pinned or not; returns how many copies there were.
+        """
+        gone = frozenset(chunks)
+        return self._moves.remove_where(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
+
     def discard_source(self, source: str) -> int:
         """Drop all segments of a document, or of one chunk of it, on every level, pinned or not; returns how many.
 

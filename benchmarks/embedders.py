@@ -1,0 +1,68 @@
+"""How often an embedder finds the paragraph that a question was written about.
+
+    python benchmarks/embedders.py --dataset xquad.en.json --embedders hashed-ngrams,minilm --out embedders.json
+
+Every paragraph of a SQuAD 1.1 file is a candidate for every question; recall@k is the share of questions whose own
+paragraph is among the k best. Seconds are for embedding all paragraphs and all questions.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from chunkweave.eval.datasets import load_dataset
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.retrieval.embedder import make_embedder
+
+RANKS = (1, 3, 6)
+
+
+def measured(name: str, questions: list[str], own: list[int], paragraphs: list[str]) -> dict[str, Any]:
+    """One embedder's row."""
+    embedder = make_embedder(name)
+    started = time.perf_counter()
+    vectors = embedder.embed_documents(paragraphs)
+    between = time.perf_counter()
+    asked = np.stack([embedder.embed_query(question) for question in questions])
+    finished = time.perf_counter()
+    scores = asked @ vectors.T
+    better = (scores > scores[np.arange(len(own)), own][:, np.newaxis]).sum(axis=1)
+    recall = {f"recall_at_{rank}": float((better < rank).mean()) for rank in RANKS}
+    seconds = {"paragraphs_s": between - started, "questions_s": finished - between}
+    return {"embedder": name, "dimension": embedder.dimension, **recall, **seconds}
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--embedders", default="hashed-ngrams")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    examples = load_dataset(arguments.dataset, squad_chunks=1)
+    paragraphs = list(dict.fromkeys(example.chunks[0].text for example in examples))
+    own = [paragraphs.index(example.chunks[0].text) for example in examples]
+    questions = [example.question for example in examples]
+    rows = [measured(name, questions, own, paragraphs) for name in arguments.embedders.split(",")]
+    table = Table(title=f"{len(questions)} questions, {len(paragraphs)} paragraphs", title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "embedder" else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    if arguments.out is not None:
+        config = {"dataset": arguments.dataset.name, "embedders": arguments.embedders}
+        command = f"python benchmarks/embedders.py --dataset {arguments.dataset.name} --embedders {arguments.embedders}"
+        write_json(arguments.out, BenchmarkResult("embedders", command, 0, config, rows, {}).as_dict())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Documents that can be searched: cut into chunks, embedded, kept in a folder or in memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkweave.chunking.splitter import SplitConfig, split_text
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import (
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    UnknownDocumentError,
+)
+from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
+from chunkweave.retrieval.documents import CorpusDocument, checked_documents
+from chunkweave.retrieval.embedder import Embedder, checked_vectors, make_embedder
+from chunkweave.retrieval.index import IndexConfig, check_available
+from chunkweave.retrieval.parts import appended, next_batch, without
+from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk, document_chunks
+from chunkweave.retrieval.searcher import Searcher
+from chunkweave.retrieval.stages import check_top_k
+from chunkweave.types import Chunk
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) during long work."""
+
+_EMBED_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusChange:
+    """What a call did to a corpus: ids of documents, in the order given.
+
+    `gone` are the chunks whose text no document has any more: their KV is of no use, and `Engine.forget` removes it.
+    """
+
+    added: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    gone: tuple[Chunk, ...] = ()
+
+
+class Corpus:
+    """Documents by id, searched by meaning or words, whichever its embedder knows.
+
+    In a folder every call that returns has been written to disk; of one that is interrupted the documents that were
+    committed stay, and the same call again goes on from there (`update` skips what is there). Searches may run in
+    several threads at once; changing it may not run beside anything else.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder | None = None,
+        *,
+        split: SplitConfig | None = None,
+        index: IndexConfig | None = None,
+        tokenizer: TextTokenizer | None = None,
+    ) -> None:
+        """An empty corpus in memory.
+
+        Args:
+            embedder: makes the vectors; None = `hashed-ngrams`, which needs no download.
+            split: how documents are cut.
+            index: how vectors are searched; `flat` is exact and needs no extra.
+            tokenizer: counts the tokens of chunks; None = the bundled one. Give the engine's, and chunks are as long as
+                `split` says in its model's tokens.
+
+        Raises:
+            UsageError: the index needs an extra that is not installed.
+        """
+        self._embedder: Embedder = make_embedder() if embedder is None else embedder
+        split, index = split or SplitConfig(), index or IndexConfig()
+        check_available(index.kind)
+        self._manifest = Manifest(
+            self._embedder.name,
+            self._embedder.fingerprint,
+            self._embedder.dimension,
+            split.max_tokens,
+            split.overlap_tokens,
+            index.as_dict(),
+        )
+        self._files: CorpusFiles | None = None
+        self._given_tokenizer = tokenizer
+        self._parts: tuple[Part, ...] = ()
+        self._by_id: dict[str, StoredDocument] = {}
+        self._searcher = Searcher(self._manifest, (), None)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        embedder: Embedder | None = None,
+        *,
+        split: SplitConfig | None = None,
+        index: IndexConfig | None = None,
+        tokenizer: TextTokenizer | None = None,
+    ) -> Self:
+        """An empty corpus in a folder, which is made if need be. Arguments as for `Corpus`.
+
+        Raises:
+            UsageError: there is a corpus already, the folder holds other files, or the index needs an extra that is
+                not installed.
+            CorpusError: the folder cannot be written.
+        """
+        corpus = cls(embedder, split=split, index=index, tokenizer=tokenizer)
+        files = CorpusFiles(Path(folder))
+        files.create(corpus._manifest)
+        corpus._files = files
+        corpus._searcher = Searcher(corpus._manifest, (), files)
+        return corpus
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, embedder: Embedder | None = None, *, tokenizer: TextTokenizer | None = None
+    ) -> Self:
+        """The corpus in a folder, with the settings that it was created with.
+
+        `embedder=None` makes the one that the corpus names.
+
+        Raises:
+            CorpusError: there is none, or a file of it is missing or damaged.
+            EmbedderMismatchError: it was made by another embedder.
+            UsageError: its embedder is of an extra that is not installed.
+        """
+        files = CorpusFiles(Path(folder))
+        manifest, parts = files.read()
+        embedder = make_embedder(manifest.embedder) if embedder is None else embedder
+        if embedder.fingerprint != manifest.fingerprint:
+            raise EmbedderMismatchError(
+                f"the corpus in {folder} was made by the embedder {manifest.embedder} ({manifest.fingerprint}), not by "
+                f"{embedder.name} ({embedder.fingerprint}): open it with that one, or make it again"
+            )
+        corpus = cls(embedder, tokenizer=tokenizer)
+        corpus._manifest, corpus._files = manifest, files
+        corpus._parts = tuple(parts)
+        corpus._by_id = {document.id: document for part in parts for document in part.documents}
+        corpus._searcher = Searcher(manifest, parts, files)
+        return corpus
+
+    @staticmethod
+    def exists(folder: str | Path) -> bool:
+        """Whether there is a corpus in a folder."""
+        return CorpusFiles(Path(folder)).exist
+
+    @property
+    def embedder(self) -> Embedder:
+        """What makes the vectors."""
+        return self._embedder
+
+    @property
+    def split(self) -> SplitConfig:
+        """How documents are cut."""
+        return SplitConfig(self._manifest.max_tokens, self._manifest.overlap_tokens)
+
+    @property
+    def index_config(self) -> IndexConfig:
+        """How vectors are searched, as it was asked for."""
+        return self._searcher.config
+
+    @property
+    def documents(self) -> tuple[StoredDocument, ...]:
+        """All documents, cut into chunks, in the order in which they were added."""
+        return tuple(document for part in self._parts for document in part.documents)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self._by_id)
+
+    def __len__(self) -> int:
+        """How many chunks there are."""
+        return sum(map(len, self._parts))
+
+    def __contains__(self, document: str) -> bool:
+        """Whether there is a document of this id."""
+        return document in self._by_id
+
+    def document(self, document: str) -> StoredDocument:
+        """A document by its id.
+
+        Raises:
+            UnknownDocumentError: there is none.
+        """
+        if document not in self._by_id:
+            raise UnknownDocumentError(f"no document {document!r} in the corpus")
+        return self._by_id[document]
+
+    def holds(self, document: CorpusDocument) -> bool:
+        """Whether this very document is there: its id with the same text, title and metadata."""
+        stored = self._by_id.get(document.id)
+        return stored is not None and stored.digest == document.digest
+
+    def chunks(self) -> list[Chunk]:
+        """All chunks in the order of the documents, for `Engine.precompute`."""
+        return list(self._searcher.passages)
+
+    def add(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
+        """Cut, embed and keep documents that are new.
+
+        Raises:
+            DuplicateDocumentError: an id is there already, or is given twice.
+            EmptyDocumentError: a document has no text.
+            DocumentError: a document has no id, or metadata that is not JSON-able. So far nothing was added.
+            CorpusError: it cannot be written; what was committed before stays.
+            DimensionMismatchError: the embedder returns vectors of another shape than it says.
+        """
+        checked = checked_documents(documents)
+        for document in checked:
+            if document.id in self._by_id:
+                raise DuplicateDocumentError(f"there is a document {document.id!r} already: update it, or remove it")
+        return self._put(checked, progress)
+
+    def update(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
+        """Add what is new, replace what differs in text, title or metadata, leave what is the same.
+
+        Raises:
+            DuplicateDocumentError: an id is given twice.
+            EmptyDocumentError: a document has no text.
+            DocumentError: a document has no id, or metadata that is not JSON-able. So far nothing was changed.
+            CorpusError: it cannot be written; what was committed before stays.
+            DimensionMismatchError: the embedder returns vectors of another shape than it says.
+        """
+        return self._put(checked_documents(documents), progress)
+
+    def remove(self, documents: Iterable[str]) -> CorpusChange:
+        """Remove documents by id, from the disk too: their part is written again without them.
+
+        Raises:
+            UnknownDocumentError: an id is not there; nothing was removed.
+            CorpusError: it cannot be written; nothing was removed.
+        """
+        ids = tuple(dict.fromkeys(documents))
+        old = [self.document(one) for one in ids]
+        if ids:
+            self._commit(frozenset(ids), None)
+        return CorpusChange(removed=ids, gone=self._gone(old))
+
+    def embed_query(self, question: str) -> NDArray[np.float32]:
+        """The vector of a question, `[dimension]`.
+
+        Raises:
+            DimensionMismatchError: the embedder returns a vector of another shape than it says.
+        """
+        vector = self._embedder.embed_query(question)
+        checked: NDArray[np.float32] = checked_vectors(vector[np.newaxis], 1, self._embedder.dimension)[0]
+        return checked
+
+    def search(self, question: str | NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
+        """The `k` chunks that are nearest to a question, or to the vector of one, the best first.
+
+        Raises:
+            TopKError: there are fewer chunks.
+            UsageError: `k` is not positive, or the index needs an extra that is not installed.
+            DimensionMismatchError: the vector has another shape than `[dimension]`.
+            EmbedderMismatchError: the index on disk was made by another embedder.
+        """
+        return self._searcher.search(self._vector(question, k), k)
+
+    def search_stages(self, question: str | NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
+        """The same in stages, each with the best chunks so far; those of the last stage are those of `search`.
+
+        The stages are searched as they are asked for (RAGCache §5.3). Raises what `search` raises, at once.
+        """
+        return self._searcher.stages(self._vector(question, k), k)
+
+    def build_index(self) -> None:
+        """Make the index now, and keep it in the folder if it is one that takes time to make.
+
+        A search makes it too if need be, but does not keep it.
+
+        Raises:
+            UsageError: it needs an extra that is not installed.
+            CorpusError: it cannot be written.
+            EmbedderMismatchError: the index on disk was made by another embedder.
+        """
+        if len(self):
+            self._searcher.index()
+            self._searcher.save()
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer
+        from chunkweave.models.loading import bundled_tokenizer
+
+        return bundled_tokenizer()
+
+    def _vector(self, question: str | NDArray[np.float32], k: int) -> NDArray[np.float32]:
+        check_top_k(k, len(self))
+        return self.embed_query(question) if isinstance(question, str) else question
+
+    def _put(self, documents: list[CorpusDocument], progress: Progress | None) -> CorpusChange:
+        unchanged = tuple(document.id for document in documents if self.holds(document))
+        todo = [document for document in documents if not self.holds(document)]
+        old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
+        done = len(unchanged)
+        split = (self._cut(document) for document in todo)
+        while batch := next_batch(split):
+            vectors = self._embed(batch, done, len(documents), progress)
+            self._commit(frozenset(document.id for document in batch) & old.keys(), Part(tuple(batch), vectors))
+            done += len(batch)
+        if progress is not None:
+            progress(done, len(documents))
+        added = tuple(document.id for document in todo if document.id not in old)
+        return CorpusChange(added, tuple(old), unchanged, gone=self._gone(list(old.values())))
+
+    def _cut(self, document: CorpusDocument) -> StoredDocument:
+        chunks = split_text(document.text, self._tokenizer, self.split)
+        texts = tuple(chunk.text for chunk in chunks)
+        return StoredDocument(document.id, document.title, document.digest, texts, dict(document.metadata))
+
+    def _embed(
+        self, documents: Sequence[StoredDocument], done: int, total: int, progress: Progress | None
+    ) -> NDArray[np.float32]:
+        """Vectors of all chunks of `documents`, in batches."""
+        texts = [text for document in documents for text in document.chunks]
+        ends = np.cumsum([len(document.chunks) for document in documents])
+        blocks = []
+        for start in range(0, len(texts), _EMBED_BATCH):
+            batch = texts[start : start + _EMBED_BATCH]
+            vectors = self._embedder.embed_documents(batch)
+            blocks.append(checked_vectors(vectors, len(batch), self._manifest.dimension))
+            if progress is not None:
+                progress(done + int(np.searchsorted(ends, start + len(batch), side="right")), total)
+        return np.concatenate(blocks)
+
+    def _commit(self, leaving: frozenset[str], new: Part | None) -> None:
+        """The corpus without some documents and with a new part at its end, in one step."""
+        parts = without(self._parts, leaving)
+        if new is not None:
+            parts = appended(parts, new)
+        if self._files is not None:
+            self._manifest, parts = self._files.commit(self._manifest, parts)
+        self._parts = tuple(parts)
+        for document in leaving:
+            del self._by_id[document]
+        self._by_id |= {document.id: document for document in (() if new is None else new.documents)}
+        if leaving:
+            self._searcher = Searcher(self._manifest, parts, self._files)
+        else:
+            self._searcher = self._searcher.grown(self._manifest, parts)
+
+    def _gone(self, old: Sequence[StoredDocument]) -> tuple[Chunk, ...]:
+        """Chunks of documents that were there, but for those whose text is still in the corpus."""
+        gone = {chunk.text: chunk for document in old for chunk in document_chunks(document)}
+        for document in self._by_id.values() if gone else ():
+            for text in document.chunks:
+                gone.pop(text, None)
+        return tuple(gone.values())

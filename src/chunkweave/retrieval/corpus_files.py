@@ -1,0 +1,273 @@
+"""A corpus on disk: parts that are never changed, and one manifest that says which of them count."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from chunkweave.errors import CorpusError, UsageError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "corpus.json"
+_FORMAT = 1
+_PART = re.compile(r"part-\d{8}-\d{4}\.(jsonl|safetensors)")
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
+_VECTORS = "vectors"
+_READ_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """A document as its corpus keeps it: cut into chunks, with the digest of what it was cut from."""
+
+    id: str
+    title: str
+    digest: str
+    chunks: tuple[str, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Documents and the vectors of all their chunks in order, float32 `[chunks, dimension]`.
+
+    `entry` is how the manifest names it; None until it is written.
+    """
+
+    documents: tuple[StoredDocument, ...]
+    vectors: NDArray[np.float32]
+    entry: "PartEntry | None" = None
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class PartEntry:
+    """A part in the manifest: the stem of its two files, its sizes, and BLAKE2b-128 of the files' bytes."""
+
+    name: str
+    documents: int
+    chunks: int
+    text_digest: str
+    vectors_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a corpus is: its embedder, how documents are cut, its index, and the parts that count, in order.
+
+    `generation` counts the commits.
+    """
+
+    embedder: str
+    fingerprint: str
+    dimension: int
+    max_tokens: int
+    overlap_tokens: int
+    index: Mapping[str, Any]
+    generation: int = 0
+    parts: tuple[PartEntry, ...] = ()
+
+    @property
+    def vectors_digest(self) -> str:
+        """Hash of all vectors in order: what an index is an index of."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in self.parts:
+            digest.update(part.vectors_digest.encode("ascii"))
+        return digest.hexdigest()
+
+
+class CorpusFiles:
+    """The folder of a corpus: `corpus.json` and, for each part, `part-N.jsonl` and `part-N.safetensors`.
+
+    A commit writes new parts, then replaces the manifest in one step; what the manifest does not name does not exist,
+    and is removed with the next commit. So a process that dies loses what it had not committed, and nothing else.
+    Any number of processes may read while one writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a corpus in the folder."""
+        return (self.folder / MANIFEST).is_file()
+
+    def create(self, manifest: Manifest) -> None:
+        """Make the folder with an empty corpus in it.
+
+        Raises:
+            CorpusError: it cannot be written.
+            UsageError: there is a corpus already, or a folder with other files.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            foreign = [path.name for path in self.folder.iterdir() if not _PARTIAL.fullmatch(path.name)]
+        except OSError as error:
+            raise CorpusError(f"no corpus can be made in {self.folder}: {error.strerror or error}") from error
+        with self._locked():
+            if self.exist:
+                raise UsageError(f"there is a corpus in {self.folder} already: open it")
+            if foreign:
+                raise UsageError(f"{self.folder} holds other files ({foreign[0]}): a corpus needs its own folder")
+            self._write_manifest(manifest)
+
+    def read(self) -> tuple[Manifest, list[Part]]:
+        """Everything that was committed last.
+
+        Raises:
+            CorpusError: there is no corpus, or a file of it is missing, damaged or of another version.
+        """
+        for _ in range(_READ_ATTEMPTS - 1):
+            manifest = self.manifest()
+            try:
+                return manifest, [self._read_part(entry) for entry in manifest.parts]
+            except CorpusError:
+                if self.manifest().generation == manifest.generation:
+                    raise
+        manifest = self.manifest()
+        return manifest, [self._read_part(entry) for entry in manifest.parts]
+
+    def manifest(self) -> Manifest:
+        """The manifest alone.
+
+        Raises:
+            CorpusError: there is none, or it cannot be read.
+        """
+        path = self.folder / MANIFEST
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.pop("format") != _FORMAT:
+                raise CorpusError(f"{path} was written by another version of chunkweave: make the corpus again")
+            return Manifest(**{**data, "parts": tuple(PartEntry(**part) for part in data["parts"])})
+        except FileNotFoundError as error:
+            raise CorpusError(f"no corpus in {self.folder}: make one with `chunkweave ingest`") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorpusError(f"{path} is no manifest of a corpus: {error}") from error
+
+    def commit(self, before: Manifest, parts: Sequence[Part]) -> tuple[Manifest, list[Part]]:
+        """Make `parts` the corpus; those without an entry are written. Returns what is now the corpus.
+
+        Raises:
+            CorpusError: somebody else committed since `before`, or a file cannot be written; nothing has changed.
+        """
+        generation = before.generation + 1
+        with self._locked():
+            if self.manifest().generation != before.generation:
+                raise CorpusError(f"another process changed the corpus in {self.folder}: open it again")
+            written = [
+                part if part.entry is not None else self._write_part(part, f"part-{generation:08d}-{number:04d}")
+                for number, part in enumerate(parts)
+            ]
+            entries = tuple(part.entry for part in written if part.entry is not None)
+            manifest = replace(before, generation=generation, parts=entries)
+            self._write_manifest(manifest)
+            self._remove_unnamed(manifest)
+        return manifest, written
+
+    def write(self, files: Mapping[str, bytes]) -> None:
+        """Replace files beside the parts, each whole and in this order.
+
+        Raises:
+            CorpusError: one cannot be written.
+        """
+        with self._locked():
+            for name, data in files.items():
+                self._write(name, data)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Replace a file whole; on return it has reached the disk."""
+        partial = self.folder / f".{name}.{secrets.token_hex(8)}.partial"
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.folder / name)
+            self._sync_folder()
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise CorpusError(f"{self.folder / name} cannot be written: {error.strerror or error}") from error
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        data = {"format": _FORMAT, **asdict(manifest)}
+        self._write(MANIFEST, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def _write_part(self, part: Part, name: str) -> Part:
+        rows = (json.dumps(asdict(document), ensure_ascii=False, allow_nan=False) for document in part.documents)
+        text = "".join(row + "\n" for row in rows).encode()
+        vectors = save({_VECTORS: part.vectors})
+        self._write(f"{name}.jsonl", text)
+        self._write(f"{name}.safetensors", vectors)
+        entry = PartEntry(name, len(part.documents), len(part), digest_of(text), digest_of(vectors))
+        return replace(part, entry=entry)
+
+    def _read_part(self, entry: PartEntry) -> Part:
+        text = self._read_checked(f"{entry.name}.jsonl", entry.text_digest)
+        packed = self._read_checked(f"{entry.name}.safetensors", entry.vectors_digest)
+        try:
+            rows = map(json.loads, text.decode().split("\n")[:-1])
+            documents = tuple(StoredDocument(**{**row, "chunks": tuple(row["chunks"])}) for row in rows)
+            vectors: NDArray[np.float32] = load(packed)[_VECTORS]
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CorpusError(f"part {entry.name} in {self.folder} is not one: {error}") from error
+        return Part(documents, vectors, entry)
+
+    def _read_checked(self, name: str, digest: str) -> bytes:
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError as error:
+            raise CorpusError(f"{self.folder / name} cannot be read: {error.strerror or error}") from error
+        if digest_of(data) != digest:
+            raise CorpusError(f"{self.folder / name} is damaged: its checksum is wrong; make the corpus again")
+        return data
+
+    def _remove_unnamed(self, manifest: Manifest) -> None:
+        """Parts and halves of files that no manifest names, left by this commit or by a process that died."""
+        named = {f"{part.name}.{suffix}" for part in manifest.parts for suffix in ("jsonl", "safetensors")}
+        for path in self.folder.iterdir():
+            if path.name not in named and (_PART.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("%s is not needed any more and cannot be removed: %s", path, error)
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer at a time among processes: the lock is on the folder, so that no lock file is left behind."""
+        try:
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CorpusError(f"{self.folder} cannot be opened: {error.strerror or error}") from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+
+def digest_of(data: bytes) -> str:
+    """BLAKE2b-128 as 32 hex digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,249 @@
+"""Indexes of faiss, searched in stages (RAGCache §6, pipelined vector search)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkweave.errors import UsageError
+from chunkweave.retrieval.embedder import checked_vectors
+from chunkweave.retrieval.index import IndexConfig, IndexKind
+from chunkweave.retrieval.stages import Hits, SearchStage, checked_query, merged, top_hits
+
+_TRAINING_VECTORS_A_LIST = 64
+_NO_LIST = -1
+
+_Scored = tuple[NDArray[np.float32], NDArray[np.int64]]
+
+
+class FaissIndex(ABC):
+    """What the kinds share: a faiss index over inner products, rows in the order in which they were added."""
+
+    def __init__(self, index: Any, config: IndexConfig) -> None:
+        """Around an index of `faiss`, from now on this object's alone."""
+        self._index = index
+        self._config = config
+
+    @property
+    def config(self) -> IndexConfig:
+        """Kind and sizes, all of them chosen."""
+        return self._config
+
+    @property
+    def faiss_index(self) -> Any:
+        """The index of `faiss`, to be written to a file."""
+        return self._index
+
+    @property
+    def dimension(self) -> int:
+        """Columns of the vectors."""
+        return int(self._index.d)
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
+
+    def add(self, vectors: NDArray[np.float32]) -> None:
+        """Append rows; see `VectorIndex.add`."""
+        self._index.add(checked_vectors(vectors, len(vectors), self.dimension))
+
+    def search(self, query: NDArray[np.float32], k: int) -> Hits:
+        """The best `k` rows; see `VectorIndex.search`."""
+        return self._search(self._checked(query, k), k)
+
+    def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        """The same in stages; see `VectorIndex.stages`."""
+        return self._stages(self._checked(query, k), k)
+
+    @abstractmethod
+    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
+        """Without stages, for a query `[1, dimension]`."""
+
+    @abstractmethod
+    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        """In stages, for a query `[1, dimension]`."""
+
+    def _checked(self, query: NDArray[np.float32], k: int) -> NDArray[np.float32]:
+        return checked_query(query, k, rows=len(self), dimension=self.dimension)[np.newaxis]
+
+
+class FaissFlatIndex(FaissIndex):
+    """Exact search by faiss; a stage is a slice of the rows."""
+
+    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
+        return _complete_top(lambda fetch: _first(self._index.search(query, fetch)), k, len(self))
+
+    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        rows = len(self)
+        number = min(self._config.stages, rows)
+        hits = Hits()
+        for stage, (start, stop) in enumerate(pairwise(_bounds(rows, number)), start=1):
+            hits = merged([hits, _complete_top(self._within(query, start, stop), k, stop - start)], k)
+            yield SearchStage(hits, stage, stage == number, stop - start)
+
+    def _within(self, query: NDArray[np.float32], start: int, stop: int) -> Callable[[int], _Scored]:
+        faiss = import_faiss()
+        parameters = faiss.SearchParameters(sel=faiss.IDSelectorRange(start, stop))
+        return lambda fetch: _first(self._index.search(query, fetch, params=parameters))
+
+
+class IvfIndex(FaissIndex):
+    """Inverted lists around centroids; a stage is a slice of the probed lists, the nearest first.
+
+    Every probed list is scanned once whatever the number of stages, so that stages cost no distances, only calls.
+    """
+
+    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
+        return _complete_top(lambda fetch: _first(self._index.search(query, fetch)), k, len(self))
+
+    def __init__(self, index: Any, config: IndexConfig) -> None:
+        super().__init__(index, config)
+        self._sizes: NDArray[np.int64] | None = None
+
+    def add(self, vectors: NDArray[np.float32]) -> None:
+        """Append rows; see `VectorIndex.add`."""
+        super().add(vectors)
+        self._sizes = None
+
+    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        probes, centroids = self._config.probes, self._config.lists
+        proximity, lists = self._index.quantizer.search(query, probes)
+        number = min(self._config.stages, probes)
+        hits = Hits()
+        for stage, (start, stop) in enumerate(pairwise(_bounds(probes, number)), start=1):
+            # faiss wants as many lists as it probes: those of other stages are masked, and skipped by it.
+            inside = np.full_like(lists, _NO_LIST)
+            inside[0, start:stop] = lists[0, start:stop]
+            scan = self._scanner(query, inside, proximity)
+            hits = merged([hits, _complete_top(scan, k, len(self))], k)
+            distances = int(self._list_sizes()[lists[0, start:stop]].sum())
+            yield SearchStage(hits, stage, stage == number, distances + (centroids if stage == 1 else 0))
+
+    def _list_sizes(self) -> NDArray[np.int64]:
+        """Vectors in each list, `[lists]`; asked of faiss once, since a call for each would be felt."""
+        if self._sizes is None:
+            lists = self._index.invlists
+            self._sizes = np.array([lists.list_size(one) for one in range(self._config.lists)], dtype=np.int64)
+        return self._sizes
+
+    def _scanner(
+        self, query: NDArray[np.float32], lists: NDArray[np.int64], proximity: NDArray[np.float32]
+    ) -> Callable[[int], _Scored]:
+        return lambda fetch: _first(self._index.search_preassigned(query, fetch, lists, proximity))
+
+
+class HnswIndex(FaissIndex):
+    """A graph of neighbours; the first stage is a probe with a narrow queue, the last the full search.
+
+    Not by slices of time as in RAGCache §6: faiss cannot interrupt a walk, and walking on from where a probe ended
+    would not find what an undisturbed search finds. The probe's distances are the extra cost. They are read off a
+    counter that faiss has one of in each process: searches in other threads blur them.
+    """
+
+    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
+        return self._walk(query, k, self._config.width)[0]
+
+    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        narrow, wide = max(self._config.probe_width, k), max(self._config.width, k)
+        if narrow < wide:
+            hits, distances = self._walk(query, k, narrow)
+            yield SearchStage(hits, 1, False, distances, extra_distances=distances)
+        hits, distances = self._walk(query, k, wide)
+        yield SearchStage(hits, 1 + (narrow < wide), True, distances)
+
+    def _walk(self, query: NDArray[np.float32], k: int, width: int) -> tuple[Hits, int]:
+        faiss = import_faiss()
+        before = faiss.cvar.hnsw_stats.ndis
+        parameters = faiss.SearchParametersHNSW(efSearch=max(width, k))
+        scores, rows = _first(self._index.search(query, k, params=parameters))
+        found = rows >= 0
+        return top_hits(rows[found], scores[found], k), int(faiss.cvar.hnsw_stats.ndis - before)
+
+
+def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> FaissIndex:
+    """An empty index of a kind and sizes that are all chosen; IVF learns its centroids from a sample of `blocks`.
+
+    Raises:
+        DimensionMismatchError: a block has another number of columns.
+        UsageError: faiss is not installed, or there is no vector that IVF could learn from.
+    """
+    faiss = import_faiss()
+    metric = faiss.METRIC_INNER_PRODUCT
+    if config.kind is IndexKind.FAISS_FLAT:
+        return FaissFlatIndex(faiss.IndexFlatIP(dimension), config)
+    if config.kind is IndexKind.HNSW:
+        graph = faiss.IndexHNSWFlat(dimension, config.links, metric)
+        graph.hnsw.efConstruction = config.build_width
+        return HnswIndex(graph, config)
+    if not any(map(len, blocks)):
+        raise UsageError("an IVF index learns its lists from the vectors, and there are none")
+    inverted = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, config.lists, metric)
+    inverted.nprobe = config.probes
+    inverted.cp.seed = config.seed
+    inverted.cp.min_points_per_centroid = 1
+    sample = _sample(blocks, config.lists * _TRAINING_VECTORS_A_LIST, config.seed)
+    inverted.train(checked_vectors(sample, len(sample), dimension))
+    return IvfIndex(inverted, config)
+
+
+def wrapped(index: Any, config: IndexConfig) -> FaissIndex:
+    """A faiss index that was read from a file, of the kind that `config` says."""
+    if config.kind is IndexKind.FAISS_FLAT:
+        return FaissFlatIndex(index, config)
+    return IvfIndex(index, config) if config.kind is IndexKind.IVF else HnswIndex(index, config)
+
+
+def import_faiss() -> Any:
+    """The module `faiss`.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise UsageError("this index needs faiss: pip install 'chunkweave[retrieval]', or use `flat`") from error
+    return faiss
+
+
+def _complete_top(search: Callable[[int], _Scored], k: int, limit: int) -> Hits:
+    """The best `k` by falling score, equal scores by row, of a search that promises no order among equal scores.
+
+    Asks for more until the last score is below the k-th, or until there are no more: then nothing that ties with the
+    k-th was cut off. Without this, a staged search over texts that occur twice could end with another of them than the
+    search without stages.
+    """
+    fetch = min(k + 1, limit)
+    while True:
+        scores, rows = search(fetch)
+        if fetch == limit or rows[-1] < 0 or scores[-1] < scores[k - 1]:
+            found = rows >= 0
+            return top_hits(rows[found], scores[found], k)
+        fetch = min(2 * fetch, limit)
+
+
+def _first(found: tuple[NDArray[np.float32], NDArray[np.int64]]) -> _Scored:
+    scores, rows = found
+    return scores[0], rows[0]
+
+
+def _bounds(count: int, slices: int) -> list[int]:
+    bounds: list[int] = np.linspace(0, count, slices + 1).astype(int).tolist()
+    return bounds
+
+
+def _sample(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDArray[np.float32]:
+    """At most `count` rows of all blocks, drawn without replacement."""
+    rows = sum(map(len, blocks))
+    if rows <= count:
+        return np.concatenate(blocks)
+    chosen = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
+    starts = np.cumsum([0, *map(len, blocks)])[:-1].tolist()
+    return np.concatenate(
+        [
+            block[chosen[(chosen >= start) & (chosen < start + len(block))] - start]
+            for block, start in zip(blocks, starts, strict=True)
+        ]
+    )

@@ -1,0 +1,177 @@
+"""`ingest`, `corpus` and `ask --corpus` as they are called."""
+
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chunkweave.cli.app import app
+from chunkweave.retrieval.corpus import Corpus
+
+SUBJECTS = ("harbour", "lighthouse", "storm", "ferry")
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def told(*arguments: object) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for subject in SUBJECTS:
+        (folder / f"{subject}.md").write_text(f"All about the {subject} of Halvik. " * 12, encoding="utf-8")
+    rows = [{"id": f"row-{i}", "text": f"Entry {i} of the choir.", "title": f"Entry {i}"} for i in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, notes: Path) -> Path:
+    assert invoke("ingest", notes, "--corpus", tmp_path / "corpus").exit_code == 0
+    return tmp_path / "corpus"
+
+
+def test_ingest_counts_and_goes_on_where_it_was(tmp_path, notes):
+    folder = tmp_path / "corpus"
+    first = told("ingest", notes, "--corpus", folder, "--chunk-tokens", 32)
+    assert (first["added"], first["replaced"], first["unchanged"], first["documents"]) == (7, 0, 0, 7)
+    assert (first["embedder"], first["index"]) == ("hashed-ngrams", "flat")
+    assert first["chunks"] > 7
+    (notes / "new.txt").write_text("The garden.", encoding="utf-8")
+    out = tmp_path / "result.json"
+    second = told("ingest", notes, "--corpus", folder, "--out", out)
+    assert (second["added"], second["unchanged"], second["documents"]) == (1, 7, 8)
+    assert json.loads(out.read_text()) == second
+    assert "0 added, 0 replaced, 8 unchanged" in invoke("ingest", notes, "--corpus", folder).stdout
+
+
+def test_a_changed_file_takes_update(corpus, notes):
+    (notes / "storm.md").write_text("The storm was long ago.", encoding="utf-8")
+    refused = invoke("ingest", notes, "--corpus", corpus)
+    assert refused.exit_code == 1
+    assert "'storm.md'" in refused.stderr
+    assert "--update" in refused.stderr
+    assert told("ingest", notes, "--corpus", corpus, "--update")["replaced"] == 1
+    assert told("corpus", "search", corpus, "storm", "--top-k", 1)["retrieved"][0]["text"] == "The storm was long ago."
+
+
+def test_a_corpus_keeps_the_settings_it_was_made_with(corpus, notes):
+    for option, value in (
+        ("--embedder", "minilm"),
+        ("--index", "ivf"),
+        ("--chunk-tokens", 64),
+        ("--overlap-tokens", 4),
+    ):
+        result = invoke("ingest", notes, "--corpus", corpus, option, value)
+        assert result.exit_code == 2
+        assert f"was made with {option}" in result.stderr.replace("\n", " ")
+    assert invoke("ingest", notes, "--corpus", corpus, "--index", "flat", "--chunk-tokens", 512).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["faiss-flat", "ivf", "hnsw"])
+def test_an_index_is_made_and_kept(tmp_path, notes, kind):
+    folder = tmp_path / "corpus"
+    assert told("ingest", notes, "--corpus", folder, "--index", kind)["index"] == kind
+    assert (folder / "index.faiss").stat().st_size > 0
+    assert told("corpus", "search", folder, "choir", "--top-k", 1)["retrieved"][0]["title"].startswith("Entry")
+
+
+def test_bad_files_are_named_or_left_out(tmp_path, notes):
+    (notes / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n', encoding="utf-8")
+    (notes / "latin.txt").write_bytes(b"caf\xe9")
+    result = invoke("ingest", notes / "bad.jsonl", "--corpus", tmp_path / "corpus")
+    assert result.exit_code == 1
+    assert "bad.jsonl, line 2: " in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "corpus").exists(), "nothing is made of documents that cannot be read"
+    assert told("ingest", notes, "--corpus", tmp_path / "corpus", "--skip-bad-docs")["documents"] == 8
+
+
+def test_what_is_wrong_with_a_call(tmp_path, notes, corpus):
+    assert invoke("ingest", "--corpus", corpus).exit_code == 2
+    assert invoke("ingest", notes, "--corpus", tmp_path / "x", "--index", "tree").exit_code == 2
+    assert invoke("ingest", notes, "--corpus", notes).exit_code == 2
+    assert invoke("corpus", "list", tmp_path / "nowhere").exit_code == 1
+    assert invoke("corpus", "remove", corpus, "storm").exit_code == 2
+    Corpus.create(tmp_path / "empty")
+    for call in (("corpus", "search", tmp_path / "empty"), ("ask", "--shape", "demo", "--corpus", tmp_path / "empty")):
+        nothing = invoke(*call, "storm")
+        assert nothing.exit_code == 2
+        assert "nothing to search" in nothing.stderr
+    many = invoke("corpus", "search", corpus, "storm", "--top-k", 100)
+    assert many.exit_code == 2
+    assert "100 best of" in many.stderr
+
+
+def test_list_search_and_remove(corpus):
+    listed = told("corpus", "list", corpus)
+    assert [one["id"] for one in listed["documents"]] == [
+        "ferry.md",
+        "harbour.md",
+        "lighthouse.md",
+        "storm.md",
+        "row-0",
+        "row-1",
+        "row-2",
+    ]
+    assert len(told("corpus", "list", corpus, "--limit", 2)["documents"]) == 2
+    assert "Entry 1" in invoke("corpus", "list", corpus).stdout
+    found = told("corpus", "search", corpus, "When does the ferry sail?", "--top-k", 2)
+    assert found["retrieved"][0]["document"] == "ferry.md"
+    assert len(found["stages"]) == 4
+    shown = invoke("corpus", "search", corpus, "ferry", "--stages").stdout
+    assert "stage 4 of 4" in shown
+    removed = told("corpus", "remove", corpus, "ferry.md", "row-1")
+    assert removed["removed"] == ["ferry.md", "row-1"]
+    assert [one["source"] for one in removed["gone"]] == ["ferry.md", "row-1"]
+    assert "ferry.md" not in Corpus.open(corpus)
+
+
+def test_ask_takes_its_documents_from_the_corpus(corpus):
+    ask = ("ask", "--shape", "demo", "--max-new-tokens", 3, "--corpus", corpus)
+    answers = told(*ask, "--top-k", 2, "Where is the ferry?", "Where is the storm?")["answers"]
+    assert [answer["retrieved"][0]["document"] for answer in answers] == ["ferry.md", "storm.md"]
+    assert [chunk["source"] for chunk in answers[0]["report"]["chunks"][1:]] == [
+        one["document"] for one in answers[0]["retrieved"]
+    ]
+    assert len(told(*ask, "Why?")["answers"][0]["retrieved"]) == 6
+    warm = told(*ask, "--top-k", 2, "--precompute", "--method", "full-reuse", "Where is the ferry?")["answers"][0]
+    assert [chunk["fate"] for chunk in warm["report"]["chunks"][1:]] == ["reused", "reused"]
+
+
+def test_ask_wants_documents_or_a_corpus(corpus, notes):
+    for wrong in (("--corpus", corpus, "--docs", notes), ("--top-k", 3)):
+        result = invoke("ask", "--shape", "demo", *wrong, "Why?")
+        assert result.exit_code == 2
+        assert "either --docs, or --corpus" in result.stderr.replace("\n", " ")
+
+
+def test_no_model_and_no_faiss_is_loaded_to_look_into_a_corpus(corpus, monkeypatch):
+    for name in ("faiss", "sentence_transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert invoke("corpus", "list", corpus).exit_code == 0
+    assert invoke("corpus", "search", corpus, "storm").exit_code == 0
+
+
+def test_a_missing_extra_is_named(tmp_path, notes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    result = invoke("ingest", notes, "--corpus", tmp_path / "corpus", "--index", "hnsw")
+    assert result.exit_code == 2
+    assert "chunkweave[retrieval]" in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "corpus").exists(), "nothing is embedded for nothing"
+
+
+def test_the_bundled_passages_can_be_ingested(tmp_path):
+    passages = files("chunkweave") / "assets" / "corpus" / "passages.jsonl"
+    assert told("ingest", passages, "--corpus", tmp_path / "corpus")["documents"] == 296
+    found = told("corpus", "search", tmp_path / "corpus", "In which city is the Bulfall Hotel?", "--top-k", 1)
+    assert found["retrieved"][0]["title"] == "Bulfall Hotel"

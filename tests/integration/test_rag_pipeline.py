@@ -1,0 +1,154 @@
+"""Corpus and engine together: what is retrieved is woven, what is removed is forgotten."""
+
+import pytest
+
+from chunkweave import Engine, RagPipeline, SamplingParams, StoreConfig
+from chunkweave.errors import TopKError, UsageError
+from chunkweave.eval.worlds.corpus import bundled_corpus
+from chunkweave.retrieval.corpus import Corpus
+from chunkweave.retrieval.documents import CorpusDocument
+from chunkweave.testing.toys import toy_model
+from tests.unit.retrieval_fakes import SUBJECTS, SubjectEmbedder, document
+
+FEW = SamplingParams(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return toy_model()
+
+
+@pytest.fixture
+def pipeline(loaded):
+    engine = Engine(loaded)
+    corpus = Corpus(SubjectEmbedder(), tokenizer=loaded.tokenizer)
+    corpus.add([document(number) for number in range(12)])
+    with engine:
+        yield RagPipeline(engine, corpus, top_k=3)
+
+
+def test_an_answer_is_that_of_the_engine_over_what_was_retrieved(pipeline):
+    answer = pipeline.answer("What of the storm and the ferry?", sampling=FEW)
+    found = pipeline.corpus.search("What of the storm and the ferry?", 3)
+    assert answer.retrieved == found
+    assert [one.rank for one in answer.retrieved] == [1, 2, 3]
+    own = pipeline.engine.generate(
+        "What of the storm and the ferry?", [one.chunk for one in found], max_new_tokens=4, method="full"
+    )
+    assert answer.answer.token_ids == own.token_ids
+    assert answer.text == own.text
+    assert [chunk.source for chunk in answer.report.chunks[1:]] == [one.document for one in found]
+    assert answer.embed_s >= 0
+    assert answer.search_s > 0
+    told = answer.as_dict()
+    assert [chunk["document"] for chunk in told["retrieved"]] == [one.document for one in found]
+    assert told["report"]["method"] == "prefix"
+
+
+def test_the_second_question_reuses_the_chunks_of_the_first(pipeline):
+    assert pipeline.precompute() == 12
+    answer = pipeline.answer("The storm?", sampling=FEW, method="full-reuse")
+    assert [chunk.fate for chunk in answer.report.chunks[1:]] == ["reused"] * 3
+
+
+def test_a_stream_begins_with_the_chunks_and_ends_with_the_answer(pipeline):
+    events = list(pipeline.stream("The storm?", sampling=FEW))
+    assert events[0].retrieved == pipeline.corpus.search("The storm?", 3)
+    assert all(event.retrieved is None for event in events[1:])
+    assert [event.answer is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert "".join(event.text for event in events) == events[-1].answer.text
+    again = pipeline.answer("The storm?", sampling=FEW)
+    assert events[-1].answer.answer.token_ids == again.answer.token_ids
+
+
+def test_the_order_in_the_prompt_is_the_callers(loaded, pipeline):
+    backwards = RagPipeline(pipeline.engine, pipeline.corpus, top_k=3, order=lambda found: found[::-1])
+    answer = backwards.answer("The storm?", sampling=FEW)
+    assert [one.rank for one in answer.retrieved] == [3, 2, 1]
+    sources = [one.document for one in pipeline.corpus.search("The storm?", 3)]
+    assert [chunk.source for chunk in answer.report.chunks[1:]] == sources[::-1]
+    for wrong in (lambda found: found[:2], lambda found: [found[0], *found[:2]]):
+        with pytest.raises(UsageError, match="each once"):
+            RagPipeline(pipeline.engine, pipeline.corpus, top_k=3, order=wrong).answer("The storm?")
+
+
+def test_how_many_chunks(pipeline):
+    assert len(pipeline.retrieve("storm", top_k=5).chunks) == 5
+    assert len(RagPipeline(pipeline.engine, pipeline.corpus).retrieve("storm").chunks) == 6
+    with pytest.raises(TopKError, match="13 best of 12"):
+        pipeline.answer("storm", top_k=13)
+    for wrong in (0, -1):
+        with pytest.raises(UsageError, match="at least 1"):
+            pipeline.answer("storm", top_k=wrong)
+        with pytest.raises(UsageError, match="at least 1"):
+            RagPipeline(pipeline.engine, pipeline.corpus, top_k=wrong)
+    with pytest.raises(UsageError, match="question is empty"):
+        pipeline.answer(" ")
+
+
+def test_few_documents_are_all_given_and_none_is_plain_generation(loaded):
+    corpus = Corpus(SubjectEmbedder(), tokenizer=loaded.tokenizer)
+    with Engine(loaded) as engine:
+        pipeline = RagPipeline(engine, corpus)
+        assert pipeline.answer("The storm?", sampling=FEW).retrieved == ()
+        corpus.add([document(0), document(1)])
+        assert len(pipeline.answer("The storm?", sampling=FEW).retrieved) == 2
+
+
+def test_removing_a_document_removes_its_kv_and_what_was_computed_after_it(pipeline):
+    pipeline.precompute()
+    pipeline.answer("The storm and the ferry?", sampling=FEW)
+    store, builder = pipeline.engine.store, pipeline.engine.builder
+    victim = pipeline.corpus.search("The storm and the ferry?", 3)[0]
+    other = pipeline.corpus.search("The storm and the ferry?", 3)[1]
+    gone, stays = (builder.chunk_part(one.chunk).id for one in (victim, other))
+    assert any(record.chunk_id == gone for record in store.records())
+    assert any(gone in record.context for record in store.records())
+    change = pipeline.remove([victim.document])
+    assert [chunk.text for chunk in change.gone] == [victim.chunk.text]
+    assert not any(record.chunk_id == gone or gone in record.context for record in store.records())
+    assert any(record.chunk_id == stays and record.alone for record in store.records())
+    store.check()
+    assert victim.document not in {one.document for one in pipeline.answer("The storm?", sampling=FEW).retrieved}
+
+
+def test_removing_a_document_removes_its_kv_from_disk(loaded, tmp_path):
+    corpus = Corpus(SubjectEmbedder(), tokenizer=loaded.tokenizer)
+    corpus.add([document(0), document(1)])
+    with Engine(loaded, store=StoreConfig(cache_dir=tmp_path)) as engine:
+        pipeline = RagPipeline(engine, corpus)
+        pipeline.precompute()
+        engine.store.flush()
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+        pipeline.remove(["d0"])
+        engine.store.flush()
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_tenants_do_not_share_what_they_compute(loaded):
+    corpus = Corpus(SubjectEmbedder(), tokenizer=loaded.tokenizer)
+    corpus.add([document(number) for number in range(len(SUBJECTS))])
+    with Engine(loaded) as engine:
+        one, two = (RagPipeline(engine, corpus, top_k=2, cache_salt=salt) for salt in ("one", "two"))
+        one.precompute()
+        fates = {chunk.fate for chunk in two.answer("storm", sampling=FEW, method="full-reuse").report.chunks}
+        assert fates == {"computed"}
+        two.remove(["d0"])
+        assert len([record for record in engine.store.records() if record.source == "d0"]) == 1, "that of the other"
+
+
+def test_the_bundled_reader_answers_from_the_bundled_corpus():
+    bundled = bundled_corpus()
+    with Engine.load("reader") as engine:
+        corpus = Corpus(tokenizer=engine.loaded.tokenizer)
+        corpus.add([CorpusDocument(f"p{i}", one.text, one.source) for i, one in enumerate(bundled.passages)])
+        assert len(corpus) == len(bundled.passages)
+        pipeline = RagPipeline(engine, corpus)
+        asked = [question for question in bundled.questions if question.kind == "single"]
+        right = 0
+        for question in asked:
+            answer = pipeline.answer(question.question, sampling=SamplingParams(max_new_tokens=16))
+            texts = [one.chunk.text for one in answer.retrieved]
+            assert any(one.text in texts for one in question.chunks if question.answers[0] in one.text)
+            right += answer.text.strip() in question.answers
+        assert right >= 1, "what it answers among look-alikes is the reader's affair; that it sees them is ours"

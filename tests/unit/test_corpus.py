@@ -1,0 +1,431 @@
+"""The corpus: what it finds, what it keeps, what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from chunkweave.errors import (
+    CorpusError,
+    DimensionMismatchError,
+    DocumentError,
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    EmptyDocumentError,
+    TopKError,
+    UnknownDocumentError,
+    UsageError,
+)
+from chunkweave.retrieval import parts as parts_module
+from chunkweave.retrieval.corpus import Corpus
+from chunkweave.retrieval.corpus_files import CorpusFiles
+from chunkweave.retrieval.documents import CorpusDocument
+from chunkweave.retrieval.index import IndexConfig, IndexKind
+from tests.unit.retrieval_fakes import (
+    SPLIT,
+    SUBJECTS,
+    LetterTokenizer,
+    SubjectEmbedder,
+    document,
+    memory_corpus,
+    new_corpus,
+    opened,
+)
+
+
+def contents(corpus: Corpus) -> dict[str, tuple]:
+    return {one.id: (one.title, one.chunks, dict(one.metadata)) for one in corpus.documents}
+
+
+def test_a_search_finds_the_subject_with_ranks_scores_and_where_it_stands():
+    corpus = memory_corpus()
+    long = "The ferry sails at nine. " * 3 + "The storm came late."
+    corpus.add([document(0), CorpusDocument("log", long, "Log", {"year": 1904}), document(3, "garden")])
+    found = corpus.search("When does the ferry sail?", 2)
+    assert [one.rank for one in found] == [1, 2]
+    assert [one.document for one in found] == ["log", "log"]
+    assert found[0].score == pytest.approx(1.0)
+    assert (found[0].title, found[0].metadata) == ("Log", {"year": 1904})
+    assert found[0].chunk.source == f"log#{found[0].place}"
+    assert "ferry" in found[0].chunk.text
+    assert corpus.search("the garden", 1)[0].chunk.source == "d3", "a document of one chunk is called by its id alone"
+    assert found[0].as_dict()["score"] == pytest.approx(1.0)
+
+
+def test_stages_end_with_what_a_search_finds():
+    corpus = memory_corpus()
+    corpus.add([document(number) for number in range(40)])
+    stages = list(corpus.search_stages("storm", 3))
+    assert [stage.last for stage in stages] == [False, False, False, True]
+    assert stages[-1].chunks == corpus.search("storm", 3)
+    assert all(stage.seconds >= 0 for stage in stages)
+    assert sum(stage.distances for stage in stages) == 40
+
+
+def test_a_vector_may_stand_for_the_question():
+    corpus = memory_corpus()
+    corpus.add([document(number) for number in range(6)])
+    assert corpus.search(corpus.embed_query("choir"), 1) == corpus.search("choir", 1)
+
+
+def test_what_was_written_is_there_after_opening(tmp_path):
+    corpus = new_corpus(tmp_path / "corpus")
+    change = corpus.add([document(number) for number in range(20)])
+    assert change.added == tuple(f"d{number}" for number in range(20))
+    again = opened(tmp_path / "corpus")
+    assert contents(again) == contents(corpus)
+    assert again.split == SPLIT
+    assert len(again) == len(corpus) == 20
+    assert again.search("storm", 5) == corpus.search("storm", 5)
+    again.add([document(20)])
+    assert "d20" in opened(tmp_path / "corpus")
+    assert {path.suffix for path in (tmp_path / "corpus").iterdir()} == {".json", ".jsonl", ".safetensors"}
+
+
+def test_removed_documents_are_gone_from_search_and_disk(tmp_path):
+    corpus = new_corpus(tmp_path)
+    corpus.add([document(0, text="The secret harbour."), document(1, text="The open lighthouse.")])
+    change = corpus.remove(["d0"])
+    assert change.removed == ("d0",)
+    assert [chunk.text for chunk in change.gone] == ["The secret harbour."]
+    assert corpus.search("harbour", 1)[0].document == "d1"
+    assert "d0" not in opened(tmp_path)
+    assert not any(b"secret" in path.read_bytes() for path in tmp_path.iterdir())
+    corpus.remove(["d1"])
+    assert len(opened(tmp_path)) == 0
+
+
+def test_text_that_another_document_has_is_not_gone():
+    corpus = memory_corpus()
+    corpus.add([document(0, text="The same harbour."), document(1, text="The same harbour."), document(2)])
+    assert corpus.remove(["d0"]).gone == ()
+    assert [chunk.text for chunk in corpus.remove(["d1"]).gone] == ["The same harbour."]
+
+
+def test_update_replaces_what_differs_and_embeds_nothing_else(tmp_path):
+    embedder = SubjectEmbedder()
+    corpus = Corpus.create(tmp_path, embedder, split=SPLIT, tokenizer=LetterTokenizer())
+    corpus.add([document(0), document(1), document(2)])
+    embedder.embedded.clear()
+    change = corpus.update([document(1), document(0, text="Now the choir."), document(9)])
+    assert (change.added, change.replaced, change.unchanged) == (("d9",), ("d0",), ("d1",))
+    assert [chunk.text for chunk in change.gone] == ["Note 0 on the harbour."]
+    assert embedder.embedded == ["Now the choir.", "Note 9 on the ferry."]
+    assert corpus.search("choir", 1)[0].document == "d0"
+    assert contents(opened(tmp_path)) == contents(corpus)
+    assert corpus.update([document(1)]).unchanged == ("d1",)
+    titled = CorpusDocument("d1", document(1).text, "Another title", {"number": 1})
+    assert corpus.update([titled]).replaced == ("d1",), "a title counts too"
+
+
+def test_changes_in_memory_and_on_disk_end_the_same(tmp_path):
+    on_disk, in_memory = new_corpus(tmp_path), memory_corpus()
+    for corpus in (on_disk, in_memory):
+        for start in range(0, 60, 7):
+            corpus.add([document(number) for number in range(start, start + 7)])
+        corpus.remove(["d3", "d30", "d31"])
+        corpus.update([document(5, "choir"), document(99)])
+    assert contents(on_disk) == contents(in_memory) == contents(opened(tmp_path))
+    for subject in SUBJECTS:
+        assert on_disk.search(subject, 20) == in_memory.search(subject, 20) == opened(tmp_path).search(subject, 20)
+
+
+def test_small_parts_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "_MOST_PART_CHUNKS", 16)
+    corpus = new_corpus(tmp_path)
+    for number in range(40):
+        corpus.add([document(number)])
+    sizes = [part.chunks for part in CorpusFiles(tmp_path).manifest().parts]
+    assert sizes == [16, 16, 8]
+    assert len(list(tmp_path.glob("part-*"))) == 6, "parts that were joined are removed"
+    assert [one.id for one in opened(tmp_path).documents] == [f"d{number}" for number in range(40)]
+
+
+def test_a_chunk_is_written_again_only_when_its_part_doubles(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "_MOST_PART_CHUNKS", 32)
+    real, written = CorpusFiles._write_part, []
+
+    def counted(self, part, name):
+        written.append(len(part))
+        return real(self, part, name)
+
+    monkeypatch.setattr(CorpusFiles, "_write_part", counted)
+    corpus = new_corpus(tmp_path)
+    for number in range(32):
+        corpus.add([document(number)])
+    assert sum(written) <= 32 * 6, "each chunk once for every power of two up to 32"
+
+
+def test_an_index_of_earlier_vectors_is_not_used(tmp_path):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.FAISS_FLAT))
+    corpus.add([document(0, "harbour"), document(1, "storm")])
+    corpus.build_index()
+    corpus.remove(["d0"])
+    corpus.add([document(2, "choir")])  # as many chunks as before
+    assert opened(tmp_path).search("choir", 1)[0].document == "d2"
+    assert opened(tmp_path).search("storm", 1)[0].document == "d1"
+
+
+def test_progress_counts_documents():
+    seen = []
+    memory_corpus().update([document(number) for number in range(150)], progress=lambda *step: seen.append(step))
+    assert seen[0] == (64, 150)
+    assert seen[-1] == (150, 150)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("kind", [IndexKind.FAISS_FLAT, IndexKind.IVF, IndexKind.HNSW])
+def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, monkeypatch):
+    corpus = new_corpus(tmp_path, index=IndexConfig(kind))
+    corpus.add([document(number) for number in range(60)])
+    corpus.build_index()
+    built = []
+    from chunkweave.retrieval import searcher
+
+    real = searcher.build_index
+    monkeypatch.setattr(searcher, "build_index", lambda *args: built.append(1) or real(*args))
+    again = opened(tmp_path)
+    assert again.search("storm", 5) == corpus.search("storm", 5)
+    assert built == []
+    again.add([document(60, "storm")])
+    assert built == [], "what was added goes into the index that is there"
+    assert "d60" in {one.document for one in again.search("storm", 20)}
+    again.remove(["d60"])
+    assert "d60" not in {one.document for one in again.search("storm", 20)}
+    assert opened(tmp_path).search("storm", 5) == corpus.search("storm", 5)
+
+
+def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.FAISS_FLAT))
+    corpus.add([document(number) for number in range(6)])
+    corpus.build_index()
+    (tmp_path / "index.faiss").write_bytes(b"noise")
+    assert opened(tmp_path).search("storm", 1) == corpus.search("storm", 1)
+    assert "checksum" in caplog.text
+
+
+def test_an_index_of_another_embedder_is_refused(tmp_path):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder, embedder in ((mine, SubjectEmbedder()), (other, SubjectEmbedder("strange"))):
+        corpus = Corpus.create(
+            folder,
+            embedder,
+            split=SPLIT,
+            tokenizer=LetterTokenizer(),
+            index=IndexConfig(IndexKind.FAISS_FLAT),
+        )
+        corpus.add([document(number) for number in range(6)])
+        corpus.build_index()
+    for name in ("index.faiss", "index.json"):
+        (other / name).replace(mine / name)
+    with pytest.raises(EmbedderMismatchError, match="strange-7"):
+        opened(mine).search("storm", 1)
+
+
+def test_a_corpus_of_another_embedder_is_refused(tmp_path):
+    new_corpus(tmp_path).add([document(0)])
+    with pytest.raises(EmbedderMismatchError, match=r"subjects \(subjects-7\), not by words"):
+        Corpus.open(tmp_path, SubjectEmbedder("words"))
+    with pytest.raises(EmbedderMismatchError):
+        Corpus.open(tmp_path, SubjectEmbedder(dimension=9))
+
+
+def test_duplicate_ids_are_refused_before_anything_is_added():
+    corpus = memory_corpus()
+    corpus.add([document(0)])
+    with pytest.raises(DuplicateDocumentError, match="'d0' already"):
+        corpus.add([document(1), document(0)])
+    for call in (corpus.add, corpus.update):
+        with pytest.raises(DuplicateDocumentError, match="two documents have the id 'd2'"):
+            call([document(2), document(3), document(2)])
+    assert [one.id for one in corpus.documents] == ["d0"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        (CorpusDocument("x", ""), EmptyDocumentError, "'x' is empty"),
+        (CorpusDocument("x", " \n\t"), EmptyDocumentError, "'x' is empty"),
+        (CorpusDocument(" ", "text"), DocumentError, "no id"),
+        (CorpusDocument("x", "text", metadata={"when": object()}), DocumentError, "no JSON object"),
+        (CorpusDocument("x", "text", metadata={"score": float("nan")}), DocumentError, "no JSON object"),
+        (CorpusDocument("x", "half \ud800"), DocumentError, "surrogate"),
+        (CorpusDocument("x", "text", "half \udc00"), DocumentError, "surrogate"),
+    ],
+)
+def test_documents_that_cannot_be_kept_are_refused(bad, error, match):
+    corpus = memory_corpus()
+    with pytest.raises(error, match=match):
+        corpus.add([document(0), bad])
+    assert len(corpus) == 0
+
+
+def test_more_chunks_than_there_are_and_unknown_documents_are_refused():
+    corpus = memory_corpus()
+    with pytest.raises(TopKError, match="nothing to search"):
+        corpus.search("storm", 1)
+    corpus.add([document(0), document(1)])
+    for call in (corpus.search, corpus.search_stages):
+        with pytest.raises(TopKError, match="3 best of 2 chunks"):
+            call("storm", 3)
+        with pytest.raises(UsageError, match="at least 1"):
+            call("storm", 0)
+    with pytest.raises(UnknownDocumentError, match="'d7'"):
+        corpus.remove(["d0", "d7"])
+    assert len(corpus) == 2
+    with pytest.raises(DimensionMismatchError, match=r"\[3\]"):
+        corpus.search(np.ones(3, dtype=np.float32), 1)
+
+
+def test_an_embedder_that_lies_about_its_vectors_is_refused(monkeypatch):
+    corpus = memory_corpus()
+    monkeypatch.setattr(corpus.embedder, "embed_documents", lambda texts: np.ones((len(texts), 3), dtype=np.float32))
+    with pytest.raises(DimensionMismatchError, match=r"expected vectors \[1, 7\], got \[1, 3\]"):
+        corpus.add([document(0)])
+    monkeypatch.setattr(corpus.embedder, "embed_documents", lambda texts: np.full((len(texts), 7), np.nan))
+    with pytest.raises(DimensionMismatchError, match="finite"):
+        corpus.add([document(0)])
+    assert len(corpus) == 0
+
+
+def test_what_is_no_corpus_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match="chunkweave ingest"):
+        Corpus.open(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"other files \(notes.txt\)"):
+        Corpus.create(tmp_path)
+    new_corpus(tmp_path / "corpus")
+    with pytest.raises(UsageError, match="already"):
+        new_corpus(tmp_path / "corpus")
+    with pytest.raises(CorpusError, match="no corpus can be made"):
+        new_corpus(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest", "version", "keys"])
+def test_damage_is_named(tmp_path, damage):
+    new_corpus(tmp_path).add([document(number) for number in range(9)])
+    part = next(tmp_path.glob("*.safetensors" if damage == "flip" else "*.jsonl"))
+    manifest = tmp_path / "corpus.json"
+    data = part.read_bytes()
+    if damage == "cut":
+        part.write_bytes(data[:-5])
+    elif damage == "flip":
+        part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "remove":
+        part.unlink()
+    elif damage == "manifest":
+        manifest.write_text("{}")
+    else:
+        told = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**told, "format": 99} if damage == "version" else {**told, "colour": "red"}))
+    with pytest.raises(CorpusError, match="another version" if damage == "version" else str(tmp_path)):
+        opened(tmp_path)
+
+
+def test_two_writers_do_not_undo_each_other(tmp_path):
+    first = new_corpus(tmp_path)
+    second = opened(tmp_path)
+    first.add([document(0)])
+    with pytest.raises(CorpusError, match="another process changed the corpus"):
+        second.add([document(1)])
+    assert [one.id for one in opened(tmp_path).documents] == ["d0"]
+
+
+def test_a_reader_takes_what_is_committed_while_it_reads(tmp_path, monkeypatch):
+    corpus = new_corpus(tmp_path)
+    corpus.add([document(0)])
+    stale = CorpusFiles(tmp_path)
+    real, seen = stale.manifest, []
+
+    def manifest():
+        found = real()
+        if not seen:
+            corpus.add([document(1)])  # joins the parts: those that were just named are removed
+        seen.append(found.generation)
+        return found
+
+    monkeypatch.setattr(stale, "manifest", manifest)
+    found, parts = stale.read()
+    assert found.generation == 2
+    assert [one.id for part in parts for one in part.documents] == ["d0", "d1"]
+
+
+class Dies(BaseException):
+    """Stands for a process that is killed: nothing catches it."""
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+@pytest.mark.parametrize("file", range(3))
+@pytest.mark.parametrize("change", ["add", "remove", "update"])
+def test_a_writer_that_dies_loses_nothing_that_was_committed(tmp_path, monkeypatch, step, file, change):
+    corpus = new_corpus(tmp_path)
+    corpus.add([document(number) for number in range(5)])
+    before = contents(corpus)
+    calls = {"add": lambda: corpus.add([document(7)]), "remove": lambda: corpus.remove(["d2"])}
+    calls["update"] = lambda: corpus.update([document(3, "choir"), document(8)])
+    real, written = CorpusFiles._write, []
+
+    def dying(self, name, data):
+        written.append(name)
+        if len(written) == file + 1:
+            if step == "write":
+                (self.folder / f".{name}.0123456789abcdef.partial").write_bytes(data[: len(data) // 2])
+            else:
+                (self.folder / f".{name}.0123456789abcdef.partial").write_bytes(data)
+            raise Dies
+        real(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusFiles, "_write", dying)
+        with pytest.raises(Dies):
+            calls[change]()
+    assert written[-1].endswith(("jsonl", "safetensors", "json"))
+    after = opened(tmp_path)
+    assert contents(after) == before
+    assert len(after.search("storm", 5)) == 5
+    after.add([document(30)])
+    assert contents(opened(tmp_path)) == {**before, **contents_of(30)}
+    assert not list(tmp_path.glob(".*")), "what the dead writer left is removed"
+
+
+def contents_of(number: int) -> dict[str, tuple]:
+    corpus = memory_corpus()
+    corpus.add([document(number)])
+    return contents(corpus)
+
+
+def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch):
+    corpus = new_corpus(tmp_path)
+    corpus.add([document(0)])
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(CorpusError, match="No space left"):
+            corpus.add([document(1)])
+    assert [one.id for one in corpus.documents] == ["d0"]
+    assert contents(opened(tmp_path)) == contents(corpus)
+    corpus.add([document(1)])
+    assert len(opened(tmp_path)) == 2
+
+
+def test_an_interrupted_ingest_goes_on_from_the_last_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "_COMMIT_CHUNKS", 10)
+    embedder = SubjectEmbedder()
+    corpus = Corpus.create(tmp_path, embedder, split=SPLIT, tokenizer=LetterTokenizer())
+    documents = [document(number) for number in range(35)]
+
+    def interrupted(done, total):
+        if done >= 25:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        corpus.update(documents, progress=interrupted)
+    assert corpus.num_documents == 20
+    again = opened(tmp_path)
+    change = again.update(documents)
+    assert len(change.unchanged) == 20
+    assert len(again.embedder.embedded) == 15
+    assert list(contents(again)) == [one.id for one in documents]
