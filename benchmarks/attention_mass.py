@@ -1,17 +1,17 @@
 """What capturing attention costs a first computation, and how well a few heads and layers stand for all of them.
 
-    python benchmarks/attention_mass.py --model FOLDER --dataset FILE --out attention-mass.json
+    python benchmarks/attention_mass.py --model reader --prompts 60 --layers 2,3,4 --heads 1,2 --out attention-mass.json
     python benchmarks/attention_mass.py --shape qwen2.5-0.5b --prompts 1 --out attention-mass.json
 
 Time: prefill in full and store what was computed, with and without capture, alternating; medians over rounds, and the
 median of the ratios within a round. Bar: 20 % slower at 6 x 512 tokens.
 
-Rank correlation (Spearman) with all heads and all layers below the last, over chunks that have others before them:
-`ratio` is that of a/b, what CCI is the sigmoid of, over all chunks of all prompts; `ratio at a place` the same among
-chunks at the same place of their prompts, mean over places (a chunk further behind has more before it, which ranks
-chunks by itself); `outward` that of the tokens of a chunk by their mass on all chunks before it, which chooses what is
-recomputed, mean and 10th percentile over chunks. Bar: 0.9. With `--shape` weights are random and only times mean
-something.
+Rank correlation (Spearman) of some heads and layers, evenly spread, with all heads and all layers below the last, over
+chunks that have others before them: `ratio` is that of a/b, what CCI is the sigmoid of, over all chunks of all prompts;
+`ratio at a place` the same among chunks at the same place of their prompts, mean over places (a chunk further behind
+has more before it, which ranks chunks by itself); `outward` that of the tokens of a chunk by their mass on all chunks
+before it, which chooses what is recomputed, mean and 10th percentile over chunks. Bar: 0.9 for the three means. With
+`--shape` weights are random and only times mean something.
 """
 
 import argparse
@@ -35,11 +35,14 @@ from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.prompts import PromptMaker
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.worlds.examples import world_examples
+from chunkweave.fusion.attention_capture import evenly_spread
 from chunkweave.planning.method import make_method
 from chunkweave.store.attention_profile import AttentionProfile
 
 OFF = CaptureConfig(profile=False)
 ALL = CaptureConfig(layers=None, heads=None)
+BAR = 0.9
 FEWEST_AT_A_PLACE = 4
 """Below that many prompts a rank correlation among chunks at one place says nothing."""
 
@@ -118,12 +121,31 @@ def measure(args: argparse.Namespace, engine: Engine, prompts: list[Prompt]) -> 
         {
             "layers": "all" if config.layers is None else config.layers,
             "heads": "all" if config.heads is None else config.heads,
+            "share": share_of(engine, config),
             "median_s": statistics.median(times[config]),
             "slower": statistics.median(a / b for a, b in zip(times[config], times[OFF], strict=True)) - 1.0,
             **agreement(seen[config], seen[ALL]),
         }
         for config in (*subsets, ALL)
-    ] + [{"layers": 0, "heads": 0, "median_s": statistics.median(times[OFF]), "slower": 0.0}]
+    ] + [{"layers": 0, "heads": 0, "share": 0.0, "median_s": statistics.median(times[OFF]), "slower": 0.0}]
+
+
+def share_of(engine: Engine, config: CaptureConfig) -> float:
+    """Of all heads in the layers below the last, the share that is captured."""
+    geometry = engine.loaded.model.geometry
+    layers = evenly_spread(config.layers, geometry.num_layers - 1)
+    heads = evenly_spread(config.heads, geometry.num_heads)
+    return len(layers) * len(heads) / ((geometry.num_layers - 1) * geometry.num_heads)
+
+
+def fewest(rows: list[dict[str, Any]]) -> str:
+    """Of the subsets measured the least one within the bar."""
+    within = [row for row in rows if all((row.get(name) or 0.0) >= BAR for name in ("ratio", "outward"))]
+    within = [row for row in within if (row["ratio_at_a_place"] or BAR) >= BAR]
+    if not within:
+        return f"nothing measured reaches {BAR}"
+    least = min(within, key=lambda row: row["share"])
+    return f"least with {BAR} and more: {least['layers']} layers x {least['heads']} heads, {least['share']:.0%} of all"
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
@@ -138,8 +160,20 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 def formatted(name: str, value: object) -> str:
     if isinstance(value, float):
-        return f"{value:+.1%}" if name == "slower" else f"{value:.3f}"
+        return f"{value:+.1%}" if name == "slower" else f"{value:.0%}" if name == "share" else f"{value:.3f}"
     return "" if value is None else str(value)
+
+
+def prompts_of(args: argparse.Namespace, engine: Engine) -> list[Prompt]:
+    """Those over which ranks are compared."""
+    dataset = args.dataset or ("worlds" if args.model else "documents")
+    if dataset == "worlds":
+        examples = world_examples(args.prompts, args.chunks, seed=args.seed)
+        return [engine.builder.build(example.question, example.chunks) for example in examples]
+    known = bundled_examples(args.prompts, seed=args.seed) if dataset == "documents" else load_dataset(Path(dataset))
+    tokens = 512 if args.chunk_tokens is None else args.chunk_tokens
+    maker = PromptMaker(known, engine.builder, engine.loaded.fingerprint, chunks=args.chunks, chunk_tokens=tokens)
+    return [maker.prompt(example) for example in known[: args.prompts]]
 
 
 def arguments() -> argparse.Namespace:
@@ -150,9 +184,12 @@ def arguments() -> argparse.Namespace:
     which.add_argument("--shape", help="a model of known geometry with random weights: times alone mean something")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--dataset", type=Path, help="default: the bundled documents")
+    parser.add_argument(
+        "--dataset",
+        help="a file, `worlds` (generated) or `documents` (bundled); default: `worlds` with --model, else `documents`",
+    )
     parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--chunk-tokens", type=int, help="default: 512; passages of `worlds` stay as they are")
     parser.add_argument("--prompts", type=int, default=8, help="over which ranks are compared; the first one is timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=numbers, default=(default.layers,), help="for example 4,8,12")
@@ -176,16 +213,11 @@ def main() -> None:
         engine = Engine.load(args.model, **options)
     else:
         engine = Engine.load_shape(args.shape, seed=args.seed, **options)
-    examples = load_dataset(args.dataset) if args.dataset else bundled_examples(args.prompts, seed=args.seed)
     loaded = engine.loaded
-    maker = PromptMaker(
-        examples, engine.builder, loaded.fingerprint, chunks=args.chunks, chunk_tokens=args.chunk_tokens
-    )
-    prompts = [maker.prompt(example) for example in examples[: args.prompts]]
+    prompts = prompts_of(args, engine)
     rows = measure(args, engine, prompts)
-    show(
-        rows, f"Capturing attention: {loaded.name}, {args.chunks} x {args.chunk_tokens} tokens, {len(prompts)} prompts"
-    )
+    show(rows, f"Capturing attention: {loaded.name}, {len(prompts)} prompts, the first one {len(prompts[0])} tokens")
+    Console().print(fewest(rows))
     if args.out:
         config = {name: str(value) for name, value in vars(args).items()}
         config |= {"prompt_tokens": len(prompts[0]), "computed_in": str(loaded.model.dtype)}

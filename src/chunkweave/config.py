@@ -42,7 +42,8 @@ class StoreConfig:
     another machine; the remote's budget bounds what this process puts there, and None leaves it to the server.
     `codec` is how segments are encoded on disk and remote. A segment is written there once it was seen `admission`
     times. Segments older than `ttl_s` seconds are dropped everywhere. Of the variants of a chunk at most
-    `max_variants` are kept, of all segments at most `max_instances` (None: as many as fit).
+    `max_variants` are kept, not counting segments that exact prefixes run over; of all segments at most
+    `max_instances` (None: as many as fit).
     """
 
     budget_bytes: int = 4 * GIB
@@ -126,7 +127,7 @@ class ReuseConfig:
     seed: int = 0
     alpha: float = 1.0
     focus: bool = True
-    focus_reading: FocusReading = FocusReading.AS_PRINTED
+    focus_reading: FocusReading = FocusReading.LARGEST_GAP
     use_cci: bool = True
     use_overlap: bool = True
     use_coverage: bool = False

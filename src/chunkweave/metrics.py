@@ -33,8 +33,8 @@ class ReuseReport:
     `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
     tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
     Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
-    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told; the
-    loading controller may have raised a ratio above that.
+    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told, by
+    the loading controller where that raised it.
     """
 
     method: str

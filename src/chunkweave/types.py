@@ -49,11 +49,14 @@ class Span:
 class Scattered:
     """Single token positions within one part of a prompt: `start` plus each of `offsets`, in no order, none twice.
 
-    What a ranking picks hardly ever lies side by side; as spans it would be as many objects as tokens.
+    What a ranking picks hardly ever lies side by side; as spans it would be as many objects as tokens. `within` is the
+    number of tokens of the part, if whoever ranked them vouches that no offset reaches it: looking at every offset to
+    find out takes as long as choosing them.
     """
 
     start: int
     offsets: tuple[int, ...]
+    within: int | None = None
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -63,7 +66,9 @@ class Scattered:
         return [self.start + offset for offset in self.offsets]
 
     def hull(self) -> Span:
-        """The least span that covers all positions, of which there must be one."""
+        """A span that covers all positions, of which there must be one: `within`, or else the least one."""
+        if self.within is not None:
+            return Span(self.start, self.start + self.within)
         return Span(self.start + min(self.offsets), self.start + max(self.offsets) + 1)
 
 

@@ -135,6 +135,38 @@ def test_recomputing_nothing_equals_full_reuse(bench):
     close(bench.log_probs(prompt, "cachecraft", alpha=0.0), bench.log_probs(prompt, "full-reuse"))
 
 
+ODD_SIZES = (17, 23, 1, 31)
+
+ODD_PROMPTS = {
+    "the first chunk was a later one": ([(1, 0)], (0, 3)),
+    "one chunk": ([(1, 0)], (0,)),
+    "a chunk twice": ([(0, 1)], (1, 0, 1)),
+    "computed alone": ([(0,), (1,)], (3, 1, 0)),
+    "a single token": ([(0, 2), (2, 1)], (3, 1, 2, 0)),
+    "all new": ([], (0, 1, 2)),
+    "exact and in other contexts": ([(0, 1), (3, 1), (1,)], (0, 1, 3)),
+    "a new chunk before an old context": ([(0, 1)], (3, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("system", [0, 6])
+@pytest.mark.parametrize("case", sorted(ODD_PROMPTS))
+def test_odd_prompts_are_woven_and_equal_full_prefill_where_all_is_recomputed(case, system):
+    bench = make_bench(toy_model("llama"))
+    stored, order = ODD_PROMPTS[case]
+    for earlier in stored:
+        bench.prefill(make_prompt(ODD_SIZES, system=system, order=earlier), "full", keep=True)
+    prompt = make_prompt(ODD_SIZES, system=system, order=order)
+    whole = bench.log_probs(prompt, "cachecraft", alpha=100.0, use_overlap=False, focus=False)
+    close(whole, bench.own_log_probs(prompt))
+    woven = bench.prefill(prompt, "cachecraft", keep=True)
+    report = make_report(woven, bench.loaded.model.geometry, Durations(1.0, 0.0, 0.0), 1)
+    by_fate = report.prefix_exact_tokens + report.reused_tokens + report.recomputed_tokens + report.computed_tokens
+    assert by_fate == len(prompt)
+    again = bench.prefill(prompt, "cachecraft")
+    assert again.plan.tokens(Fate.COMPUTED) == 1 + 5, "BOS and the question; everything else is stored now"
+
+
 def test_variants_with_context_are_fixed_as_planned(bench):
     bench.prefill(make_prompt(SIZES, system=6), "full", keep=True)
     prompt = make_prompt(SIZES, system=6, order=(3, 1, 0, 2))
@@ -200,6 +232,18 @@ def test_profiles_of_a_chunk_woven_whole_equal_the_models_own_attention(family):
     woven = bench.prefill(prompt, "cacheblend", ratio=1.0)
     assert [capture.part.fate for capture in woven.captures] == [Fate.COMPUTED, *[Fate.REUSED] * 4]
     check_profiles(woven, own_attention(bench, prompt.token_ids), 0, EVERYTHING)
+
+
+def test_what_capturing_computes_is_counted(qwen):
+    qwen.runner.capture = CaptureConfig(layers=2, heads=3)
+    prompt = make_prompt(SIZES, system=6)
+    full = qwen.prefill(prompt, "full")
+    followed = range(1, 1 + 6 + sum(SIZES))  # what is stored: neither BOS nor the question
+    scores = 3 * sum(position + 1 for position in followed)
+    layers = evenly_spread(2, 3)
+    assert [layer.captured_scores for layer in full.work] == [scores * (layer in layers) for layer in range(4)]
+    qwen.runner.capture = CaptureConfig(profile=False)
+    assert not any(layer.captured_scores for layer in qwen.prefill(prompt, "full").work)
 
 
 def test_attention_is_not_captured_where_it_is_not_wanted(qwen):

@@ -63,8 +63,8 @@ def examples(model) -> list[Example]:
     return own_answers(Engine(model))
 
 
-def measured(engine, examples, path, config=CONFIG, progress=None) -> Measurements:
-    measurements = Measurements(path, settings_of(engine, examples, config))
+def measured(engine, examples, path, config=CONFIG, progress=None) -> Measurements[Measured]:
+    measurements = Measurements(path, settings_of(engine, examples, config), Measured)
     measure(engine, examples, config, measurements, progress)
     return measurements
 
@@ -127,11 +127,11 @@ def test_an_interrupted_calibration_goes_on_with_the_next_question(model, exampl
         return real(prompt, method, **options)
 
     engine.runner.prefill = counting
-    assert len(Measurements(path, settings_of(engine, examples, CONFIG))) == 2 * 7
+    assert len(Measurements(path, settings_of(engine, examples, CONFIG), Measured)) == 2 * 7
     whole = measured(engine, examples, path)
     assert len(whole) == 3 * 7
     assert asked.count("cacheblend") == 3  # one question, three ratios
-    assert len(Measurements(path, settings_of(engine, examples, CONFIG))) == 3 * 7
+    assert len(Measurements(path, settings_of(engine, examples, CONFIG), Measured)) == 3 * 7
 
 
 def test_a_grid_that_grows_measures_only_what_is_new(model, examples, tmp_path):
@@ -159,11 +159,11 @@ def test_other_settings_start_anew(model, examples, tmp_path, caplog):
         methods=("cacheblend",), ratios=(0.3,), reuse=ReuseConfig(check_layers=(1, 2)), max_new_tokens=NEW_TOKENS
     )
     with caplog.at_level(logging.WARNING):
-        fresh = Measurements(path, settings_of(engine, examples, other))
+        fresh = Measurements(path, settings_of(engine, examples, other), Measured)
     assert len(fresh) == 0
     assert "other settings" in caplog.text
     fresh.add(0, "full", Measured(1.0, 0.0))
-    assert len(Measurements(path, settings_of(engine, examples, other))) == 1
+    assert len(Measurements(path, settings_of(engine, examples, other), Measured)) == 1
     assert settings_of(engine, examples[:2], CONFIG) != settings_of(engine, examples, CONFIG)
 
 
@@ -171,7 +171,7 @@ def test_a_damaged_file_of_measurements_is_replaced(tmp_path, caplog):
     path = tmp_path / PARTIAL_FILE
     for damage in ("{", '{"settings": {}}\n{"question": 0}\n', "[]\n"):
         path.write_text(damage, encoding="utf-8")
-        assert len(Measurements(path, {})) == 0
+        assert len(Measurements(path, {}, Measured)) == 0
         assert "damaged" in caplog.text
         caplog.clear()
 

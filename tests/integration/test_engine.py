@@ -9,6 +9,7 @@ import torch
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, CurvePoint, choose_target
+from chunkweave.planning.cost_model import CostModel
 from chunkweave.testing.toys import toy_model
 
 CHUNKS = [
@@ -246,6 +247,24 @@ def test_an_engine_keeps_the_quality_it_was_made_with(model):
         Engine(model, quality="balanced")
     with pytest.raises(UsageError, match="unknown quality"):
         Engine.load_shape("demo", quality="good")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameter", "asked"), [("epic", "recompute_ratio", 0.1), ("cachecraft", "alpha", 0.2)]
+)
+def test_reports_say_to_what_the_loading_controller_raised_a_budget(model, method, parameter, asked):
+    """A token loads in a quarter of the time that it is computed in, and what is prefix-exact is loaded too."""
+    engine = Engine(model, reuse=ReuseConfig(focus=False, **{parameter: asked}))
+    engine.precompute(CHUNKS)
+    ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "method": method, "max_new_tokens": 1}
+    plain = engine.generate(**ask).report
+    assert plain.parameters == {parameter: asked}
+    engine.runner.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
+    raised = engine.generate(**ask).report
+    assert raised.parameters[parameter] > asked
+    again = raised.reused_tokens + raised.recomputed_tokens
+    hidden = 0.25 * (again + raised.prefix_exact_tokens)
+    assert raised.recomputed_tokens == pytest.approx(hidden, abs=len(CHUNKS))
 
 
 def test_a_calibrated_answer_is_that_of_the_method_named(model):

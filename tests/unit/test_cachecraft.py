@@ -3,7 +3,6 @@
 import time
 from math import ceil
 from random import Random
-from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -386,7 +385,7 @@ def test_set_cache_with_a_chunk_twice():
 
 
 def test_ten_chunks_with_five_variants_are_planned_at_once():
-    """The bar is 0.2 ms on a quiet machine; a noisy one gets ten times that."""
+    """Plan and check; the bar is 0.2 ms (benchmarks/planning_time.py). The best of many runs gets five times that."""
     rng, n = Random(0), 512
     names = [ChunkId(f"chunk {i}") for i in range(10)]
     others = [ChunkId(f"other {i}") for i in range(10)]
@@ -411,10 +410,12 @@ def test_ten_chunks_with_five_variants_are_planned_at_once():
     method = make_method("cachecraft", ReuseConfig())
     plan = method.plan(lookup, GEOMETRY)
     assert plan.passes[0].candidate_tokens > 500
-    assert all(isinstance(group, Scattered) for group in plan.passes[0].candidates)
+    for group, part in zip(plan.passes[0].candidates, plan.spans(Fate.REUSED), strict=True):
+        assert isinstance(group, Scattered)
+        assert group.hull() == part, "its offsets were ranked within it, so that none need be looked at"
     times_s = []
-    for _ in range(50):
+    for _ in range(100):
         started_s = time.perf_counter()
-        method.plan(lookup, GEOMETRY)
+        method.plan(lookup, GEOMETRY).validate(GEOMETRY.num_layers)
         times_s.append(time.perf_counter() - started_s)
-    assert median(times_s) < 2e-3
+    assert min(times_s) < 1e-3

@@ -25,9 +25,9 @@ from chunkweave.planning.calibration_record import (
     Quality,
     Target,
     choose_target,
-    parameter_of,
     rising_fit,
 )
+from chunkweave.planning.method import parameter_of
 from chunkweave.planning.method_choice import MethodChooser, Why, Wish
 
 FINGERPRINT = "f" * 32

@@ -21,11 +21,15 @@ from chunkweave.planning.loading_controller import (
     preload_depth,
     worth_loading,
 )
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import METHODS, make_method
+from chunkweave.planning.plan import Plan
 from chunkweave.planning.pruning import too_slow, without
+from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, Span
+from chunkweave.types import ChunkId, Geometry, Span
+
+GEOMETRY = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)
 
 COST = CostModel(
     cached_tokens=(0, 1000),
@@ -155,12 +159,14 @@ def test_segments_that_load_slower_than_they_compute_are_left_out():
 def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
     lookup = make_lookup()
     lookup = PromptLookup(tuple(replace(entry, exact=None) for entry in lookup.parts))
-    geometry = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)
+    geometry = GEOMETRY
     cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 3e5})
     at = {None: 0.15, "host": 0.15, "disk": 1.0 / 3.0}
     for tier, ratio in at.items():
         method = HiddenLoading("cacheblend", ReuseConfig(0.15), cost, lambda _segment, tier=tier: tier)
-        (rule,) = method.plan(lookup, geometry).passes[0].rules
+        plan = method.plan(lookup, geometry)
+        (rule,) = plan.passes[0].rules
+        assert plan.raised_to == (pytest.approx(ratio) if tier == "disk" else None)
         assert rule.count == ceil(ratio * 300 - 1e-9)
         choice = method.choose(method.plan(lookup, geometry))
         assert choice.load_s == pytest.approx(1.0 if tier == "disk" else 0.0)
@@ -168,6 +174,63 @@ def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
     assert plan_of("full-reuse", lookup, geometry) == plain.plan(lookup, geometry)
     with pytest.raises(UnknownMethodError):
         HiddenLoading("magic", ReuseConfig(), cost, lambda _segment: None)
+
+
+def fixed_lookup() -> PromptLookup:
+    """Three chunks of 100 tokens: the first needs nothing before it, the others looked at what is gone."""
+    lookup = make_lookup()
+    parts = [replace(lookup.parts[0], exact=None)]
+    for entry, mass in zip(lookup.parts[1:3], (0.1, 5.0), strict=True):
+        record, gone = entry.variants[0], ChunkId("gone")
+        profile = AttentionProfile((gone,), (100,), (mass,), 1.0, 0.0, (mass / 100,) * 100, (0.0,) * 100)
+        variant = SegmentRecord.of(record.chunk_id, (gone,), record.token_ids, exact=False, nbytes=1, attention=profile)
+        parts.append(replace(entry, exact=None, variants=(variant,)))
+    return PromptLookup((*parts, lookup.parts[3]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 2 / 3])
+def test_alpha_reaches_a_share_of_the_tokens(share):
+    lookup, method = fixed_lookup(), make_method("cachecraft", ReuseConfig(alpha=0.3))
+    alpha = method.budget.reaching(method.plan(lookup, GEOMETRY), share)
+    plan = make_method("cachecraft", ReuseConfig(alpha=alpha)).plan(lookup, GEOMETRY)
+    least = [min(1.0, alpha * part.fix.impact) * 100 for part in plan.parts[:3]]
+    assert sum(least) == pytest.approx(share * 300)
+    for part, tokens in zip(plan.parts, least, strict=False):
+        assert tokens - 1e-9 <= part.fix.tokens < tokens + 1 + 1e-9
+
+
+def test_what_needs_nothing_is_not_recomputed_however_great_alpha_is():
+    lookup, method = fixed_lookup(), make_method("cachecraft")
+    plan = method.plan(lookup, GEOMETRY)
+    assert method.budget.reaching(plan, 1.0) == pytest.approx(1.0 / plan.parts[1].fix.impact)
+    alone = PromptLookup((lookup.parts[0], lookup.parts[3]))
+    assert method.budget.reaching(method.plan(alone, GEOMETRY), 1.0) == 0.0
+
+
+def test_the_controller_sets_a_floor_for_alpha_as_for_a_ratio():
+    lookup = fixed_lookup()
+    cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 2e5})  # 1.5 s to load what takes 3 s to compute
+
+    def planned(alpha: float, tier: str) -> Plan:
+        return HiddenLoading("cachecraft", ReuseConfig(alpha=alpha), cost, lambda _: tier).plan(lookup, GEOMETRY)
+
+    assert planned(0.5, "host") == make_method("cachecraft", ReuseConfig(alpha=0.5)).plan(lookup, GEOMETRY)
+    raised = planned(0.5, "disk")
+    assert raised.raised_to > 0.5
+    assert 150 <= raised.passes[0].candidate_tokens <= 152, "half of the tokens, each chunk rounded up"
+    enough = planned(4.0, "disk")
+    assert (enough.raised_to, enough.passes[0].candidate_tokens) == (None, 200)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_budget_starts_at_nothing(name):
+    """At value 0 a method with a budget recomputes nothing of what it reuses; others have none to raise."""
+    budget = make_method(name).budget
+    if budget is None:
+        return
+    plan = make_method(name, replace(ReuseConfig(), **{budget.parameter: 0.0})).plan(fixed_lookup(), GEOMETRY)
+    assert [a_pass.required for a_pass in plan.passes] == [(Span(300, 301),)]
+    assert not any(a_pass.candidate_tokens for a_pass in plan.passes)
 
 
 def plan_of(name, lookup, geometry):

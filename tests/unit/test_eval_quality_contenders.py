@@ -25,6 +25,12 @@ def test_settings_follow_a_colon():
     assert made["cachecraft:no-focus:no-cci@1"]._config.use_cci is False
 
 
+def test_a_setting_wins_over_what_all_are_told():
+    made = QualityConfig(("cacheblend", "cacheblend:layer-2"), check_layers=(3,)).contenders()
+    assert made["cacheblend@0.15"]._check_layers == (3,)
+    assert made["cacheblend:layer-2@0.15"]._check_layers == (2,)
+
+
 @pytest.mark.parametrize(
     ("methods", "error"), [(("cachecraft:loud",), UsageError), (("magic:no-focus",), UnknownMethodError)]
 )

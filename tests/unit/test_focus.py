@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.config import FocusReading
+from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.focus import FocusTracker, focused_as_printed, focused_by_gap
+from chunkweave.planning.plan import StopUnfocused
+from chunkweave.types import Span
 
 masses = st.lists(st.integers(0, 40).map(lambda n: n / 8), min_size=3, max_size=8)
 
@@ -95,6 +97,12 @@ def test_readings_differ():
     mass = [8.0, 7.0, 4.0, 3.9]
     assert FocusTracker(1, FocusReading.AS_PRINTED).update(mass) == {0}
     assert FocusTracker(1, FocusReading.LARGEST_GAP).update(mass) == {0, 1}
+
+
+def test_the_largest_gap_is_the_default_everywhere():
+    assert ReuseConfig().focus_reading is FocusReading.LARGEST_GAP
+    assert StopUnfocused((Span(0, 1),), Span(1, 2)).reading is FocusReading.LARGEST_GAP
+    assert FocusTracker(1).update([8.0, 7.0, 4.0, 3.9]) == {0, 1}
 
 
 def test_what_a_tracker_refuses():

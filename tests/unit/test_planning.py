@@ -67,8 +67,7 @@ def test_every_plan_covers_its_prompt(sizes, data, method, ratio):
     made = plan(method, lookup, recompute_ratio=ratio)
     assert [part.span for part in made.parts] == [entry.span for entry in lookup.parts]
     assert sum(made.tokens(fate) for fate in Fate) == lookup.prompt_tokens
-    (only,) = made.passes
-    required = {p for span in only.required for p in span.positions()}
+    required = {p for a_pass in made.passes for span in a_pass.required for p in span.positions()}
     assert {p for span in made.spans(Fate.COMPUTED) for p in span.positions()} <= required
     assert not {p for span in made.spans(Fate.EXACT) for p in span.positions()} & required
     again = plan(method, lookup, recompute_ratio=ratio)
@@ -124,6 +123,8 @@ def test_layer_flops_by_hand():
     assert layer_flops(GEOMETRY, work) == qkv + rest + 11 * 4 * 12
     looked = replace(work, evidence_keys=7)
     assert layer_flops(GEOMETRY, looked) == layer_flops(GEOMETRY, work) + 7 * (2 * 12 + 2 * 4)
+    captured = replace(work, captured_scores=7 * 4)
+    assert layer_flops(GEOMETRY, captured) == layer_flops(GEOMETRY, looked), "four heads, seven pairs each"
     whole, last = (layer_flops(GEOMETRY, LayerWork(4, 4, *more)) for more in ((4, 10), (1, 4)))
     assert full_prefill_flops(GEOMETRY, 4) == 7 * whole + last + 2 * 6 * 50
 
@@ -227,6 +228,7 @@ def test_joined_spans_cover_the_same(spans):
 @given(st.integers(0, 9), st.sets(st.integers(0, 30), min_size=1).map(tuple))
 def test_scattered_positions(start, offsets):
     scattered = Scattered(start, offsets)
+    assert Scattered(start, offsets, 50).hull() == Span(start, start + 50)
     assert sorted(scattered.positions()) == sorted(start + offset for offset in offsets)
     assert len(scattered) == len(offsets)
     assert scattered.hull() == Span(min(scattered.positions()), max(scattered.positions()) + 1)

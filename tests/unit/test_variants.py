@@ -181,24 +181,49 @@ def test_pinned_variants_stay():
     assert shelf.held("X") == {"AX", "CX"}
 
 
-def test_inner_nodes_of_the_path_index_go_last():
-    shelf = Shelf(per_chunk=2)
-    shelf.put("X", "XY", "A", "AX", exact=True)
-    for _ in range(3):
-        shelf.store.note_reuse(id_of("AX"), 0.1)
-    shelf.put("BX")
-    assert shelf.held("X") == {"X", "BX"}, "XY continues X, so that the more reused AX goes"
-    shelf.store.remove(id_of("XY"))
-    shelf.store.note_reuse(id_of("BX"), 1.0)
-    shelf.put("CX")
-    assert shelf.held("X") == {"BX", "CX"}
-
-
-def test_alone_and_exact_have_no_privilege():
+def test_nodes_of_the_path_index_are_no_variants():
     shelf = Shelf(per_chunk=1)
-    shelf.put("X", exact=True)
-    shelf.put("AX")
-    assert shelf.held("X") == {"AX"}
+    paths = ("X", "A", "AX", "B", "BX", "ABX", "AB")
+    shelf.put("CX")
+    shelf.put(*paths[:5], *reversed(paths[5:]), exact=True)
+    assert shelf.held("X") == {"X", "AX", "BX", "ABX", "CX"}, "four exact paths end in X, and one variant is left"
+    shelf.put("DX")
+    assert shelf.held("X") == {"X", "AX", "BX", "ABX", "DX"}
+    assert shelf.store.stats.variants_dropped == 1
+
+
+def test_an_exact_segment_without_its_ancestors_is_a_variant():
+    shelf = Shelf(per_chunk=1)
+    shelf.put("AX", exact=True)
+    shelf.put("BX")
+    assert shelf.held("X") == {"BX"}, "nothing can run over AX while A is not there"
+    shelf.put("A", "AX", exact=True)
+    assert shelf.held("X") == {"AX", "BX"}
+    shelf.store.remove(id_of("A"))
+    assert shelf.held("X") == {"AX", "BX"}, "it left the path index, and counts from the next one on"
+    shelf.store.note_reuse(id_of("BX"), 0.5)
+    shelf.put("CX")
+    assert shelf.held("X") == {"CX"}
+
+
+def test_a_path_may_run_over_several_levels():
+    shelf = Shelf(per_chunk=1, host_bytes=10)
+    shelf.put("A", exact=True)
+    shelf.store.flush()
+    shelf.put("AX", exact=True)
+    shelf.put("BX")
+    assert shelf.held("X") == {"AX", "BX"}, "A is on disk, AX was in memory when BX came"
+
+
+def test_in_all_inner_nodes_of_the_path_index_go_last():
+    shelf = Shelf(in_all=2)
+    shelf.put("X", "XY", exact=True)
+    shelf.store.note_reuse(id_of("XY"), 0.1)
+    shelf.put("BZ")
+    assert shelf.held() == {"X", "BZ"}, "XY continues X, so that it goes though it was reused"
+    shelf.store.note_reuse(id_of("BZ"), 1.0)
+    shelf.put("CZ")
+    assert shelf.held() == {"BZ", "CZ"}
 
 
 # --- in all, and with byte budgets
@@ -264,7 +289,7 @@ def test_random_stores_and_uses_keep_to_the_limits():
         held = {r.id: r for r in (*shelf.store.records(), *shelf.writer.records())}
         assert len(held) <= 8
         for chunk in "ABCDEF":
-            assert sum(record.chunk_id == chunk for record in held.values()) <= 3
+            assert sum(record.chunk_id == chunk and not record.exact for record in held.values()) <= 3
         for lease in leases:
             assert all(shelf.store.get(segment) is not None for segment in lease.ids)
     assert shelf.store.stats.variants_dropped > 20

@@ -17,10 +17,11 @@ from chunkweave.cli.question_options import QuestionOptions
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.measurements import Measurements
+from chunkweave.eval.measurements import Measured, Measurements
 from chunkweave.eval.results import check_writable
 from chunkweave.planning.calibration_file import PARTIAL_FILE, existing_records, record_path, save_record
-from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, Quality, parameter_of
+from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, Quality
+from chunkweave.planning.method import parameter_of
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
@@ -108,7 +109,7 @@ def calibrate(
         if not dry_run:
             _make_folders(place, cache_dir)
         settings = calibration.settings_of(engine, examples, config)
-        measurements = Measurements(place.with_name(PARTIAL_FILE), settings)
+        measurements = Measurements(place.with_name(PARTIAL_FILE), settings, Measured)
         if dry_run:
             _say_what_would_be_done(output, config, measurements, place, asked.questions)
             return
@@ -170,7 +171,7 @@ def meanings(record: CalibrationRecord) -> list[str]:
 
 
 def _measure(
-    engine: "Engine", examples: Sequence[Example], config: "CalibrationConfig", measurements: Measurements
+    engine: "Engine", examples: Sequence[Example], config: "CalibrationConfig", measurements: Measurements[Measured]
 ) -> None:
     from chunkweave.eval.calibration import measure
 
@@ -185,7 +186,7 @@ def _measure(
 
 
 def _say_what_would_be_done(
-    output: Output, config: "CalibrationConfig", measurements: Measurements, place: Path, questions: int
+    output: Output, config: "CalibrationConfig", measurements: Measurements[Measured], place: Path, questions: int
 ) -> None:
     points = [{"method": method, "parameter": parameter_of(method), "value": value} for method, value in config.grid()]
     labels = config.contenders()

@@ -10,7 +10,7 @@ from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.plan import Fate, PartPlan
+from chunkweave.planning.plan import Fate, PartPlan, Plan
 from chunkweave.types import Chunk, Geometry, SegmentId, Span, spans_of
 
 
@@ -98,8 +98,13 @@ def make_report(
             if part.part.kind in (PartKind.SYSTEM, PartKind.CHUNK)
         ),
         why="" if choice is None else str(choice.why),
-        parameters={} if choice is None else choice.parameters,
+        parameters={} if choice is None else _parameters(choice, plan),
     )
+
+
+def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:
+    """What the method was told, the controller's word before the caller's."""
+    return {name: value if plan.raised_to is None else plan.raised_to for name, value in choice.parameters.items()}
 
 
 def _chunk_report(part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str]) -> ChunkReport:

@@ -17,16 +17,15 @@ from chunkweave.eval.quality import answer_questions
 from chunkweave.eval.results import commit, versions
 from chunkweave.eval.scores import f1
 from chunkweave.eval.ttft import Progress, Warmth
+from chunkweave.planning.budget import ALPHA
 from chunkweave.planning.calibration_record import (
-    ALPHA,
     SHARES,
     CalibrationRecord,
     CurvePoint,
     Quality,
     choose_target,
-    parameter_of,
 )
-from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method import ReuseMethod, make_method, parameter_of
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3; 0 recomputes nothing."""
@@ -140,7 +139,7 @@ def measure(
     engine: Engine,
     examples: Sequence[Example],
     config: CalibrationConfig,
-    measurements: Measurements,
+    measurements: Measurements[Measured],
     progress: Progress | None = None,
 ) -> None:
     """Answer every question with full prefill and at every point of the grid, where that was not done before.
@@ -169,7 +168,7 @@ def make_record(
     engine: Engine,
     examples: Sequence[Example],
     config: CalibrationConfig,
-    measurements: Measurements,
+    measurements: Measurements[Measured],
     origin: Origin,
 ) -> CalibrationRecord:
     """The record of a finished measurement.

@@ -1,10 +1,10 @@
-"""Results of a long calibration, kept in a file line by line, so that an interrupted one goes on. Imports no torch."""
+"""Results of a long measurement, kept in a file line by line, so that an interrupted one goes on. Imports no torch."""
 
 import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from chunkweave.errors import UsageError
 
@@ -19,18 +19,22 @@ class Measured:
     recompute_fraction: float
 
 
-class Measurements:
-    """F1 and recompute fraction by question and contender, in memory and, line by line, in a file.
+ResultT = TypeVar("ResultT", bound="Measured")
+
+
+class Measurements(Generic[ResultT]):
+    """Results by question and contender, in memory and, line by line, in a file.
 
     The file's first line has the settings; each further one a result. What was measured under other settings is not
     taken over, nor is a last line that was cut off while it was written.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Take over what `path` holds for these `settings`; nothing is written before the first result."""
+    def __init__(self, path: Path, settings: dict[str, Any], kind: type[ResultT]) -> None:
+        """Take over what `path` holds of this `kind` for these `settings`; nothing is written before a first result."""
         self.path = path
+        self._kind = kind
         self._settings = json.loads(json.dumps(settings))
-        self._found: dict[tuple[int, str], Measured] = {}
+        self._found: dict[tuple[int, str], ResultT] = {}
         self._lines = 0
         self._read()
 
@@ -40,11 +44,11 @@ class Measurements:
     def __contains__(self, key: tuple[int, str]) -> bool:
         return key in self._found
 
-    def of(self, contender: str) -> list[Measured]:
+    def of(self, contender: str) -> list[ResultT]:
         """One contender's results in the order of the questions."""
         return [self._found[key] for key in sorted(key for key in self._found if key[1] == contender)]
 
-    def add(self, question: int, contender: str, measured: Measured) -> None:
+    def add(self, question: int, contender: str, measured: ResultT) -> None:
         """Keep a result, on disk before this returns to the caller's next question.
 
         Raises:
@@ -76,7 +80,8 @@ class Measurements:
                 logger.warning("%s was measured under other settings; it is replaced", self.path)
                 return
             for line in rest:
-                self._found[line["question"], line["contender"]] = Measured(line["f1"], line["recompute_fraction"])
+                key = line.pop("question"), line.pop("contender")
+                self._found[key] = self._kind(**line)
         except (ValueError, KeyError, TypeError):
             logger.warning("%s is damaged; it is replaced", self.path)
             self._found.clear()

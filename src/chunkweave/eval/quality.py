@@ -18,15 +18,16 @@ from chunkweave.eval.prompts import alone_prompts
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.metrics import ReuseReport
-from chunkweave.planning.calibration_record import ALPHA, parameter_of
-from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.budget import ALPHA
+from chunkweave.planning.method import ReuseMethod, make_method, parameter_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "no-focus": {"focus": False},
-    "gap": {"focus_reading": FocusReading.LARGEST_GAP},
+    "printed": {"focus_reading": FocusReading.AS_PRINTED},
     "no-cci": {"use_cci": False},
     "no-overlap": {"use_overlap": False},
     "coverage": {"use_coverage": True},
+    "layer-2": {"check_layers": (2,)},
 }
 """What can be said of a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`."""
 
@@ -59,7 +60,8 @@ class QualityConfig:
         made: dict[str, ReuseMethod] = {}
         for spec in dict.fromkeys(("full", "full-reuse", *self.methods)):
             name, *settings = spec.split(":")
-            reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed, **_settings(settings))
+            usual: dict[str, Any] = {"check_layers": self.check_layers, "seed": self.seed}
+            reuse = ReuseConfig(**{**usual, **_settings(settings)})
             parameter = parameter_of(name)
             if parameter is None:
                 made[spec] = make_method(name, reuse)

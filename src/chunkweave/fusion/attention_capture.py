@@ -30,13 +30,17 @@ class AttentionCapture:
         self._parts = tuple(parts)
         below_last = geometry.num_layers - 1
         self._layers = frozenset(evenly_spread(config.layers, below_last))
-        self._heads = None if config.heads is None else evenly_spread(config.heads, geometry.num_heads)
+        heads = evenly_spread(config.heads, geometry.num_heads)
+        self._heads = None if len(heads) == geometry.num_heads else heads  # all at once need no copy of their keys
+        self._num_heads = len(heads)
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
         self._received = torch.zeros(self._tokens, device=device)
         self._layers_read = 0
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._meter: AttentionMeter | None = None
+        self.scores = 0
+        """Attention weights that one `read` works out: followed tokens by the keys that each sees by heads."""
 
     def wants(self, layer: int) -> bool:
         """Whether this layer is captured, and anything is followed."""
@@ -46,6 +50,7 @@ class AttentionCapture:
         """From now on these `rows` `[followed]` of the active ones are captured; they stand at `positions`."""
         if len(rows) != len(self._rows) or not torch.equal(positions, self._positions):
             self._meter = None
+            self.scores = (int(positions.sum()) + len(positions)) * self._num_heads
         self._rows, self._positions = rows, positions
 
     def read(self, queries: torch.Tensor, keys: torch.Tensor) -> None:

@@ -147,6 +147,7 @@ class ActiveRows:
         keys, _ = self.cache.view(layer, stop)
         if self._attention is not None and self._attention.wants(layer):
             self._attention.read(queries, keys)
+            self.work[-1] = replace(self.work[-1], captured_scores=self._attention.scores)
         if self._question is not None:
             first = self._row_of(self._question.question.start)
             self._question.look(queries[first : first + len(self._question.question)], keys)

@@ -8,20 +8,10 @@ from typing import Any, Self
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
-
-RATIO = "recompute_ratio"
-ALPHA = "alpha"
+from chunkweave.planning.method import parameter_of
 
 _NO_METHODS = "capture"
 """The field of `ReuseConfig` that concerns no method: what an engine keeps of a prefill is its own affair."""
-
-_PARAMETERS: dict[str, str | None] = {
-    "full": None,
-    "prefix": None,
-    "full-reuse": None,
-    "set-cache": None,
-    "cachecraft": ALPHA,
-}
 
 
 class Quality(StrEnum):
@@ -47,15 +37,6 @@ class Quality(StrEnum):
 
 SHARES: dict[Quality, float] = {Quality.BALANCED: 0.98, Quality.FAST: 0.95}
 """Share of full prefill's F1 that an approximate target keeps, unless the calibration was told otherwise."""
-
-
-def parameter_of(method: str) -> str | None:
-    """The field of `ReuseConfig` that sets how much a method recomputes; None if it takes none.
-
-    >>> parameter_of("cachecraft"), parameter_of("cacheblend"), parameter_of("prefix")
-    ('alpha', 'recompute_ratio', None)
-    """
-    return _PARAMETERS.get(method, RATIO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ class LayerWork:
     `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule, so that their K and V
     count; `finished_tokens` of these went through attention and MLP (in the last layer only the one whose logits are
     asked for); `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
-    `evidence_keys` is that sum over the tokens whose attention, of all heads, was looked at once more for a rule. What
-    is measured to be stored with new segments is no part of it.
+    `evidence_keys` is that sum over the tokens whose attention, of all heads, was looked at once more for a rule, and
+    `captured_scores` the number of pairs of a token, a key that it sees and a head that were looked at once more for
+    the profiles of new segments.
     """
 
     entered_tokens: int
@@ -21,18 +22,20 @@ class LayerWork:
     finished_tokens: int
     visible_keys: int
     evidence_keys: int = 0
+    captured_scores: int = 0
 
 
 def layer_flops(geometry: Geometry, work: LayerWork) -> float:
     """FLOPs of one layer: two per weight and token in the linear maps, four per head dim, query and visible key.
 
-    Evidence takes half of that for queries times keys, and two more a head for the sum by parts.
+    Evidence and captures take half of that for queries times keys, and two more a head for the sum by parts.
     """
     g = geometry
     q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
     qkv = 2 * g.hidden_size * (q_width + 2 * kv_width)
     rest = 2 * q_width * g.hidden_size + 2 * 3 * g.hidden_size * g.intermediate_size
-    attention = work.visible_keys * 4 * q_width + work.evidence_keys * (2 * q_width + 2 * g.num_heads)
+    looked_at = work.evidence_keys * g.num_heads + work.captured_scores
+    attention = work.visible_keys * 4 * q_width + looked_at * (2 * g.head_dim + 2)
     return float(work.entered_tokens * qkv + work.finished_tokens * rest + attention)
 
 

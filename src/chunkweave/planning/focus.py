@@ -56,7 +56,7 @@ def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
 class FocusTracker:
     """Follows the question's attention from layer to layer until the set of focused chunks stays the same."""
 
-    def __init__(self, window: int = FOCUS_WINDOW, reading: FocusReading = FocusReading.AS_PRINTED) -> None:
+    def __init__(self, window: int = FOCUS_WINDOW, reading: FocusReading = FocusReading.LARGEST_GAP) -> None:
         """`window` is the number of layers in a row that must agree.
 
         Raises:

@@ -1,7 +1,7 @@
 """The contract of reuse methods, what they share, and the registry.
 
-To add one: write `planning/methods/<name>.py` with a class that has `name` and `plan`, add a line to `METHODS`, and a
-test. Nothing else in the project needs to know.
+To add one: write `planning/methods/<name>.py` with a class that has `name`, `budget` and `plan`, add a line to
+`METHODS`, and a test. Nothing else in the project needs to know.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError
+from chunkweave.planning.budget import Budget
 from chunkweave.planning.plan import Fate, PartPlan, Plan, is_computed_always
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -22,6 +23,10 @@ class ReuseMethod(Protocol):
     @property
     def name(self) -> str:
         """As it is written on the command line and in requests."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What sets how much it recomputes; None if nothing does."""
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
@@ -52,6 +57,19 @@ def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
     module, _, attribute = METHODS[name].partition(":")
     factory: Callable[[ReuseConfig], ReuseMethod] = getattr(import_module(module), attribute)
     return factory(config or ReuseConfig())
+
+
+def parameter_of(name: str) -> str | None:
+    """The field of `ReuseConfig` that sets how much a method recomputes; None if it takes none.
+
+    Raises:
+        UnknownMethodError: no such method.
+
+    >>> parameter_of("cachecraft"), parameter_of("cacheblend"), parameter_of("prefix")
+    ('alpha', 'recompute_ratio', None)
+    """
+    budget = make_method(name).budget
+    return None if budget is None else budget.parameter
 
 
 def exact_part(entry: PartLookup) -> PartPlan | None:

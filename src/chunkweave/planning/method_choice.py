@@ -6,7 +6,9 @@ from enum import StrEnum
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration_record import RATIO, CalibrationRecord, Quality, parameter_of
+from chunkweave.planning.budget import RATIO
+from chunkweave.planning.calibration_record import CalibrationRecord, Quality
+from chunkweave.planning.method import parameter_of
 
 EXACT_METHOD = "prefix"
 """What answers unless something else was asked for or calibrated: nothing can go wrong with it."""

@@ -66,7 +66,7 @@ class StopUnfocused:
     chunks: tuple[Span, ...]
     question: Span
     window: int = FOCUS_WINDOW
-    reading: FocusReading = FocusReading.AS_PRINTED
+    reading: FocusReading = FocusReading.LARGEST_GAP
 
 
 Rule = KeepTop | StopUnfocused
@@ -170,11 +170,15 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The fates of all parts and the passes that finish the prompt's KV cache."""
+    """The fates of all parts and the passes that finish the prompt's KV cache.
+
+    `raised_to` is the value of the method's budget where the loading controller set it above what was asked for.
+    """
 
     method: str
     parts: tuple[PartPlan, ...]
     passes: tuple[Pass, ...]
+    raised_to: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

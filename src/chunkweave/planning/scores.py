@@ -26,7 +26,10 @@ def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> fl
     old = profile.mass_on
     if not old:
         return 0.0 if prefix else 1.0
-    common = [mass for chunk, mass in old.items() if chunk in prefix]
+    if len(prefix) < len(old):  # look through the shorter one
+        common = [old[chunk] for chunk in prefix if chunk in old]
+    else:
+        common = [mass for chunk, mass in old.items() if chunk in prefix]
     return sum(common) / profile.inter_total if profile.inter_total else len(common) / len(old)
 
 

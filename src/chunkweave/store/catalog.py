@@ -49,6 +49,10 @@ class Catalog:
         """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
         return self._paths.longest_exact_prefix(chunks)
 
+    def on_path(self, segment: SegmentId) -> bool:
+        """Whether a segment is a node of the path index."""
+        return segment in self._paths
+
     def has_children(self, segment: SegmentId) -> bool:
         """Whether a segment is an inner node of the path index."""
         return self._paths.has_children(segment)

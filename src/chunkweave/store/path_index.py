@@ -22,6 +22,10 @@ class PathIndex:
         self._nodes: dict[SegmentId, TrieNode[ChunkId, SegmentId]] = {}
         self._waiting: dict[Context, dict[ChunkId, SegmentId]] = {}
 
+    def __contains__(self, segment: SegmentId) -> bool:
+        """Whether a segment is in the trie, so that an exact prefix may run over it."""
+        return segment in self._nodes
+
     def add(self, record: SegmentRecord) -> None:
         """Index an exact record that is not indexed yet; waiting children of it join."""
         if not record.exact:

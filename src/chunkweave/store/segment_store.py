@@ -243,6 +243,11 @@ class SegmentStore(Generic[PayloadT]):
         with self._ledger.settled():
             return self._ledger.is_claimed(segment)
 
+    def on_path(self, segment: SegmentId) -> bool:
+        """Whether a segment is a node of the path index, so that an exact prefix may run over it."""
+        with self._ledger.settled():
+            return self._ledger.catalog.on_path(segment)
+
     def has_children(self, segment: SegmentId) -> bool:
         """Whether exact segments continue this one, so that it is an inner node of the path index."""
         with self._ledger.settled():

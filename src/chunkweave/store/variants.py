@@ -8,7 +8,7 @@ from typing import Generic
 
 from chunkweave.errors import UsageError
 from chunkweave.store.level import Level
-from chunkweave.store.records import SegmentRecord, union
+from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
@@ -19,9 +19,11 @@ _CAPACITY = 65_536
 
 @dataclass(frozen=True, slots=True)
 class VariantLimits:
-    """Most segments of one chunk (M of the paper) and most in all (its N x M); None: as many as the budgets hold.
+    """Most variants of one chunk (M of the paper) and most segments in all (its N x M); None: as many as fit.
 
-    A segment counts once, on however many levels it is. The instruction counts as a chunk of its own.
+    A node of the path index is no variant: it is there for exact prefixes, as many as the byte budgets hold, and
+    counts only in all. An exact segment whose ancestors are gone has left the path index and is a variant (DESIGN
+    §3.4). A segment counts once, on however many levels it is. The instruction counts as a chunk of its own.
 
     Raises:
         UsageError: a limit below 1.
@@ -81,10 +83,11 @@ class ReuseFrequencies:
 class VariantKeeper(Generic[PayloadT]):
     """Keeps the segments on some levels, and on their way there, within limits.
 
-    What is dropped is dropped on all levels. Segments that are leased, pinned or being moved stay, and inner nodes of
-    the path index go last; otherwise neither exact segments nor those computed alone have a privilege. What leaves for
-    want of bytes is simply no more there. What other processes put into a shared tier is not dropped when it is found,
-    but counts when the next variant comes in. Thread-safe.
+    What is dropped is dropped on all levels. Segments that are leased, pinned or being moved stay. The limit per chunk
+    drops no node of the path index; the one in all drops inner nodes last, and otherwise gives neither exact segments
+    nor those computed alone a privilege. What leaves for want of bytes is simply no more there. What other processes
+    put into a shared tier, and what left the path index, is not dropped at once, but counts when the next variant
+    comes in. Thread-safe.
     """
 
     def __init__(
@@ -121,10 +124,11 @@ class VariantKeeper(Generic[PayloadT]):
 
     def _make_place(self, new: SegmentRecord) -> bool:
         waiting = self._writer.records()
-        if self._limits.per_chunk is not None:
+        if self._limits.per_chunk is not None and not self._on_path(new):
             siblings = [level.records_of(new.chunk_id) for level in self._levels]
             siblings.append(tuple(record for record in waiting if record.chunk_id == new.chunk_id))
-            if not self._drop_beyond(self._limits.per_chunk - 1, new, union(*siblings)):
+            variants = [record for record in union(*siblings) if not self._on_path(record)]
+            if not self._drop_beyond(self._limits.per_chunk - 1, new, variants):
                 return False
         if self._limits.in_all is not None:
             return self._drop_beyond(
@@ -144,6 +148,13 @@ class VariantKeeper(Generic[PayloadT]):
                 break
             excess -= self._drop(record.id)
         return excess <= 0
+
+    def _on_path(self, record: SegmentRecord) -> bool:
+        """Whether it is a node of the path index on some level, or would be one there."""
+        if not record.exact or not record.context or any(level.store.on_path(record.id) for level in self._levels):
+            return record.exact
+        parent = segment_id(record.context[-1], record.context[:-1])
+        return any(level.store.on_path(parent) for level in self._levels)
 
     def _has_children(self, segment: SegmentId) -> bool:
         return any(level.store.has_children(segment) for level in self._levels)

@@ -3,6 +3,7 @@
 from math import ceil
 
 from chunkweave.config import ReuseConfig
+from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
@@ -21,6 +22,7 @@ class CacheBlend:
     """
 
     name = "cacheblend"
+    budget = RATIO_BUDGET
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -7,6 +7,7 @@ from random import Random
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
+from chunkweave.planning.budget import ALPHA_BUDGET
 from chunkweave.planning.focus import LEAST_CHUNKS
 from chunkweave.planning.method import exact_part, required_spans
 from chunkweave.planning.plan import Fate, Fix, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
@@ -45,6 +46,7 @@ class CacheCraft:
     """
 
     name = "cachecraft"
+    budget = ALPHA_BUDGET
 
     def __init__(self, config: ReuseConfig) -> None:
         self._config = config
@@ -60,7 +62,8 @@ class CacheCraft:
                 record, fix = self._choose(entry.variants, prefix)
                 part = PartPlan(entry.part, entry.span, Fate.REUSED, record.id, fix)
                 if fix.tokens:
-                    candidates.append(Scattered(entry.span.start, self._ranking(record)[: fix.tokens]))
+                    chosen = self._ranking(record)[: fix.tokens]
+                    candidates.append(Scattered(entry.span.start, chosen, len(entry.span)))
             parts.append(part or PartPlan(entry.part, entry.span, Fate.COMPUTED))
             prefix.add(entry)
         rules = self._focus(parts) if candidates and self._config.focus else ()

@@ -11,6 +11,7 @@ class FullPrefill:
     """Nothing from the store, every token active at every layer."""
 
     name = "full"
+    budget = None
 
     def __init__(self, _config: ReuseConfig) -> None:
         pass

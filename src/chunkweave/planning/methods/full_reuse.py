@@ -11,6 +11,7 @@ class FullReuse:
     """All hits reused; only misses and the question are computed. Fastest, and blind across chunks."""
 
     name = "full-reuse"
+    budget = None
 
     def __init__(self, _config: ReuseConfig) -> None:
         pass

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from chunkweave.config import ReuseConfig
+from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
 from chunkweave.planning.plan import Fate, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
@@ -20,6 +21,7 @@ class HeavyHitters:
     """
 
     name = "h2o"
+    budget = RATIO_BUDGET
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -11,6 +11,7 @@ class ExactPrefix:
     """The longest exact prefix from the store, everything after it computed."""
 
     name = "prefix"
+    budget = None
 
     def __init__(self, _config: ReuseConfig) -> None:
         pass

@@ -4,6 +4,7 @@ from math import ceil
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
+from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import EarlierEvidence, Pass, Plan, TopBy
 from chunkweave.store.lookup import PromptLookup
@@ -20,6 +21,7 @@ class QueryAware:
     """
 
     name = "query"
+    budget = RATIO_BUDGET
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -4,6 +4,7 @@ from math import ceil
 from random import Random
 
 from chunkweave.config import ReuseConfig
+from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import Pass, Plan
 from chunkweave.store.lookup import PromptLookup
@@ -17,6 +18,7 @@ class RandomTokens:
     """
 
     name = "random"
+    budget = RATIO_BUDGET
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -21,6 +21,7 @@ class SetCache:
     """
 
     name = "set-cache"
+    budget = None
 
     def __init__(self, _config: ReuseConfig) -> None:
         pass
