@@ -9,6 +9,7 @@ ChunkweaveError
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
+├── QueueFullError         too many requests wait: try again later
 ├── DocumentError          a document or data set file cannot be read; the message names file and line
 │   ├── DuplicateDocumentError two documents have one id: give another, or update
 │   └── EmptyDocumentError     a document has no text
@@ -55,6 +56,10 @@ class ModelNotFoundError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model's architecture has a feature that weaving cannot handle."""
+
+
+class QueueFullError(ChunkweaveError):
+    """As many requests wait as may."""
 
 
 class DocumentError(ChunkweaveError):

@@ -18,7 +18,8 @@ from chunkweave.errors import (
 )
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.inspection import check_config, geometry_of
-from chunkweave.models.shapes import SHAPES, random_model, shape_config
+from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.planning.known_shapes import KNOWN_SHAPES
 from chunkweave.testing.toys import TOY_FAMILIES, toy_config, toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
@@ -188,7 +189,7 @@ def test_shapes_have_the_sizes_of_the_models_they_name():
         with torch.device("meta"):
             model = random_model(shape_config(name), dtype=torch.bfloat16, device="meta", seed=0)
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(size, rel=0.01)
-    assert set(billions) <= set(SHAPES)
+    assert set(billions) <= set(KNOWN_SHAPES)
     with pytest.raises(UnknownMethodError, match="llama-3-8b"):
         shape_config("llama-9")
 

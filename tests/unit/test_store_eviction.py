@@ -17,7 +17,7 @@ def _record(name: str, *, tokens: int = 1, nbytes: int = 1) -> SegmentRecord:
 
 
 def test_every_known_policy_can_be_made_and_starts_empty() -> None:
-    assert set(known_policies()) >= {"lru", "lfu", "fifo", "gdsf"}
+    assert set(known_policies()) >= {"lru", "lfu", "fifo", "gdsf", "pgdsf", "reuse-frequency"}
     for name in known_policies():
         assert list(make_policy(name).ids()) == []
 
@@ -40,7 +40,7 @@ def test_lru_evicts_what_was_used_longest_ago() -> None:
     assert set(policy.ids()) == {a.id, c.id}
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "fifo", "gdsf"])
+@pytest.mark.parametrize("name", known_policies())
 def test_a_policy_passes_over_what_may_not_go_and_changes_nothing_by_choosing(name: str) -> None:
     policy = make_policy(name)
     a, b = _record("a"), _record("b")

@@ -16,6 +16,7 @@ from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
 from chunkweave.cli.ingest import ingest
 from chunkweave.cli.profile import profile
+from chunkweave.cli.simulate import simulate
 from chunkweave.errors import ChunkweaveError, UsageError
 
 EXIT_FAILURE = 1
@@ -53,6 +54,7 @@ app.command()(ingest)
 app.command()(calibrate)
 app.command()(profile)
 app.command()(advise)
+app.command()(simulate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")

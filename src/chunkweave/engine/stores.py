@@ -6,7 +6,8 @@ import torch
 
 from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.store.eviction import make_policy
+from chunkweave.planning.cost_file import stored_cost_model
+from chunkweave.store.eviction import PrefillSeconds, make_policy
 from chunkweave.store.level import Level
 from chunkweave.store.pin_file import pinned_segments
 from chunkweave.store.segment_store import SegmentStore
@@ -41,7 +42,9 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
         max_bytes=min(max(config.budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
     )
     pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
-    levels = [*_memory(config, device), *_slow(config, fingerprint, pinned)]
+    cost = stored_cost_model(config.cache_dir, fingerprint)
+    prefill_s = None if cost is None else cost.prefill
+    levels = [*_memory(config, device, prefill_s), *_slow(config, fingerprint, pinned, prefill_s)]
     store = TieredStore(
         levels,
         admission=config.admission,
@@ -54,22 +57,27 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
     return store
 
 
-def _memory(config: StoreConfig, device: torch.device) -> Iterator[Level[SegmentSource]]:
+def _memory(
+    config: StoreConfig, device: torch.device, prefill_s: PrefillSeconds | None
+) -> Iterator[Level[SegmentSource]]:
     from chunkweave.tiers.device import DeviceTier, on_host
     from chunkweave.tiers.host import HostTier
 
     if config.device_budget_bytes and device.type != "cpu":
-        yield Level("device", _store(config, DeviceTier(device), config.device_budget_bytes))
+        yield Level("device", _store(config, DeviceTier(device), config.device_budget_bytes, prefill_s))
     host: HostTier[SegmentSource] = HostTier(on_host)
-    yield Level("host", _store(config, host, config.budget_bytes))
+    yield Level("host", _store(config, host, config.budget_bytes, prefill_s))
 
 
-def _slow(config: StoreConfig, fingerprint: str, pinned: frozenset[SegmentId]) -> Iterator[Level[SegmentSource]]:
+def _slow(
+    config: StoreConfig, fingerprint: str, pinned: frozenset[SegmentId], prefill_s: PrefillSeconds | None
+) -> Iterator[Level[SegmentSource]]:
     if config.cache_dir is not None:
         from chunkweave.tiers.disk import DiskTier
 
         disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec, ttl_s=config.ttl_s)
-        yield Level("disk", _store(config, disk, config.disk_budget_bytes, shared=True, kept=pinned), background=True)
+        store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned)
+        yield Level("disk", store, background=True)
     if config.remote_url is not None:
         from chunkweave.kv.codecs import make_codec
         from chunkweave.tiers.blobs import open_blobs
@@ -81,7 +89,8 @@ def _slow(config: StoreConfig, fingerprint: str, pinned: frozenset[SegmentId]) -
         )
         budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
         # A list of a remote takes round trips for each segment; one that can be asked is asked when it matters.
-        store = _store(config, remote, budget_bytes, shared=True, load=not isinstance(remote, SharedTier))
+        load = not isinstance(remote, SharedTier)
+        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=load)
         yield Level("remote", store, background=True)
 
 
@@ -89,10 +98,11 @@ def _store(
     config: StoreConfig,
     tier: Tier[SegmentSource],
     budget_bytes: int,
+    prefill_s: PrefillSeconds | None,
     *,
     shared: bool = False,
     load: bool = True,
     kept: frozenset[SegmentId] = frozenset(),
 ) -> SegmentStore[SegmentSource]:
-    policy = make_policy(config.policy)
+    policy = make_policy(config.policy, prefill_s=prefill_s)
     return SegmentStore(tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, kept=kept)

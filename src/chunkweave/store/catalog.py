@@ -8,7 +8,9 @@ from chunkweave.errors import StoreError
 from chunkweave.store.chunk_index import ChunkIndex
 from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.path_index import PathIndex
+from chunkweave.store.path_request import PathRequest
 from chunkweave.store.records import SegmentRecord
+from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -25,6 +27,14 @@ class Catalog:
         self._used_bytes = 0
         self._chunks = ChunkIndex()
         self._paths = PathIndex()
+        self._tree: KnowledgeTree[ChunkId] | None = None
+        self._tier = ""
+
+    def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
+        """From now on `tree` shows, as `tier`, which exact segments are held here."""
+        self._tree, self._tier = tree, tier
+        for record in self._records.values():
+            self._show(record)
 
     @property
     def records(self) -> Mapping[SegmentId, SegmentRecord]:
@@ -67,6 +77,7 @@ class Catalog:
         self._policy.on_insert(record)
         self._used_bytes += record.nbytes
         self._records[record.id] = record
+        self._show(record)
 
     def remove(self, record: SegmentRecord) -> None:
         """Withdraw a held record."""
@@ -75,6 +86,11 @@ class Catalog:
         self._policy.on_remove(record.id)
         self._paths.remove(record)
         self._chunks.remove(record)
+        self._hide(record)
+
+    def note_request(self, request: PathRequest) -> None:
+        """Tell the policy what a request asked for."""
+        self._policy.on_request(request)
 
     def touch(self, record: SegmentRecord) -> None:
         """Count one use of a held record."""
@@ -89,15 +105,16 @@ class Catalog:
         Raises:
             StoreError: the policy offers nothing, though something is not in `kept`.
         """
+        has_children = self._paths.has_children
 
         def free(segment: SegmentId) -> bool:
             return segment not in kept
 
         def leaf(segment: SegmentId) -> bool:
-            return free(segment) and not self._paths.has_children(segment)
+            return segment not in kept and not has_children(segment)
 
         def unrelated_leaf(segment: SegmentId) -> bool:
-            return segment not in spared and leaf(segment)
+            return segment not in kept and segment not in spared and not has_children(segment)
 
         for evictable in (unrelated_leaf, leaf, free):
             segment = self._policy.victim(evictable)
@@ -110,12 +127,16 @@ class Catalog:
 
         May be interrupted and run again. Policy state and byte count survive; the recency of variants does not.
         """
+        for segment, record in tuple(self._records.items()):
+            if sizes.get(segment) != record.nbytes:
+                self._hide(record)
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
         self._chunks, self._paths = ChunkIndex(), PathIndex()
         for record in self._records.values():
             self._chunks.add(record)
             self._paths.add(record)
+            self._show(record)
         tracked = set(self._policy.ids())
         for segment in tracked - self._records.keys():
             self._policy.on_remove(segment)
@@ -137,3 +158,15 @@ class Catalog:
             raise StoreError("the eviction policy does not track exactly the stored segments")
         self._chunks.check(self._records)
         self._paths.check(self._records)
+        if self._tree is not None:
+            shown = set(self._tree.paths(self._tier))
+            if shown != {(*record.context, record.chunk_id) for record in self._records.values() if record.exact}:
+                raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+
+    def _show(self, record: SegmentRecord) -> None:
+        if self._tree is not None and record.exact:
+            self._tree.placed((*record.context, record.chunk_id), self._tier, len(record))
+
+    def _hide(self, record: SegmentRecord) -> None:
+        if self._tree is not None and record.exact:
+            self._tree.displaced((*record.context, record.chunk_id), self._tier)

@@ -67,10 +67,10 @@ class LevelMoves(Generic[PayloadT]):
             written = seen >= self._admission and self._write_through(record, payload, unchanged)
             return written or stored
 
-    def promote(self, record: SegmentRecord, payload: PayloadT) -> bool:
-        """Keep in memory what was read from a slow level, and bring it to the slow levels that lack it."""
+    def promote(self, record: SegmentRecord, payload: PayloadT, faster: Sequence[Level[PayloadT]]) -> bool:
+        """Keep in `faster` memory what was read from a level below, and bring it to the slow levels that lack it."""
         with self._moving() as unchanged:
-            promoted = self._into_memory(record, payload, unchanged)
+            promoted = self._into_memory(record, payload, unchanged, faster)
             self._count(promotions=int(promoted))
             self._write_through(record, payload, unchanged)
             return promoted
@@ -98,9 +98,16 @@ class LevelMoves(Generic[PayloadT]):
             self._writer.cancel(doomed)
         return sum(level.store.remove_where(doomed, among=among) for level in reversed(self._levels))
 
-    def _into_memory(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        """Put it into the fastest memory that takes it."""
-        return any(level.available and _insert_quietly(level, record, payload, unchanged) for level in self._memory)
+    def _into_memory(
+        self,
+        record: SegmentRecord,
+        payload: PayloadT,
+        unchanged: Callable[[], bool],
+        memory: Sequence[Level[PayloadT]] | None = None,
+    ) -> bool:
+        """Put it into the fastest memory (of `memory`, if given) that takes it."""
+        levels = self._memory if memory is None else memory
+        return any(level.available and _insert_quietly(level, record, payload, unchanged) for level in levels)
 
     def _demoter(self, index: int) -> Callable[[SegmentRecord, PayloadT], None]:
         below = self._memory[index + 1 :]

@@ -11,12 +11,14 @@ from chunkweave.store.guarded_tier import GuardedTier
 from chunkweave.store.lease import Lease
 from chunkweave.store.ledger import Ledger
 from chunkweave.store.lookup import PromptLookup, look_up
+from chunkweave.store.path_request import PathRequest, path_request_of
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.shared import DescribedPayload
 from chunkweave.store.stats import StoreStats
 from chunkweave.store.tier import PayloadT, Tier
 from chunkweave.store.transfers import OnEvict, Transfers
+from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -124,7 +126,18 @@ class SegmentStore(Generic[PayloadT]):
             path = self._ledger.catalog.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
             found = look_up(prompt, path, self.variants)
             self._ledger.count(hits=found.hits, misses=found.misses)
+            self._ledger.catalog.note_request(path_request_of(found))
             return found
+
+    def note_request(self, request: PathRequest) -> None:
+        """Tell the eviction policy what a request asked of the hierarchy that this store is a level of."""
+        with self._ledger.settled():
+            self._ledger.catalog.note_request(request)
+
+    def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
+        """From now on `tree` shows, as `tier`, which exact segments are held here."""
+        with self._ledger.settled():
+            self._ledger.catalog.show_in(tree, tier)
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
         """Stored segments with the part's id and token ids, most recently used first."""

@@ -13,6 +13,7 @@ from chunkweave.store.ages import Ages
 from chunkweave.store.level import Level
 from chunkweave.store.level_moves import LevelMoves
 from chunkweave.store.lookup import PromptLookup, look_up
+from chunkweave.store.path_request import path_request_of
 from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.stats import TieredStats
 from chunkweave.store.tier import PayloadT
@@ -20,6 +21,7 @@ from chunkweave.store.tiered_lease import TieredLease
 from chunkweave.store.tiered_stats import total
 from chunkweave.store.variants import VariantKeeper, VariantLimits
 from chunkweave.store.writer import BackgroundWriter
+from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 __all__ = ["Level", "TieredStore"]
@@ -79,6 +81,10 @@ class TieredStore(Generic[PayloadT]):
         self._keeper = VariantKeeper(self.levels, self._writer, limits or VariantLimits())
         self._counts = TieredStats()
         self._moves = LevelMoves(self.levels, self._writer, admission=admission, count=self._count)
+        self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([level.name for level in levels])
+        """Where each exact path lies, kept current by the levels; paused levels are shown as they were."""
+        for level in levels:
+            level.store.show_in(self.tree, level.name)
 
     @property
     def budget_bytes(self) -> int:
@@ -133,6 +139,10 @@ class TieredStore(Generic[PayloadT]):
         found = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
         self._expire(expired)
         self._count(hits=found.hits, misses=found.misses)
+        request = path_request_of(found)
+        for level in self.levels:
+            level.store.note_request(request)
+        self.tree.used(path.values())
         return found
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> TieredLease:
@@ -194,14 +204,15 @@ class TieredStore(Generic[PayloadT]):
             self._keeper.note_reuse(record, impact)
 
     def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
-        """Keep in memory what was read, whole, from a slow level. Never needed for an answer: call it after.
+        """Keep in faster memory what was read, whole, from a level below. Never needed for an answer: call it after.
 
-        False if it was in memory already, is stored nowhere any more, or does not fit.
+        False if it was in the fastest memory already, is stored nowhere any more, or does not fit.
         """
         holders = self._holders(segment)
-        if not holders or not holders[0][0].background:
+        faster = self._memory[: self.levels.index(holders[0][0])] if holders else ()
+        if not faster:
             return False
-        return self._moves.promote(holders[0][1], payload)
+        return self._moves.promote(holders[0][1], payload, faster)
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment on every level, pinned or not; False if it was on none."""

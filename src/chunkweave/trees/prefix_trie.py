@@ -41,10 +41,14 @@ class PrefixTrie(Generic[KeyT, ValueT]):
 
     def node(self, path: Sequence[KeyT]) -> TrieNode[KeyT, ValueT] | None:
         """The node at `path`, good until it is detached; None if the path is not held."""
-        if not path:
-            return None
-        nodes = list(self._descend(path))
-        return nodes[-1] if len(nodes) == len(path) else None
+        node: TrieNode[KeyT, ValueT] | None = None
+        children = self._roots
+        for key in path:
+            node = children.get(key)
+            if node is None:
+                return None
+            children = node.children
+        return node
 
     def get(self, path: Sequence[KeyT]) -> ValueT | None:
         """The value at `path`, or None if it is not held."""

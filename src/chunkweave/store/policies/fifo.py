@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from chunkweave.store.path_request import PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -11,6 +12,9 @@ class FIFOPolicy:
 
     def __init__(self) -> None:
         self._by_arrival: dict[SegmentId, None] = {}
+
+    def on_request(self, request: PathRequest) -> None:
+        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._by_arrival[record.id] = None

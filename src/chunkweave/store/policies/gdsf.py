@@ -1,16 +1,11 @@
 """Greedy-dual-size with frequency: what is cheap to make again, large and seldom used goes first."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from chunkweave.store.path_request import PathRequest
+from chunkweave.store.ranking import Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    frequency: int
-    priority: float
 
 
 class GDSFPolicy:
@@ -22,48 +17,43 @@ class GDSFPolicy:
 
     The default cost is the number of tokens. A segment's bytes grow with its tokens too, so that with one model
     and one codec this ranks by frequency and age alone; a cost that grows faster (attention over a long
-    context) is to be passed in. Updates are O(1), `victim` is O(n).
+    context) is to be passed in. All operations are O(log n), but for what `victim` passes over.
     """
 
     def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
         self._cost = cost
-        self._ranks: dict[SegmentId, _Rank] = {}
+        self._frequencies: dict[SegmentId, int] = {}
+        self._priorities = Ranking()
         self._clock = 0.0
         self._proposed: SegmentId | None = None
+
+    def on_request(self, request: PathRequest) -> None:
+        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._rank(record, 1)
 
     def on_hit(self, record: SegmentRecord) -> None:
-        self._rank(record, self._ranks[record.id].frequency + 1)
+        self._rank(record, self._frequencies[record.id] + 1)
 
     def on_remove(self, segment: SegmentId) -> None:
-        rank = self._ranks.pop(segment, None)
-        if rank is not None and segment == self._proposed:
-            self._clock = max(self._clock, rank.priority)
+        priority = self._priorities.of(segment)
+        if priority is not None and segment == self._proposed:
+            self._clock = max(self._clock, priority)
         self._proposed = None
+        self._priorities.remove(segment)
+        self._frequencies.pop(segment, None)
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        self._proposed = self._least(evictable)
+        self._proposed = self._priorities.least(evictable)
         return self._proposed
 
     def ids(self) -> Iterator[SegmentId]:
-        return iter(tuple(self._ranks))
-
-    def _least(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        least = min(self._ranks, key=self._priority, default=None)
-        if least is None or evictable(least):
-            return least
-        return min(filter(evictable, self._ranks), key=self._priority, default=None)
-
-    def _priority(self, segment: SegmentId) -> float:
-        return self._ranks[segment].priority
+        return iter(self._priorities)
 
     def _rank(self, record: SegmentRecord, frequency: int) -> None:
-        # Entered anew, not in place: of equal priorities the one ranked longest ago comes first.
-        self._ranks.pop(record.id, None)
-        priority = self._clock + self._cost(record) * frequency / record.nbytes
-        self._ranks[record.id] = _Rank(frequency, priority)
+        self._frequencies[record.id] = frequency
+        self._priorities.rank(record.id, self._clock + self._cost(record) * frequency / record.nbytes)
 
 
 POLICY = GDSFPolicy

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from chunkweave.store.path_request import PathRequest
+from chunkweave.store.ranking import Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -9,35 +11,30 @@ from chunkweave.types import SegmentId
 class LFUPolicy:
     """Evicts what was used least often since it came in; storing counts as the first use.
 
-    Counts do not age: what was popular once stays. `gdsf` is the one that ages. Updates are O(1), `victim` is O(n).
+    Counts do not age: what was popular once stays. `gdsf` is the one that ages. All operations are O(log n), but for
+    what `victim` passes over.
     """
 
     def __init__(self) -> None:
-        self._uses: dict[SegmentId, tuple[int, int]] = {}
-        self._ticks = 0
+        self._uses = Ranking()
+
+    def on_request(self, request: PathRequest) -> None:
+        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
-        self._use(record.id, 1)
+        self._uses.rank(record.id, 1)
 
     def on_hit(self, record: SegmentRecord) -> None:
-        count, _ = self._uses[record.id]
-        self._use(record.id, count + 1)
+        self._uses.rank(record.id, self._uses.of(record.id) + 1)
 
     def on_remove(self, segment: SegmentId) -> None:
-        self._uses.pop(segment, None)
+        self._uses.remove(segment)
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        least = min(self._uses, key=self._uses.__getitem__, default=None)
-        if least is None or evictable(least):
-            return least
-        return min(filter(evictable, self._uses), key=self._uses.__getitem__, default=None)
+        return self._uses.least(evictable)
 
     def ids(self) -> Iterator[SegmentId]:
-        return iter(tuple(self._uses))
-
-    def _use(self, segment: SegmentId, count: int) -> None:
-        self._ticks += 1
-        self._uses[segment] = (count, self._ticks)
+        return iter(self._uses)
 
 
 POLICY = LFUPolicy

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from chunkweave.store.path_request import PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -12,6 +13,9 @@ class LRUPolicy:
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[SegmentId, None] = OrderedDict()
+
+    def on_request(self, request: PathRequest) -> None:
+        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._by_age[record.id] = None

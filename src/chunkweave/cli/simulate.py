@@ -1,0 +1,180 @@
+"""`chunkweave simulate`: a request trace through tree, policies and queue, with a cost model as clock."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.console import Output, Report, progress, status
+from chunkweave.cli.tables import seconds, size
+from chunkweave.config import parse_bytes
+from chunkweave.errors import UsageError
+
+if TYPE_CHECKING:
+    from chunkweave.eval.simulator.bounds import Bounds
+    from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult
+    from chunkweave.eval.simulator.trace import Trace
+    from chunkweave.planning.cost_model import CostModel
+
+_DEFAULT_SHAPE = "mistral-7b"
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Option(
+            help="A trace (JSONL, Mooncake's format or ours), a data set (JSON) whose questions recur, "
+            "or a generated workload: mmlu-like, zipf."
+        ),
+    ],
+    policy: Annotated[str, typer.Option(help="Eviction policies, separated by commas.")] = "pgdsf,gdsf,lru,lfu",
+    budget: Annotated[str, typer.Option(help="Memory for segments; several sizes separated by commas.")] = "2GiB",
+    device_budget: Annotated[
+        str | None, typer.Option(help="A faster tier above it, of that size: what it evicts goes into --budget.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="The model whose KV sizes, and speed, are assumed.")] = None,
+    cost_model: Annotated[
+        Path | None, typer.Option(help="A file of `chunkweave profile` as clock, in place of --teraflops.")
+    ] = None,
+    teraflops: Annotated[float, typer.Option(help="Speed at which prefill computes, in 10^12 FLOP/s.")] = 50.0,
+    host_bandwidth: Annotated[str, typer.Option(help="Bytes a second from --budget up to --device-budget.")] = "20GB",
+    window: Annotated[
+        int, typer.Option(min=0, help="How often a request may be passed over; 0 serves in order of arrival.")
+    ] = 32,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests; 10000 where they are drawn, a trace whole.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, Poisson; a trace's own times if left out.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Documents of a drawn request.")] = None,
+    zipf: Annotated[float | None, typer.Option(help="Exponent of the popularity of what is drawn.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents of a generated workload.")] = 10_000,
+    drift: Annotated[
+        float,
+        typer.Option(help="Share of a generated workload's documents whose popularity changes every 1000 requests."),
+    ] = 0.0,
+    replicas: Annotated[int, typer.Option(min=0, help="Hot upper nodes kept on both tiers.")] = 0,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+    out: options.Out = None,
+) -> None:
+    """Replay requests and print hit rates, time to first token, and the bound that no policy can exceed."""
+    from chunkweave.eval.simulator.bounds import bounds_of
+    from chunkweave.eval.simulator.simulation import simulate as replay
+    from chunkweave.eval.simulator.sources import SourceConfig, open_source
+    from chunkweave.eval.simulator.trace import build_trace
+
+    output = Output(json, out)
+    cost, model = _cost(shape, cost_model, teraflops, parse_bytes(host_bandwidth))
+    runs = _runs(policy, budget, device_budget, window, replicas)
+    source = SourceConfig(requests, rate, top_k, zipf, documents, drift, seed)
+    with status(f"reading {trace}"):
+        replayed = build_trace(Path(trace).name, open_source(trace, source), cost.kv_bytes_per_token)
+    results: list[SimulationResult] = []
+    bounds: list[Bounds] = []
+    with progress("replaying") as report:
+        for number, config in enumerate(runs):
+            results.append(replay(replayed, config, cost, _part_of(report, number, len(runs))))
+            bounds.append(bounds_of(replayed, sum(tier.budget_bytes for tier in config.tiers)))
+    output.show(_table(replayed, model, results, bounds))
+    output.finish(_result(replayed, model, source, cost, results, bounds))
+
+
+def _part_of(report: Report, number: int, count: int) -> Report:
+    """Tells `report` of the progress of run `number` of `count` equal ones."""
+    return lambda done, total: report(number * total + done, count * total)
+
+
+def _cost(shape: str | None, file: Path | None, teraflops: float, host_bytes_per_s: int) -> tuple["CostModel", str]:
+    """The clock, and what to call the model."""
+    from chunkweave.planning.analytic_cost import analytic_cost
+    from chunkweave.planning.cost_model import CostModel
+    from chunkweave.planning.known_shapes import known_shape
+
+    if file is not None:
+        if shape is not None:
+            raise UsageError("give either --shape or --cost-model: a cost model has its own bytes a token")
+        cost = CostModel.read(file)
+        return cost, str(file)
+    if not teraflops > 0 or not host_bytes_per_s:
+        raise UsageError("--teraflops and --host-bandwidth must be positive")
+    name = shape or _DEFAULT_SHAPE
+    geometry = known_shape(name).geometry
+    tiers = {"host": float(host_bytes_per_s)}
+    return analytic_cost(geometry, flops_per_s=teraflops * 1e12, tier_bytes_per_s=tiers), name
+
+
+def _runs(
+    policies: str, budgets: str, device_budget: str | None, window: int, replicas: int
+) -> list["SimulationConfig"]:
+    from chunkweave.eval.simulator.simulation import SimulationConfig, Tier
+    from chunkweave.store.eviction import make_policy
+
+    names = [name.strip() for name in policies.split(",")]
+    for name in names:
+        make_policy(name)
+    if replicas and device_budget is None:
+        raise UsageError("--replicas copies from --device-budget to --budget: give both")
+    above = () if device_budget is None else (Tier("device", parse_bytes(device_budget)),)
+    return [
+        SimulationConfig(name, (*above, Tier("host", parse_bytes(size))), window, replicas=replicas)
+        for size in budgets.split(",")
+        for name in names
+    ]
+
+
+def _table(trace: "Trace", model: str, results: Sequence["SimulationResult"], bounds: Sequence["Bounds"]) -> Table:
+    kind = "Belady's MIN" if trace.equal_sizes else "a relaxation (sizes differ)"
+    asked = f"{size(trace.working_set_bytes)} asked for in all"
+    table = Table(
+        title=f"{trace.name}: {len(trace.requests)} requests, {model}, {asked}",
+        title_justify="left",
+        caption=f"Bounds: {kind} for documents, Belady's MIN over tokens for tokens; the tree is not held against them."
+        "\nOne prefill at a time, decoding not simulated; the cold start counts.",
+        caption_justify="left",
+    )
+    table.add_column("memory", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for name in ("hit rate", "bound", "token hits", "bound", "TTFT mean", "p50", "p90", "p99", "passed over"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (result, bound) in enumerate(zip(results, bounds, strict=True)):
+        tiers = result.config.tiers
+        table.add_row(
+            " + ".join(size(tier.budget_bytes) for tier in tiers),
+            result.config.policy,
+            f"{result.hit_rate:.1%}",
+            f"{bound.hit_rate:.1%}",
+            f"{result.token_hit_rate:.1%}",
+            f"{bound.token_hit_rate:.1%}",
+            seconds(result.ttft_mean_s),
+            *(seconds(result.ttft_percentile_s(percent)) for percent in (50, 90, 99)),
+            str(result.most_passed_over),
+            end_section=number + 1 == len(results) or results[number + 1].config.tiers != tiers,
+        )
+    return table
+
+
+def _result(
+    trace: "Trace",
+    model: str,
+    source: Any,
+    cost: "CostModel",
+    results: Sequence["SimulationResult"],
+    bounds: Sequence["Bounds"],
+) -> dict[str, Any]:
+    from chunkweave.eval.results import BenchmarkResult
+
+    rows = [{**result.as_dict(), "bound": asdict(bound)} for result, bound in zip(results, bounds, strict=True)]
+    more = {
+        "requests": len(trace.requests),
+        "working_set_bytes": trace.working_set_bytes,
+        "equal_sizes": trace.equal_sizes,
+        "cost_model": {"kv_bytes_per_token": cost.kv_bytes_per_token, "tier_bytes_per_s": cost.tier_bytes_per_s},
+    }
+    config = {"trace": trace.name, "model": model, **asdict(source)}
+    return BenchmarkResult("simulation", options.command_line(), source.seed, config, rows, more).as_dict()

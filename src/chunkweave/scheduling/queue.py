@@ -1,0 +1,219 @@
+"""The queue of waiting requests, most of whose prompt is stored first (RAGCache §5.2)."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from chunkweave.errors import QueueFullError, UsageError
+from chunkweave.trees.prefix_watch import PrefixWatch
+from chunkweave.types import ChunkId
+
+RequestT = TypeVar("RequestT", bound=Hashable)
+
+DEFAULT_WINDOW = 32
+"""RAGCache §7.3: how often a request may be passed over in its evaluation."""
+
+
+class StoredPrefixes(Protocol):
+    """What the queue asks of a knowledge tree."""
+
+    def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
+        """Tokens of the longest stored prefix of `keys`."""
+
+    def subscribe(self, listener: Callable[[tuple[ChunkId, ...]], None]) -> None:
+        """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
+
+
+@dataclass(slots=True)
+class Waiting(Generic[RequestT]):
+    """A request in the queue; only the queue changes it.
+
+    `path` are the ids of its stored parts in prompt order, `prompt_tokens` all its tokens. `number` is its place in
+    the order of arrival. `cached_tokens` is how much of it was stored when the queue looked last.
+    """
+
+    request: RequestT
+    path: tuple[ChunkId, ...]
+    prompt_tokens: int
+    number: int
+    cached_tokens: int = 0
+    _entry: tuple[float, int] = field(default=(0.0, 0), repr=False)
+
+    @property
+    def priority(self) -> float:
+        """Cached length / computation length (RAGCache §5.2); at least one token is always computed."""
+        return self.cached_tokens / max(1, self.prompt_tokens - self.cached_tokens)
+
+
+class CacheAwareQueue(Generic[RequestT]):
+    """Waiting requests by falling cached length / computation length, of equal ones the first come.
+
+    A request is passed over whenever one that came after it is served before it. That happens at most `window` times:
+    then the oldest request goes first, whatever is stored. So a window of 0 serves in the order of arrival.
+
+    Priorities follow the tree: it tells which path came or went, and only requests that share it are looked up again,
+    when the next request is asked for. Changes may be told from any thread; all else is one thread's.
+    """
+
+    def __init__(self, tree: StoredPrefixes, *, window: int = DEFAULT_WINDOW, capacity: int | None = None) -> None:
+        """An empty queue over `tree`.
+
+        Args:
+            tree: says how much of a path is stored, and when that changes.
+            window: how often a request may be passed over.
+            capacity: most requests that wait; None sets no limit.
+
+        Raises:
+            UsageError: the window is negative, or nothing may wait.
+        """
+        if window < 0 or (capacity is not None and capacity < 1):
+            raise UsageError(f"a queue needs a window from 0 on ({window}) and room for a request ({capacity})")
+        self._tree = tree
+        self._window = window
+        self._capacity = capacity
+        self._waiting: dict[RequestT, Waiting[RequestT]] = {}
+        self._by_number: dict[int, Waiting[RequestT]] = {}
+        self._numbers: list[int] = []
+        self._left: list[int] = []
+        self._next_number = 0
+        self._heap: list[tuple[float, int]] = []
+        self._watch: PrefixWatch[ChunkId, int] = PrefixWatch()
+        self._changed: deque[tuple[ChunkId, ...]] = deque()
+        tree.subscribe(self.cache_changed)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request: RequestT) -> bool:
+        return request in self._waiting
+
+    def submit(self, request: RequestT, path: Sequence[ChunkId], prompt_tokens: int) -> Waiting[RequestT]:
+        """Let `request` wait.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            UsageError: it waits already.
+        """
+        if request in self._waiting:
+            raise UsageError(f"request {request!r} waits already")
+        if self._capacity is not None and len(self._waiting) >= self._capacity:
+            raise QueueFullError(f"{self._capacity} requests wait already; try again later or raise the queue's size")
+        waiting = Waiting(request, tuple(path), prompt_tokens, self._next_number)
+        self._next_number += 1
+        self._enter(waiting)
+        return waiting
+
+    def put_back(self, waiting: Waiting[RequestT]) -> None:
+        """Let a request that was taken out (and then was preempted, or failed) wait again in its old place.
+
+        Younger requests that were served while it was out count as having passed it over, so that it soon goes first.
+
+        Raises:
+            UsageError: it waits already.
+        """
+        if waiting.request in self._waiting:
+            raise UsageError(f"request {waiting.request!r} waits already")
+        self._enter(waiting)
+
+    def ready(self, fits: Callable[[Waiting[RequestT]], bool] = lambda _: True) -> Waiting[RequestT] | None:
+        """Which request is to be served next among those that `fits` admits; it stays in the queue.
+
+        Once the oldest request was passed over `window` times, it is that one or, if it does not fit, none: room is
+        being made for it.
+        """
+        if not self._waiting:
+            return None
+        self._refresh()
+        oldest = self._by_number[self._numbers[0]]
+        if self.passed_over(oldest.request) >= self._window:
+            return oldest if fits(oldest) else None
+        return self._best(fits)
+
+    def pop(self, fits: Callable[[Waiting[RequestT]], bool] = lambda _: True) -> Waiting[RequestT] | None:
+        """Take out what `ready` names; None if there is none."""
+        chosen = self.ready(fits)
+        if chosen is not None:
+            self._leave(chosen)
+        return chosen
+
+    def remove(self, request: RequestT) -> bool:
+        """A request is given up before it was served; False if it does not wait. It has passed nobody over."""
+        waiting = self._waiting.get(request)
+        if waiting is None:
+            return False
+        self._leave(waiting)
+        insort(self._left, waiting.number)
+        return True
+
+    def passed_over(self, request: RequestT) -> int:
+        """How many requests that came after `request` were served while it waits, O(log n).
+
+        Raises:
+            UsageError: it does not wait.
+        """
+        if request not in self._waiting:
+            raise UsageError(f"request {request!r} does not wait")
+        number = self._waiting[request].number
+        later = self._next_number - number - 1
+        waiting = len(self._numbers) - bisect_left(self._numbers, number + 1)
+        given_up = len(self._left) - bisect_left(self._left, number + 1)
+        return later - waiting - given_up
+
+    def cache_changed(self, path: tuple[ChunkId, ...]) -> None:
+        """The last node of `path` is stored now and was not, or is no longer. From any thread, at once."""
+        self._changed.append(path)
+
+    def _enter(self, waiting: Waiting[RequestT]) -> None:
+        self._waiting[waiting.request] = waiting
+        self._by_number[waiting.number] = waiting
+        insort(self._numbers, waiting.number)
+        self._watch.add(waiting.path, waiting.number)
+        waiting.cached_tokens = self._tree.stored_tokens(waiting.path)
+        self._rank(waiting)
+
+    def _leave(self, waiting: Waiting[RequestT]) -> None:
+        del self._waiting[waiting.request]
+        del self._by_number[waiting.number]
+        del self._numbers[bisect_left(self._numbers, waiting.number)]
+        self._watch.remove(waiting.path, waiting.number)
+        oldest = self._numbers[0] if self._numbers else self._next_number
+        del self._left[: bisect_left(self._left, oldest)]
+
+    def _refresh(self) -> None:
+        """Look up again what the changes since the last time concern, each request once."""
+        paths = set()
+        while self._changed:
+            paths.add(self._changed.popleft())
+        concerned = {number for path in paths for number in self._watch.below(path)}
+        for number in concerned:
+            waiting = self._by_number[number]
+            cached_tokens = self._tree.stored_tokens(waiting.path)
+            if cached_tokens != waiting.cached_tokens:
+                waiting.cached_tokens = cached_tokens
+                self._rank(waiting)
+
+    def _rank(self, waiting: Waiting[RequestT]) -> None:
+        waiting._entry = (-waiting.priority, waiting.number)
+        heapq.heappush(self._heap, waiting._entry)
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [other._entry for other in self._waiting.values()]
+            heapq.heapify(self._heap)
+
+    def _best(self, fits: Callable[[Waiting[RequestT]], bool]) -> Waiting[RequestT] | None:
+        passed = []
+        found = None
+        while self._heap and found is None:
+            entry = self._heap[0]
+            waiting = self._by_number.get(entry[1])
+            if waiting is None or waiting._entry != entry:
+                heapq.heappop(self._heap)
+            elif fits(waiting):
+                found = waiting
+            else:
+                passed.append(heapq.heappop(self._heap))
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found

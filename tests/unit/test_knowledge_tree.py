@@ -1,0 +1,98 @@
+"""The knowledge tree against a dict of placements."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkweave.errors import UsageError
+from chunkweave.trees.knowledge_tree import KnowledgeTree, PathMatch
+
+TIERS = ("device", "host", "disk")
+paths = st.text("ab", min_size=1, max_size=4)
+moves = st.lists(st.tuples(st.booleans(), paths, st.sampled_from(TIERS)), max_size=40)
+
+
+def _stored(placement: dict[str, set[str]], path: str) -> int:
+    """Keys of the longest prefix every node of which lies somewhere."""
+    return next((n for n in range(len(path)) if not placement.get(path[: n + 1])), len(path))
+
+
+@given(moves, paths)
+def test_it_agrees_with_a_dict_of_placements(moves, asked):
+    tree = KnowledgeTree(TIERS)
+    told = []
+    tree.subscribe(lambda path: told.append("".join(path)))
+    placement: dict[str, set[str]] = {}
+    flips = []
+    for place, path, tier in moves:
+        tiers = placement.setdefault(path, set())
+        before = bool(tiers)
+        if place:
+            tree.placed(path, tier, len(path))
+            tiers.add(tier)
+        else:
+            tree.displaced(path, tier)
+            tiers.discard(tier)
+        if bool(tiers) != before:
+            flips.append(path)
+    tree.check()
+    assert told == flips
+    assert len(tree) == sum(map(bool, placement.values()))
+    stored = _stored(placement, asked)
+    prefixes = [asked[: n + 1] for n in range(stored)]
+    match = tree.match(asked)
+    assert (match.nodes, match.tokens) == (stored, sum(map(len, prefixes)))
+    assert tree.stored_tokens(asked) == match.tokens
+    fastest: dict[str, int] = {}
+    for prefix in prefixes:
+        tier = next(tier for tier in TIERS if tier in placement[prefix])
+        fastest[tier] = fastest.get(tier, 0) + len(prefix)
+    assert match.tokens_by_tier == fastest
+    for path, tiers in placement.items():
+        assert tree.placement(path) == tiers
+        for tier in TIERS:
+            has_child = any(tier in placement.get(path + key, ()) for key in "ab")
+            assert tree.is_leaf(path, tier) == (tier in tiers and not has_child)
+    for tier in TIERS:
+        assert sorted("".join(path) for path in tree.paths(tier)) == sorted(
+            p for p, t in placement.items() if tier in t
+        )
+
+
+def test_an_unknown_path_matches_nothing():
+    assert KnowledgeTree(TIERS).match("ab") == PathMatch()
+
+
+def test_a_parent_becomes_a_leaf_when_its_last_child_leaves_the_tier():
+    tree = KnowledgeTree(TIERS)
+    for path in ("s", "sa", "sb"):
+        tree.placed(path, "device", 1)
+    tree.displaced("sa", "device")
+    assert not tree.is_leaf("s", "device")
+    tree.placed("sb", "host", 1)
+    tree.displaced("sb", "device")
+    assert tree.is_leaf("s", "device"), "a child on the host does not keep it"
+    assert tree.match("sb").tokens_by_tier == {"device": 1, "host": 1}
+
+
+def test_the_hottest_nodes_are_the_most_used_with_their_ancestors():
+    tree = KnowledgeTree(TIERS)
+    for path in ("s", "sa", "sab", "sb", "t"):
+        tree.placed(path, "device", 1)
+    for used in ("sab", "sab", "sb", "t", "t", "t"):
+        tree.used(used)
+    assert ["".join(path) for path in tree.hottest(4, "device")] == ["s", "t", "sa", "sab"]
+    tree.displaced("sa", "device")
+    tree.placed("sa", "host", 1)
+    assert ["".join(path) for path in tree.hottest(9, "device")] == ["s", "t", "sb"], "nothing below a gap"
+
+
+def test_names_that_mean_nothing_are_refused():
+    with pytest.raises(UsageError):
+        KnowledgeTree(())
+    with pytest.raises(UsageError):
+        KnowledgeTree(("host", "host"))
+    with pytest.raises(UsageError):
+        KnowledgeTree(TIERS).placed("a", "tape", 1)
+    with pytest.raises(UsageError):
+        KnowledgeTree(TIERS).placed("", "host", 1)

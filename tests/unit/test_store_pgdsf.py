@@ -1,0 +1,156 @@
+"""PGDSF against Algorithm 1 by hand, and reuse frequency."""
+
+import pytest
+
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.store.eviction import make_policy
+from chunkweave.store.path_request import PathRequest, path_request_of
+from chunkweave.store.policies.pgdsf import PGDSFPolicy
+from chunkweave.store.policies.reuse_frequency import ReuseFrequencyPolicy
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, SegmentId
+
+
+def _record(name: str, *, tokens: int = 100, exact: bool = True) -> SegmentRecord:
+    return SegmentRecord.of(ChunkId(name), (), tuple(range(tokens)), exact=exact, nbytes=tokens)
+
+
+def _asked(*, stored: tuple[SegmentRecord, ...] = (), missing: tuple[SegmentRecord, ...] = (), new: int = 0):
+    return PathRequest(tuple(one.id for one in stored), tuple(one.id for one in missing), sum(map(len, stored)), new)
+
+
+def _anything(_: SegmentId) -> bool:
+    return True
+
+
+def _ranked(policy: PGDSFPolicy, record: SegmentRecord) -> float:
+    return policy._priorities.of(record.id)
+
+
+COST = CostModel(
+    cached_tokens=(0, 1000), new_tokens=(100, 300), prefill_s=((1.0, 9.0), (3.0, 15.0)), kv_bytes_per_token=1
+)
+
+
+def test_priorities_are_those_of_algorithm_1():
+    policy = PGDSFPolicy(COST.prefill)
+    system, first, second = _record("s"), _record("a"), _record("b")
+    # 200 new tokens behind none: T = (1 + 9) / 2 = 5 s, so 0.025 s a token for both that missed.
+    policy.on_request(_asked(missing=(system, first), new=200))
+    policy.on_insert(system)
+    policy.on_insert(first)
+    assert _ranked(policy, system) == _ranked(policy, first) == pytest.approx(0.025)
+    # 100 new tokens behind 100: T = 1 + 0.1 * (3 - 1) = 1.2 s.
+    policy.on_request(_asked(stored=(system,), missing=(second,), new=100))
+    policy.on_hit(system)
+    policy.on_insert(second)
+    assert _ranked(policy, system) == pytest.approx(2 * 0.025)
+    assert _ranked(policy, second) == pytest.approx(0.012)
+    # The least goes, and the clock is its priority.
+    assert policy.victim(_anything) == second.id
+    policy.on_remove(second.id)
+    assert policy.victim(_anything) == first.id
+    policy.on_remove(first.id)
+    # It comes back: two requests and two misses; 300 new behind 100: T = 9 + 0.1 * (15 - 9) = 9.6 s.
+    policy.on_request(_asked(stored=(system,), missing=(first,), new=300))
+    policy.on_insert(first)
+    assert _ranked(policy, first) == pytest.approx(0.025 + 2 * (0.025 + 9.6 / 300) / 2)
+
+
+def test_removals_that_are_no_evictions_leave_the_clock_alone():
+    policy = PGDSFPolicy()
+    kept, withdrawn, late = (_record(name) for name in "kwl")
+    for record in (kept, withdrawn):
+        policy.on_request(_asked(missing=(record,), new=100))
+        policy.on_insert(record)
+    policy.on_remove(withdrawn.id)
+    policy.on_request(_asked(missing=(late,), new=100))
+    policy.on_insert(late)
+    assert _ranked(policy, late) == _ranked(policy, kept)
+
+
+def test_frequency_counts_the_uses_within_the_window_only():
+    policy = PGDSFPolicy(window=3)
+    old, new = _record("o"), _record("n")
+    for _ in range(3):
+        policy.on_request(_asked(missing=(old,), new=100))
+    policy.on_insert(old)
+    assert _ranked(policy, old) == pytest.approx(3.0)
+    for _ in range(2):
+        policy.on_request(_asked(missing=(new,), new=100))
+    policy.on_insert(new)
+    policy.on_request(_asked(stored=(old,), new=100))
+    policy.on_hit(old)
+    assert _ranked(policy, old) == pytest.approx(1.0), "of the last three uses one was of it"
+
+
+def test_what_is_neither_stored_nor_used_within_the_window_is_forgotten():
+    policy = PGDSFPolicy(window=5)
+    for number in range(100):
+        policy.on_request(_asked(missing=(_record(str(number)),), new=100))
+    assert len(policy._known) == 5
+
+
+def test_a_copy_from_another_tier_is_no_use_and_a_use_that_nobody_announced_counts():
+    policy = PGDSFPolicy()
+    record = _record("a")
+    policy.on_request(_asked(missing=(record,), new=100))
+    policy.on_insert(record)
+    policy.on_remove(record.id)
+    policy.on_insert(record)
+    assert _ranked(policy, record) == pytest.approx(1.0)
+    policy.on_hit(record)
+    assert _ranked(policy, record) == pytest.approx(2.0)
+
+
+def test_what_was_computed_ahead_of_any_request_costs_what_computing_it_alone_does():
+    policy = PGDSFPolicy(COST.prefill)
+    record = _record("a", tokens=300)
+    policy.on_insert(record)
+    assert _ranked(policy, record) == pytest.approx(9.0 / 300)
+
+
+def test_a_window_without_uses_is_refused():
+    with pytest.raises(ValueError, match="at least one use"):
+        PGDSFPolicy(window=0)
+
+
+def test_the_cost_reaches_only_policies_that_ask_for_one():
+    record = _record("a", tokens=300)
+    policy = make_policy("pgdsf", prefill_s=COST.prefill)
+    policy.on_insert(record)
+    assert _ranked(policy, record) == pytest.approx(9.0 / 300)
+    assert list(make_policy("lru", prefill_s=COST.prefill).ids()) == []
+
+
+def test_a_lookup_is_told_as_the_path_that_it_asked_for():
+    from chunkweave.chunking.prompt import PartKind, PromptPart
+    from chunkweave.store.lookup import PartLookup, PromptLookup
+    from chunkweave.store.records import segment_id
+    from chunkweave.types import Span
+
+    system = SegmentRecord.of(ChunkId("s"), (), (1, 2), exact=True, nbytes=2)
+    alone = SegmentRecord.of(ChunkId("a"), (), (3,), exact=True, nbytes=1)
+    lookup = PromptLookup(
+        (
+            PartLookup(PromptPart(PartKind.START, (0,)), Span(0, 1)),
+            PartLookup(PromptPart(PartKind.SYSTEM, (1, 2), ChunkId("s")), Span(1, 3), system, (system,)),
+            PartLookup(PromptPart(PartKind.CHUNK, (3,), ChunkId("a")), Span(3, 4), None, (alone,)),
+            PartLookup(PromptPart(PartKind.QUESTION, (9, 9)), Span(4, 6)),
+        )
+    )
+    missing = segment_id(ChunkId("a"), (ChunkId("s"),))
+    assert path_request_of(lookup) == PathRequest((system.id,), (missing,), cached_tokens=2, new_tokens=4)
+
+
+def test_reuse_frequency_evicts_what_reuse_has_saved_least_with():
+    policy = ReuseFrequencyPolicy()
+    long, short, woven = _record("l", tokens=50), _record("s", tokens=5), _record("w", tokens=50, exact=False)
+    for record in (long, short, woven):
+        policy.on_insert(record)
+    assert policy.victim(_anything) == long.id, "nothing was saved with any: the oldest"
+    for record in (long, short, woven):
+        policy.on_hit(record)
+    assert policy.victim(_anything) == woven.id, "recomputed whole it saves 1, the others 50 and 5"
+    policy.on_remove(woven.id)
+    assert policy.victim(_anything) == short.id

@@ -1,0 +1,71 @@
+"""Replicas of hot upper nodes in a store with payloads."""
+
+from dataclasses import dataclass
+
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.store.records import SegmentRecord
+from chunkweave.store.replication import replicate_hottest
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.tiers.host import HostTier
+from chunkweave.types import ChunkId
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    nbytes: int
+
+
+def _store(*names: str) -> TieredStore[Payload]:
+    return TieredStore([Level(name, SegmentStore(HostTier(), budget_bytes=100)) for name in names])
+
+
+def _ask(store: TieredStore[Payload], path: str) -> None:
+    parts = [PromptPart(PartKind.CHUNK, (0,), ChunkId(key)) for key in path]
+    store.lookup(Prompt((*parts, PromptPart(PartKind.QUESTION, (1,)))))
+
+
+def _insert(store: TieredStore[Payload], path: str) -> SegmentRecord:
+    record = SegmentRecord.of(ChunkId(path[-1]), tuple(map(ChunkId, path[:-1])), (0,), exact=True, nbytes=1)
+    assert store.insert(record, Payload(1))
+    return record
+
+
+def test_the_hottest_nodes_get_a_copy_that_answers_when_the_device_is_empty():
+    store = _store("device", "host")
+    records = {path: _insert(store, path) for path in ("s", "sa", "sb", "t")}
+    for path in ("sa", "sa", "sb"):
+        _ask(store, path)
+    assert replicate_hottest(store, 2) == 2
+    assert replicate_hottest(store, 2) == 0
+    store.levels[0].store.clear()
+    assert {record.id for record in store.records()} == {records["s"].id, records["sa"].id}
+    assert store.tree.match("sa").tokens_by_tier == {"host": 2}
+    assert store.get(records["sa"].id) == Payload(1)
+    store.check()
+    store.close()
+
+
+def test_with_one_memory_there_is_nowhere_to_copy_to():
+    store = _store("host")
+    _insert(store, "s")
+    assert replicate_hottest(store, 5) == 0
+    store.close()
+
+
+def test_the_tree_of_a_store_follows_removals_and_ignores_inexact_segments():
+    store = _store("host")
+    _insert(store, "s")
+    kept = _insert(store, "sa")
+    woven = SegmentRecord.of(ChunkId("b"), (ChunkId("s"),), (0,), exact=False, nbytes=1)
+    assert store.insert(woven, Payload(1))
+    assert len(store.tree) == 2
+    told = []
+    store.tree.subscribe(told.append)
+    store.remove(kept.id)
+    assert told == [("s", "a")]
+    assert store.tree.match("sa").nodes == 1
+    store.clear()
+    assert len(store.tree) == 0
+    store.tree.check()
+    store.close()
