@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
@@ -106,6 +106,88 @@ class CaptureConfig:
             raise UsageError(f"woven_fraction must be above 0 and at most 1, not {self.woven_fraction}")
 
 
+class Combine(StrEnum):
+    """How several numbers about one token become one."""
+
+    SUM = "sum"
+    MAX = "max"
+
+
+class WatchedLayers(StrEnum):
+    """In which layers the question's attention is read."""
+
+    ALL = "all"
+    LATE = "late"
+    """The second half, where it looks for the answer's words."""
+    FIRST_THIRD = "first-third"
+    """So that recomputation can start while the rest of a slow tier still loads."""
+
+    def of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a model with that many, at least one.
+
+        >>> WatchedLayers.FIRST_THIRD.of(8), WatchedLayers.LATE.of(3)
+        ((0, 1, 2), (1, 2))
+        """
+        if self is WatchedLayers.FIRST_THIRD:
+            return tuple(range(ceil(num_layers / 3)))
+        return tuple(range(num_layers // 2 if self is WatchedLayers.LATE else 0, num_layers))
+
+
+class DeviationFactor(StrEnum):
+    """By what the question's attention on a token is multiplied: how much its KV may differ from what is stored."""
+
+    NONE = "none"
+    STORED = "stored"
+    """What the token gave to earlier chunks when it was computed in a context (Cache-Craft eq. 14)."""
+    MEASURED = "measured"
+    """How far its KV is off at the first check layer (CacheBlend §4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryConfig:
+    """How the method `query` reads the question's attention and what it makes of it.
+
+    The attention of the question's last `tail` tokens (None: of all) is read in `layers` (a rule, or the layers
+    themselves) and combined by `over_heads` (a sum ranks as a mean does), then `over_tokens`, then `over_layers`.
+    `factor` multiplies it; where that is measured, `widen` times the budget starts active up to the check layer.
+
+    The first `first_tokens` of every chunk are always among the chosen; `mixed_share` of the budget goes to the tokens
+    that depended most on their context (or, if that is not known, on what came before: those nearest to the chunk's
+    start). With 2 `rounds` the question is asked again after half the budget was spent, about the other half.
+    """
+
+    tail: int | None = 1
+    layers: WatchedLayers | tuple[int, ...] = WatchedLayers.ALL
+    over_heads: Combine = Combine.MAX
+    over_tokens: Combine = Combine.SUM
+    over_layers: Combine = Combine.SUM
+    factor: DeviationFactor = DeviationFactor.NONE
+    widen: float = 3.0
+    first_tokens: int = 0
+    mixed_share: float = 0.0
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        layers = self.layers
+        if isinstance(layers, tuple) and (not layers or min(layers) < 0 or list(layers) != sorted(set(layers))):
+            raise UsageError(f"the watched layers must be ascending layer numbers from 0 on, not {layers}")
+        if self.tail is not None and self.tail < 1:
+            raise UsageError(f"at least one token of the question must be watched, not {self.tail}")
+        if not (isfinite(self.widen) and self.widen >= 1.0):
+            raise UsageError(f"widen must be at least 1, not {self.widen}")
+        if self.first_tokens < 0 or not 0.0 <= self.mixed_share <= 1.0:
+            raise UsageError(
+                f"first_tokens must be 0 or more and mixed_share between 0 and 1, not {self.first_tokens}, "
+                f"{self.mixed_share}"
+            )
+        if self.rounds not in (1, 2):
+            raise UsageError(f"there are 1 or 2 rounds, not {self.rounds}")
+
+    def watched(self, num_layers: int) -> tuple[int, ...]:
+        """The watched layers of a model with `num_layers`, ascending."""
+        return self.layers.of(num_layers) if isinstance(self.layers, WatchedLayers) else self.layers
+
+
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """What a reuse method may be told; each takes what concerns it.
@@ -119,6 +201,8 @@ class ReuseConfig:
     at random, and without `use_overlap` a chunk counts as if nothing of its old context came before it now. With
     `use_coverage`, which the paper has not, chunks that are new before a chunk lessen its overlap.
 
+    `query` is that method's.
+
     `capture` is no method's: it says what is kept of a prefill for the methods of later ones.
     """
 
@@ -131,6 +215,7 @@ class ReuseConfig:
     use_cci: bool = True
     use_overlap: bool = True
     use_coverage: bool = False
+    query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
 
     def __post_init__(self) -> None:

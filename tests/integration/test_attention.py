@@ -49,3 +49,25 @@ def test_masks_too_large_to_keep_are_made_again(monkeypatch):
 
 def test_bfloat16_within_its_rounding():
     assert compare(list(range(0, 90, 3)), 88, dtype=torch.bfloat16) < 0.03
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sets(st.integers(0, 60), min_size=1),
+    st.sets(st.integers(0, 60)),
+    st.sampled_from([None, 1, 7]),
+)
+def test_hidden_keys_are_as_if_they_were_not_there(positions, hidden, block):
+    """The oracle leaves the hidden rows out; a query always sees at least its own key."""
+    ordered = sorted(positions)
+    keys = ordered[-1] + 1
+    left_out = sorted(key for key in hidden if key < keys and key not in positions)
+    generator = torch.Generator().manual_seed(keys)
+    q = torch.randn(len(ordered), 6, 8, generator=generator)
+    k, v = (torch.randn(keys, 2, 8, generator=generator) for _ in range(2))
+    flags = torch.zeros(keys + 3, dtype=torch.bool)
+    flags[left_out] = True
+    ours = ScatteredQueries(torch.tensor(ordered), torch.float32, block, hidden=flags).attend(q, k, v)
+    kept = [key for key in range(keys) if key not in left_out]
+    places = [kept.index(position) for position in ordered]
+    assert (ours.double() - written_out(q, k[kept], v[kept], places)).abs().max() < 1e-5

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
-from chunkweave.config import CaptureConfig
+from chunkweave.config import CaptureConfig, Combine
 from chunkweave.errors import UsageError
 from chunkweave.fusion.attention_capture import AttentionCapture, evenly_spread
 from chunkweave.fusion.woven_profile import woven_profile
@@ -202,3 +202,27 @@ def test_a_capture_needs_something_to_average_and_a_fraction():
     for wrong in ({"layers": 0}, {"heads": -1}, {"woven_fraction": 0.0}, {"woven_fraction": 1.5}):
         with pytest.raises(UsageError):
             CaptureConfig(**wrong)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    positions=st.sets(st.integers(0, 59), min_size=1).map(sorted),
+    hidden=st.sets(st.integers(0, 59)),
+    over_heads=st.sampled_from(Combine),
+    over_queries=st.sampled_from(Combine),
+    block=st.sampled_from([1, 200, 1 << 20]),
+)
+def test_what_keys_get_is_combined_over_heads_then_over_queries(positions, hidden, over_heads, over_queries, block):
+    q, k = states(len(positions), 6, seed=1), states(60, 2, seed=2)
+    unseen = torch.arange(60) > torch.tensor(positions)[:, None]
+    flags = torch.zeros(60, dtype=torch.bool)
+    flags[sorted(hidden - set(positions))] = True
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(3, 1)) / 8**0.5
+    weights = scores.masked_fill(unseen | flags, -torch.inf).softmax(-1)
+    expected = weights.amax(0) if over_heads is Combine.MAX else weights.mean(0)
+    expected = expected.amax(0) if over_queries is Combine.MAX else expected.sum(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        meter = AttentionMeter(torch.tensor(positions), (), hidden=flags)
+        found = meter.combined(q, k, over_heads=over_heads, over_queries=over_queries)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

@@ -1,25 +1,101 @@
 """The method `query`: what it recomputes is what the question reads, and all of it is full prefill."""
 
+import time
+from collections.abc import Sequence
 from math import ceil
 
 import pytest
 import torch
 
-from chunkweave.eval.deviation import question_attention
-from chunkweave.planning.plan import Fate
+from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.fusion.loop import run_pass
+from chunkweave.fusion.rows import ActiveRows
+from chunkweave.kv.request_cache import Placement, RequestCache
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.planning.method import make_method
+from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.testing.throttle import Link, ThrottledTier
 from chunkweave.testing.toys import TOY_FAMILIES, toy_model
-from tests.integration.weaving import alone, make_bench, make_prompt
+from chunkweave.types import joined, spans_of
+from tests.integration.test_weaving_oracles import kv_before_rope
+from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
+RULES = [
+    QueryConfig(),
+    QueryConfig(tail=None, layers=WatchedLayers.ALL),
+    QueryConfig(tail=1, layers=WatchedLayers.FIRST_THIRD),
+    QueryConfig(tail=3, over_tokens=Combine.MAX, layers=WatchedLayers.LATE),
+    QueryConfig(tail=None, over_heads=Combine.MAX, over_layers=Combine.MAX, layers=(0, 2)),
+]
 
 
 @pytest.fixture(params=sorted(TOY_FAMILIES))
-def bench(request):
+def bench(request) -> Bench:
     return make_bench(toy_model(request.param))
+
+
+@pytest.fixture
+def llama() -> Bench:
+    return make_bench(toy_model("llama"))
 
 
 def recomputed(prefilled) -> list[int]:
     return [position for span in prefilled.recomputed for position in span.positions()]
+
+
+def candidates_of(plan) -> list[int]:
+    return [position for span in plan.spans(Fate.REUSED) for position in span.positions()]
+
+
+def best(scores: torch.Tensor, among: list[int], count: int) -> list[int]:
+    return sorted(sorted(among, key=lambda position: (-float(scores[position]), position))[:count])
+
+
+def explicit_reading(bench: Bench, prompt, query: QueryConfig, hidden: Sequence[int] = ()) -> torch.Tensor:
+    """What the question gives each position, by an explicit softmax over the reused cache; `hidden` keys left out."""
+    weights = explicit_attention(bench, bench.prefill(prompt, "full-reuse"), hidden)
+    read = torch.stack([weights[layer] for layer in query.watched(len(weights))])
+    read = read[:, :, -(query.tail or read.shape[2]) :]
+    read = read.amax(1) if query.over_heads is Combine.MAX else read.mean(1)
+    read = read.amax(1) if query.over_tokens is Combine.MAX else read.sum(1)
+    return read.amax(0) if query.over_layers is Combine.MAX else read.sum(0)
+
+
+@torch.inference_mode()
+def explicit_attention(bench: Bench, prefilled, hidden: Sequence[int] = ()) -> list[torch.Tensor]:
+    """Attention weights of the question over a finished cache, `[heads, queries, keys]` a layer, all written out."""
+    model, prompt = bench.loaded.model, prefilled.prompt
+    positions = torch.arange(prompt.spans()[-1].start, len(prompt))
+    unseen = torch.arange(len(prompt)) > positions[:, None]
+    unseen[:, list(hidden)] = True
+    states, found = model.embed(torch.tensor(prompt.parts[-1].token_ids)), []
+    for layer in range(model.geometry.num_layers):
+        q, k, v = model.qkv(layer, states)
+        keys, values = (kept.clone() for kept in prefilled.cache.view(layer, len(prompt)))
+        keys[positions], values[positions] = model.rotate(k, positions), v
+        q, group = model.rotate(q, positions), q.shape[1] // keys.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) / q.shape[-1] ** 0.5
+        found.append(scores.masked_fill(unseen, -torch.inf).softmax(-1))
+        attended = torch.einsum("hqk,khd->qhd", found[-1], values.repeat_interleave(group, 1))
+        states = model.finish(layer, states, attended.reshape(len(positions), -1))
+    return found
+
+
+def stage_one(bench: Bench, prompt, query: QueryConfig) -> torch.Tensor:
+    """The evidence of the first pass alone."""
+    runner, model = bench.runner, bench.loaded.model
+    method = make_method("query", ReuseConfig(recompute_ratio=0.1, query=query))
+    plan = method.plan(runner.store.lookup(prompt), model.geometry)
+    placements = [Placement(part.span, runner.store.get(part.segment)) for part in plan.parts if part.segment]
+    with torch.inference_mode():
+        cache = RequestCache(model.geometry, len(prompt), placements, dtype=model.dtype, device=model.device)
+        ids = torch.tensor(prompt.token_ids)
+        rows = ActiveRows.of_pass(cache, ids, plan.passes[0], dtype=model.dtype, answers=False)
+        run_pass(model, [rows])
+    return rows.evidence
 
 
 @pytest.mark.parametrize("missing", [(), (1,), (0, 3)])
@@ -32,18 +108,115 @@ def test_ratio_one_equals_full(bench, missing):
     assert difference.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("question", [1, 5, 150])
-@pytest.mark.parametrize("missing", [False, True])
-def test_it_recomputes_what_an_explicit_softmax_says_the_question_reads(bench, question, missing):
+@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("question", [1, 5, 300])
+def test_the_first_pass_reads_what_an_explicit_softmax_says(llama, query, question):
     prompt = make_prompt(SIZES, system=6, question=question)
-    bench.precompute(make_prompt(SIZES[:3], system=6) if missing else prompt)
-    reused = bench.prefill(prompt, "full-reuse")
-    model = bench.loaded.model
-    attention = sum(layer.mean(0).sum(0) for layer in question_attention(reused, model)[:-1])
-    candidates = [position for span in reused.plan.spans(Fate.REUSED) for position in span.positions()]
+    llama.precompute(prompt)
+    candidates = candidates_of(llama.prefill(prompt, "full-reuse").plan)
+    difference = stage_one(llama, prompt, query) - explicit_reading(llama, prompt, query)
+    assert difference[candidates].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("question", [1, 12])
+def test_it_recomputes_what_the_question_reads_most(bench, query, question):
+    prompt = make_prompt(SIZES, system=6, question=question)
+    bench.precompute(prompt)
+    woven = bench.prefill(prompt, "query", ratio=0.1, query=query)
+    candidates = candidates_of(woven.plan)
+    read = explicit_reading(bench, prompt, query)
+    assert recomputed(woven) == best(read, candidates, ceil(0.1 * len(candidates)))
+
+
+def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
+    """The oracle's question sees every key but those of the missing chunk; so does ours, and it costs nothing."""
+    prompt = make_prompt(SIZES, system=6)
+    llama.precompute(make_prompt(SIZES[:3], system=6))
+    query = QueryConfig(tail=None, layers=WatchedLayers.ALL)
+    missing = list(prompt.spans()[5].positions())
+    read, expected = stage_one(llama, prompt, query), explicit_reading(llama, prompt, query, missing)
+    woven = llama.prefill(prompt, "query", ratio=0.1, query=query)
+    candidates = candidates_of(woven.plan)
+    assert not set(missing) & set(candidates)
+    assert (read - expected)[candidates].abs().max() < 1e-5
+    assert read[missing].abs().max() == 0
+    computed = woven.plan.tokens(Fate.COMPUTED)
+    assert {work.kept_tokens for work in woven.work[:4]} == {computed - len(missing)}
+
+
+@pytest.mark.parametrize("widen", [2.0, 100.0])
+@pytest.mark.parametrize("check_layer", [1, 2])
+def test_measured_deviation_multiplies_what_was_read(llama, widen, check_layer):
+    prompt = make_prompt(SIZES, system=6)
+    llama.precompute(prompt)
+    query = QueryConfig(factor=DeviationFactor.MEASURED, widen=widen)
+    woven = llama.prefill(prompt, "query", ratio=0.1, query=query, check_layers=(check_layer,))
+    candidates = candidates_of(woven.plan)
     count = ceil(0.1 * len(candidates))
-    best = sorted(candidates, key=lambda position: (-float(attention[position]), position))[:count]
-    assert recomputed(bench.prefill(prompt, "query", ratio=0.1)) == sorted(best)
+    read = explicit_reading(llama, prompt, query)
+    started = best(read, candidates, ceil(widen * count))
+    fresh = fresh_before_rope(llama, prompt, started, check_layer)
+    deviation = torch.zeros(len(prompt))
+    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
+        if part.kind == "chunk":
+            cached = kv_before_rope(llama, (prompt.parts[0].token_ids[0], *part.token_ids), check_layer)[1:]
+            deviation[span.start : span.stop] = (fresh[span.start : span.stop] - cached).pow(2).sum((1, 2)).sqrt()
+    assert recomputed(woven) == best(read * deviation, started, count)
+    layers = llama.loaded.model.geometry.num_layers
+    assert woven.recompute_work == len(started) * check_layer + count * (layers - check_layer)
+
+
+def fresh_before_rope(bench: Bench, prompt, started: list[int], layer: int) -> torch.Tensor:
+    """K and V before RoPE of a weave in which just `started` are recomputed: what the check layer sees."""
+    model = bench.loaded.model
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    own = model.qkv
+
+    def noting(at, hidden):
+        q, k, v = own(at, hidden)
+        seen[at] = (k, v)
+        return q, k, v
+
+    method = make_method("query", ReuseConfig(recompute_ratio=0.1))
+    plan = method.plan(bench.runner.store.lookup(prompt), model.geometry)
+    required = joined([*plan.passes[1].required, *spans_of(started)])
+    plan = Plan("fixed", plan.parts, (Pass(required),))
+    model.qkv = noting
+    try:
+        bench.runner.prefill(prompt, Fixed(plan), capture=False)
+    finally:
+        del model.qkv
+    k, v = seen[layer]
+    active = torch.tensor([position for span in required for position in span.positions()])
+    fresh = torch.zeros(len(prompt), k.shape[1], 2 * k.shape[2])
+    fresh[active] = torch.cat((k, v), -1)
+    return fresh
+
+
+class Fixed:
+    """A method that says what it is told."""
+
+    name = "fixed"
+
+    def __init__(self, plan) -> None:
+        self._plan = plan
+
+    def plan(self, lookup, geometry):
+        return self._plan
+
+
+def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
+    prompt = make_prompt(SIZES, system=6)
+    llama.precompute(prompt)
+    query = QueryConfig(tail=1, layers=(0, 1, 2))
+    first = llama.prefill(prompt, "query", ratio=0.1, query=query)
+    woven = llama.prefill(prompt, "query", ratio=0.2, query=QueryConfig(tail=1, layers=(0, 1, 2), rounds=2))
+    weights = explicit_attention(llama, first)
+    read = torch.stack([weights[layer] for layer in (0, 1, 2)])[:, :, -1].amax(1).sum(0)
+    left = [position for position in candidates_of(woven.plan) if position not in recomputed(first)]
+    assert recomputed(woven) == sorted([*recomputed(first), *best(read, left, ceil(0.2 * 80) - 8)])
+    assert woven.recompute_work == llama.loaded.model.geometry.num_layers * ceil(0.2 * 80)
 
 
 def test_ratio_zero_is_full_reuse(bench):
@@ -53,23 +226,30 @@ def test_ratio_zero_is_full_reuse(bench):
 
 
 def test_its_work_is_a_question_and_the_chosen_tokens(bench):
-    """No dense layer: the recomputed share of work is the ratio itself."""
+    """No dense layer: the recomputed share of work is the ratio itself, and the first pass ends where it is watched."""
     prompt = make_prompt(SIZES)
     bench.precompute(prompt)
-    prefilled = bench.prefill(prompt, "query", ratio=0.1)
+    prefilled = bench.prefill(prompt, "query", ratio=0.1, query=QueryConfig(layers=(0, 1)))
     layers = bench.loaded.model.geometry.num_layers
     reused = prefilled.plan.tokens(Fate.REUSED)
     assert prefilled.recompute_work == layers * ceil(0.1 * reused)
     question = len(prompt) - reused - prefilled.plan.tokens(Fate.EXACT)
-    assert {work.kept_tokens for work in prefilled.work[:layers]} == {question}
+    assert [work.kept_tokens for work in prefilled.work[:2]] == [question, question]
+    assert [work.finished_tokens for work in prefilled.work[:2]] == [question, 0]
+    assert len(prefilled.work) == 2 + layers
 
 
-@pytest.mark.parametrize("sizes", [(), (12,)])
-def test_few_chunks_are_no_special_case(bench, sizes):
-    prompt = make_prompt(sizes, system=6)
-    bench.precompute(prompt)
-    difference = bench.log_probs(prompt, "query", ratio=1.0) - bench.own_log_probs(prompt)
+@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("question", [1, 300])
+@pytest.mark.parametrize("sizes", [(), (1,), (12,)])
+def test_few_chunks_and_odd_questions_are_no_special_case(llama, sizes, question, query):
+    prompt = make_prompt(sizes, system=6, question=question)
+    llama.precompute(prompt)
+    difference = llama.log_probs(prompt, "query", ratio=1.0, query=query) - llama.own_log_probs(prompt)
     assert difference.abs().max() < 1e-4
+    woven = llama.prefill(prompt, "query", ratio=0.05, query=query)
+    assert len(recomputed(woven)) == min(1, len(sizes))
+    assert woven.logits.isfinite().all()
 
 
 def test_an_exact_prefix_is_no_candidate(bench):
@@ -81,3 +261,66 @@ def test_an_exact_prefix_is_no_candidate(bench):
     exact = {position for span in prefilled.plan.spans(Fate.EXACT) for position in span.positions()}
     assert exact
     assert not exact & set(recomputed(prefilled))
+
+
+class Watched(ThrottledTier):
+    """A throttled tier that notes which layer was read when."""
+
+    def __init__(self, link: Link, events: list) -> None:
+        super().__init__(link)
+        self._events = events
+
+    def get(self, segment):
+        source = super().get(segment)
+        return None if source is None else Noting(source, self._events)
+
+
+class Noting:
+    def __init__(self, source, events) -> None:
+        self._source, self._events = source, events
+        self.tokens, self.nbytes = source.tokens, source.nbytes
+
+    def layer(self, index, scratch=None):
+        layer = self._source.layer(index, scratch)
+        self._events.append(("loaded", index))
+        return layer
+
+
+@pytest.mark.parametrize(("layers", "waits_for"), [(WatchedLayers.ALL, 4), (WatchedLayers.FIRST_THIRD, 2), ((0,), 1)])
+def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeypatch):
+    """Each layer of the first pass computes while later ones load, and the second pass waits for none that it had."""
+    loaded = toy_model("llama")
+    events: list = []
+    link = Link(1e15)
+    store: TieredStore[SegmentSource] = TieredStore(
+        [Level("slow", SegmentStore(Watched(link, events), budget_bytes=1 << 30))]
+    )
+    bench = make_bench(loaded)
+    bench.runner.store = store
+    prompt = make_prompt(SIZES, system=6)
+    bench.precompute(prompt)
+    expected = make_bench(loaded)
+    expected.precompute(prompt)
+    link.bytes_per_s = sum(record.nbytes for record in store.records()) / 0.4
+    own = loaded.model.qkv
+
+    def noting(layer, hidden):
+        events.append(("computed", layer))
+        return own(layer, hidden)
+
+    events.clear()
+    monkeypatch.setattr(loaded.model, "qkv", noting)
+    started = time.perf_counter()
+    query = QueryConfig(layers=layers)
+    woven = bench.prefill(prompt, "query", ratio=0.1, query=query)
+    assert time.perf_counter() - started > 0.3
+    computed = [i for i, event in enumerate(events) if event[0] == "computed"]
+    assert [events[i][1] for i in computed] == [*range(waits_for), *range(4)]
+    for place, number in enumerate(computed[: waits_for + 4]):
+        layer = events[number][1]
+        in_before = [event for event in events[:number] if event == ("loaded", layer)]
+        assert len(in_before) == len(SIZES), f"computation {place} began before its layer was in"
+    assert ("loaded", waits_for - 1) in events[: computed[waits_for]]
+    if waits_for < 4:
+        assert ("loaded", 3) not in events[: computed[waits_for]], "the second pass waited for all layers"
+    assert torch.equal(woven.logits, expected.prefill(prompt, "query", ratio=0.1, query=query).logits)

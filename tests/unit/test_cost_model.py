@@ -168,7 +168,7 @@ def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
         (rule,) = plan.passes[0].rules
         assert plan.raised_to == (pytest.approx(ratio) if tier == "disk" else None)
         assert rule.count == ceil(ratio * 300 - 1e-9)
-        choice = method.choose(method.plan(lookup, geometry))
+        choice = method.choose(method.plan(lookup, geometry), geometry)
         assert choice.load_s == pytest.approx(1.0 if tier == "disk" else 0.0)
     plain = HiddenLoading("full-reuse", ReuseConfig(0.15), cost, lambda _segment: "disk")
     assert plan_of("full-reuse", lookup, geometry) == plain.plan(lookup, geometry)

@@ -1,6 +1,8 @@
 import pytest
 
+from chunkweave.config import Combine
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.eval.query_settings import QUERY_SETTINGS
 
 pytest.importorskip("torch")
 from chunkweave.eval.quality import QualityConfig
@@ -37,3 +39,20 @@ def test_a_setting_wins_over_what_all_are_told():
 def test_unknown_names_are_refused(methods, error):
     with pytest.raises(error):
         QualityConfig(methods).contenders()
+
+
+def test_settings_of_query_add_up():
+    made = QualityConfig(("query:last:layers=1+2:head-max:tail=3",)).contenders()
+    query = made["query:last:layers=1+2:head-max:tail=3@0.15"]._query
+    assert (query.tail, query.layers, query.over_heads) == (3, (1, 2), Combine.MAX)
+
+
+@pytest.mark.parametrize("name", sorted(QUERY_SETTINGS))
+def test_every_setting_of_query_is_one(name):
+    QualityConfig((f"query:{name}",)).contenders()
+
+
+@pytest.mark.parametrize("setting", ["layers=", "layers=a", "layers=2+1", "tail=0", "tail=x"])
+def test_settings_with_odd_numbers_are_refused(setting):
+    with pytest.raises(UsageError):
+        QualityConfig((f"query:{setting}",)).contenders()

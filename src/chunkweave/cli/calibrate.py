@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class _TargetOptions:
     """What is to be reached, and which points are measured for it."""
 
-    methods: Annotated[str, typer.Option(help="Methods to choose from, separated by commas.")] = "cachecraft,cacheblend"
+    methods: Annotated[str, typer.Option(help="Methods to choose from, separated by commas.")] = (
+        "cachecraft,cacheblend,query"
+    )
     target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `balanced` keeps.")] = SHARES[
         Quality.BALANCED
     ]

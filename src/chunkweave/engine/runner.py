@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.new_segments import parts_to_keep, segments_of
 from chunkweave.engine.prefetch import Prefetch
+from chunkweave.engine.turns import Turn, turn_captures, turn_of
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
@@ -27,9 +28,10 @@ from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Fate, PartPlan, Plan
 from chunkweave.planning.pruning import too_slow, without
+from chunkweave.planning.turns import with_kept
 from chunkweave.store.tiered import TieredStore
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
-from chunkweave.types import SegmentId, Span, spans_of
+from chunkweave.types import SegmentId, Span, joined, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +41,11 @@ class Prefilled:
     """A prompt whose KV cache is complete up to its last token.
 
     `logits` `[vocab]` are those of the first new token. `recomputed` are the positions of reused chunks that were
-    active at the last layer of the last pass; `work` is what every layer of every pass did, `recompute_work` the sum
+    active at the last layer of a pass; `work` is what every layer of every pass did, `recompute_work` the sum
     over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
     it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
-    `loaded` are the segments that came from a slower tier.
+    `loaded` are the segments that came from a slower tier, `turn` what the conversation's next turn can go on from.
     """
 
     prompt: Prompt
@@ -60,6 +62,16 @@ class Prefilled:
     load_s: float
     weave_s: float
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
+    turn: Turn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """What of a prefill is kept: parts to store, and the whole turn, which went on from an `earlier` one."""
+
+    capture: bool
+    turn: bool
+    earlier: Turn | None
 
 
 class Runner:
@@ -110,21 +122,26 @@ class Runner:
         new_tokens: int = 0,
         capture: bool = True,
         prefetched: Prefetch | None = None,
+        earlier: Turn | None = None,
+        keep_turn: bool = False,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
-        nothing can be stored afterwards.
+        nothing can be stored afterwards. With `keep_turn` the result has a `turn`; given as `earlier` to a prompt that
+        goes on from this one, its parts are taken as they were woven, and what was recomputed in them stays.
         """
         started = time.perf_counter()
         self.room_for_new_tokens(prompt)
         given_up: set[SegmentId] = set()
         while True:
-            plan = self._plan(prompt, method, given_up)
-            with self.store.lease(plan.segments()), self._loading(plan, prefetched) as placements:
+            plan = self._plan(prompt, method, given_up, earlier)
+            held = earlier.segments if earlier is not None else {}
+            with self.store.lease(plan.segments()), self._loading(plan, prefetched, held) as placements:
                 lookup_s = time.perf_counter() - started
+                keeping = _Keeping(capture, keep_turn, earlier)
                 try:
-                    prefilled = self._weave(prompt, plan, placements, new_tokens, capture, lookup_s)
+                    prefilled = self._weave(prompt, plan, placements, new_tokens, keeping, lookup_s)
                     self._note_reuse(plan.parts)
                     return prefilled
                 except SegmentLost as lost:
@@ -168,24 +185,33 @@ class Runner:
         new = segments_of(prefilled.prompt, prefilled.plan, prefilled.captures, prefilled.attention)
         return sum(self.store.insert(record, kv) for record, kv in new)
 
-    def _plan(self, prompt: Prompt, method: ReuseMethod, given_up: Collection[SegmentId]) -> Plan:
+    def _plan(
+        self, prompt: Prompt, method: ReuseMethod, given_up: Collection[SegmentId], earlier: Turn | None = None
+    ) -> Plan:
         """Plan with what is stored, but for what was given up or takes longer to load than to compute."""
         lookup = without(self.store.lookup(prompt), given_up)
         if self.cost is not None:
             lookup = without(lookup, too_slow(lookup, self.cost, self.store.tier_of))
+        if earlier is not None:
+            lookup = with_kept(lookup, prompt, earlier.kept)
         plan = method.plan(lookup, self.model.geometry)
         plan.validate(self.model.geometry.num_layers)
         return plan
 
     @contextmanager
-    def _loading(self, plan: Plan, prefetched: Prefetch | None) -> Iterator[list[Placement]]:
-        """Where every segment of the plan goes; those not in memory are read by a loader until this is left."""
+    def _loading(
+        self, plan: Plan, prefetched: Prefetch | None, held: Mapping[SegmentId, SegmentKV]
+    ) -> Iterator[list[Placement]]:
+        """Where every segment of the plan goes; those not in memory are read by a loader until this is left.
+
+        What an earlier turn `held` comes from there.
+        """
         chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
         exact = {part.segment for part in plan.parts if part.fate is Fate.EXACT}
         sources: dict[SegmentId, SegmentSource] = {}
         slow: list[tuple[SegmentId, SegmentSource]] = []
         for segment in plan.segments():
-            ahead = prefetched.find(segment) if prefetched is not None else None
+            ahead = held.get(segment) or (prefetched.find(segment) if prefetched is not None else None)
             source = ahead or self.store.get(segment, exact=segment in exact) or Gone(segment)
             sources[segment] = source
             if not isinstance(source, SegmentKV | LoadingSegment | Gone):
@@ -222,8 +248,8 @@ class Runner:
         if self.cost is None:
             return self.model.geometry.num_layers
         load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
-        active = sum(a_pass.required_tokens + a_pass.surviving_tokens for a_pass in plan.passes)
-        return preload_depth(self.model.geometry.num_layers, self.cost.prefill(active), load_s)
+        layers = self.model.geometry.num_layers
+        return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)
 
     def _weave(
         self,
@@ -231,30 +257,38 @@ class Runner:
         plan: Plan,
         placements: list[Placement],
         new_tokens: int,
-        capture: bool,
+        keeping: "_Keeping",
         lookup_s: float,
     ) -> Prefilled:
         started = time.perf_counter()
         model, dtype = self.model, self.model.dtype
         ids = torch.tensor(prompt.token_ids, device=model.device)
         cache = RequestCache(model.geometry, len(prompt) + new_tokens, placements, dtype=dtype, device=model.device)
-        captures, attention = self._captures(prompt, plan, placements) if capture else ((), None)
+        captures, attention = self._captures(prompt, plan, placements) if keeping.capture else ((), None)
+        kept = self._turn_captures(plan, placements, keeping.earlier) if keeping.turn else ()
         times = LoopTimes()
         work: list[LayerWork] = []
         recompute_work = 0
         stop: Stop | None = None
         evidence: torch.Tensor | None = None
-        for a_pass in plan.passes:
-            rows = ActiveRows.of_pass(cache, ids, a_pass, dtype=dtype, evidence=evidence)
-            if a_pass is plan.passes[-1]:
-                rows.keep(captures, attention)
+        recomputed: tuple[Span, ...] = ()
+        for number, a_pass in enumerate(plan.passes, start=1):
+            answers = number == len(plan.passes)
+            rows = ActiveRows.of_pass(
+                cache, ids, a_pass, dtype=dtype, evidence=evidence, recomputed=recomputed, answers=answers
+            )
+            if answers:
+                rows.keep((*captures, *kept), attention)
+            elif a_pass.depth is None:
+                rows.keep(kept, None)
             hidden = run_pass(model, [rows], times)
             work += rows.work
             stop, evidence = rows.stop or stop, rows.evidence
             fixed = plan.computed_tokens_of(a_pass)
             recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
+            if a_pass.depth is None:
+                recomputed = joined([*recomputed, *spans_of(plan.reused_among(rows.positions.tolist()))])
         logits = model.logits(hidden)[0]
-        recomputed = plan.reused_among(rows.positions.tolist())
         cache.release_segments()
         elapsed = time.perf_counter() - started
         return Prefilled(
@@ -265,13 +299,14 @@ class Runner:
             captures=tuple(capture for capture in captures if capture.complete),
             attention=attention,
             work=tuple(work),
-            recomputed=spans_of(recomputed),
+            recomputed=recomputed,
             recompute_work=recompute_work,
             stop=stop,
             lookup_s=lookup_s,
             load_s=times.load_s,
             weave_s=elapsed - times.load_s,
             loaded=tuple(_loaded(placements)),
+            turn=turn_of(prompt, plan, kept) if keeping.turn else None,
         )
 
     def _captures(
@@ -283,6 +318,16 @@ class Runner:
         if not captures or not config.profile:
             return captures, None
         return captures, AttentionCapture(plan.parts, geometry, config, device=self.model.device)
+
+    def _turn_captures(
+        self, plan: Plan, placements: Sequence[Placement], earlier: Turn | None
+    ) -> tuple[PartCapture, ...]:
+        kept = earlier.kept if earlier is not None else {}
+        records = {
+            segment: kept[segment].record if segment in kept else self.store.record(segment)
+            for segment in plan.segments()
+        }
+        return tuple(turn_captures(plan, placements, records, self.model))
 
 
 def _loaded(placements: Sequence[Placement]) -> Iterator[tuple[SegmentId, SegmentKV]]:

@@ -50,7 +50,7 @@ class CalibrationConfig:
         UnknownMethodError: a method does not exist.
     """
 
-    methods: tuple[str, ...] = ("cachecraft", "cacheblend")
+    methods: tuple[str, ...] = ("cachecraft", "cacheblend", "query")
     alphas: tuple[float, ...] = ALPHAS
     ratios: tuple[float, ...] = RATIOS
     reuse: ReuseConfig = field(default_factory=ReuseConfig)

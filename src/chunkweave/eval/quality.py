@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import FocusReading, ReuseConfig
+from chunkweave.config import FocusReading, QueryConfig, ReuseConfig
 from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.prompts import alone_prompts
+from chunkweave.eval.query_settings import PATTERNS, QUERY_SETTINGS, query_setting
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.metrics import ReuseReport
@@ -29,7 +30,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "coverage": {"use_coverage": True},
     "layer-2": {"check_layers": (2,)},
 }
-"""What can be said of a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`."""
+"""What can be said of a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`.
+
+Those of `query` are in `query_settings`."""
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""
@@ -73,10 +76,16 @@ class QualityConfig:
 
 
 def _settings(names: Sequence[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    of_query: dict[str, Any] = {}
     for name in names:
-        if name not in SETTINGS:
-            raise UsageError(f"unknown setting {name!r} of a method; there are: {', '.join(SETTINGS)}")
-    return {field: value for name in names for field, value in SETTINGS[name].items()}
+        query = query_setting(name)
+        if query is None and name not in SETTINGS:
+            there_are = ", ".join((*SETTINGS, *QUERY_SETTINGS, *PATTERNS))
+            raise UsageError(f"unknown setting {name!r} of a method; there are: {there_are}")
+        fields |= SETTINGS.get(name, {})
+        of_query |= query or {}
+    return {**fields, "query": replace(QueryConfig(), **of_query)} if of_query else fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Time to first token by reuse method, measured in one run with alternating contenders over one warm store."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -156,18 +156,24 @@ def make_workload(examples: Sequence[Example], engine: Engine, config: TtftConfi
 
 
 def measure(
-    engine: Engine, workload: Workload, config: TtftConfig, progress: Progress | None = None
+    engine: Engine,
+    workload: Workload,
+    config: TtftConfig,
+    progress: Progress | None = None,
+    *,
+    contenders: Mapping[str, Contender] | None = None,
 ) -> Iterator[Sample]:
     """Warm the store, run every contender once uncounted, then yield samples question by question.
 
     Contenders alternate within each question and take turns in going first. A question's samples come together, so
     that leaving early keeps whole questions. With `alone`, a question's chunks are warmed right before it is measured:
     so a budget that holds one prompt is enough, and no contender finds chunks evicted that another found.
+    `contenders` by the names of their rows take the place of the config's.
 
     Raises:
         UnknownMethodError: a method of the config does not exist.
     """
-    contenders = make_contenders(engine, config)
+    contenders = make_contenders(engine, config) if contenders is None else contenders
     names = list(contenders)
     steps = _Steps(progress, len(workload.earlier) + len(names) * (1 + len(workload.measured)))
     for prompt in workload.earlier:

@@ -29,7 +29,7 @@ class PartCapture:
 
     The tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules
     let them; either way its rows are one run of the active ones. Where a token was not active, a reused part keeps the
-    KV of the segment that it came from.
+    KV of the segment that it came from. Over several passes a token's last KV counts.
     """
 
     def __init__(
@@ -42,7 +42,13 @@ class PartCapture:
         shape = (geometry.num_layers, 2, self._tokens, geometry.num_kv_heads, geometry.head_dim)
         self._kv: torch.Tensor | None = torch.empty(shape, dtype=dtype)
         self._offsets = torch.arange(0)
-        self._taken: list[torch.Tensor] = []
+        self._fresh = torch.zeros(geometry.num_layers, self._tokens, dtype=torch.bool)
+        self._layer = 0
+
+    def start(self) -> None:
+        """The next layer to be taken is the first: a pass begins, with active tokens of its own."""
+        self._layer = 0
+        self._offsets = torch.arange(0)
 
     def follow(self, offsets: torch.Tensor) -> bool:
         """From the next layer on these tokens of the part are active, `[rows]`, ascending, 0 its first.
@@ -58,23 +64,24 @@ class PartCapture:
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy one layer's fresh `keys` and `values` of the part's active tokens, `[rows, kv_heads, head_dim]`."""
         assert self._kv is not None, "a part that was given up is not followed"
-        layer = self._kv[len(self._taken)]
+        layer = self._kv[self._layer]
         for kept, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
                 kept.copy_(fresh, non_blocking=True)
             else:
                 kept[self._offsets] = fresh.to(kept.device)
-        self._taken.append(self._offsets)
+        self._fresh[self._layer, self._offsets] = True
+        self._layer += 1
 
     @property
     def complete(self) -> bool:
         """Whether the part was followed through all layers, and can be stored."""
-        return self._kv is not None and len(self._taken) == len(self._kv)
+        return self._kv is not None and self._layer == len(self._kv)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The part's tokens that were active at the last layer (all of a computed part), ascending, 0 its first."""
-        return tuple(self._offsets.tolist())
+        return tuple(torch.nonzero(self._fresh[-1]).squeeze(1).tolist())
 
     @torch.inference_mode()
     def segment(self) -> SegmentKV:
@@ -82,8 +89,7 @@ class PartCapture:
         assert self.complete, "a part was taken for fewer layers than the model has"
         assert self._kv is not None
         if self.woven_from is not None:
-            for layer, (kv, taken) in enumerate(zip(self._kv, self._taken, strict=True)):
-                cached = torch.ones(self._tokens, dtype=torch.bool)
-                cached[taken] = False
+            for layer, (kv, fresh) in enumerate(zip(self._kv, self._fresh, strict=True)):
+                cached = ~fresh
                 kv[:, cached] = self.woven_from.segment.layer(layer).to(kv.device)[:, cached]
         return SegmentKV(self._kv)

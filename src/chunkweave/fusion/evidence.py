@@ -5,15 +5,20 @@ import torch
 from chunkweave.planning.plan import Evidence
 
 
-def measure(by: Evidence, keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+def measure(
+    by: Evidence, keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor, read: torch.Tensor | None = None
+) -> torch.Tensor:
     """Evidence of each token, `[tokens]` in float32.
 
     `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
-    before RoPE.
+    before RoPE. `read` `[tokens]` is what the question gave to each in the pass before, where that counts.
     """
     match by:
         case Evidence.KV_DEVIATION:
             return kv_deviation(keys, values, cached)
+        case Evidence.READ_DEVIATION:
+            assert read is not None, "a pass that ranks by what was read starts by it"
+            return kv_deviation(keys, values, cached) * read
 
 
 def kv_deviation(keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:

@@ -25,25 +25,33 @@ class LoopTimes:
 
 
 def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTimes | None = None) -> torch.Tensor:
-    """Run the active tokens of all requests through all layers.
+    """Run the active tokens of all requests through all layers, or as many as their pass has: all of them equally many.
 
     Mutates each request's cache and active set. Returns the hidden state behind the last layer of each request's last
-    active token, `[requests, hidden]`; in that layer the others give their K and V only.
+    active token, `[requests, hidden]`; in that layer the others give their K and V only. A pass that gives no answers
+    ends with the K and V of its last layer, and what is returned means nothing.
     """
     times = times if times is not None else LoopTimes()
     hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
     stops = [int(rows.positions[-1]) + 1 for rows in batch]
-    for layer in range(model.geometry.num_layers):
+    depth = batch[0].depth or model.geometry.num_layers
+    for layer in range(depth):
         started = time.perf_counter()
         for rows in batch:
             rows.cache.load_layer(layer, model.rotate)
         times.load_s += time.perf_counter() - started
-        hidden = _run_layer(model, layer, hidden, batch, stops)
+        hidden = _run_layer(model, layer, hidden, batch, stops, last=layer == depth - 1)
     return hidden
 
 
 def _run_layer(
-    model: LayerwiseModel, layer: int, hidden: torch.Tensor, batch: Sequence[ActiveRows], stops: Sequence[int]
+    model: LayerwiseModel,
+    layer: int,
+    hidden: torch.Tensor,
+    batch: Sequence[ActiveRows],
+    stops: Sequence[int],
+    *,
+    last: bool,
 ) -> torch.Tensor:
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
@@ -52,7 +60,8 @@ def _run_layer(
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate(k, positions)
-    last = layer == model.geometry.num_layers - 1
+    if last and not batch[0].answers:
+        return _end_unanswered(model, layer, (q, k, v), rotated_k, batch, entered)
     if last:
         ends = _ends(batch).to(hidden.device)
         hidden, q, positions = hidden[ends], q[ends], positions[ends]
@@ -72,6 +81,28 @@ def _run_layer(
     hidden = model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
     keep = _joined(stay, active, hidden.device)
     return hidden if keep is None else hidden[keep]
+
+
+def _end_unanswered(
+    model: LayerwiseModel,
+    layer: int,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotated_k: torch.Tensor,
+    batch: Sequence[ActiveRows],
+    entered: Sequence[int],
+) -> torch.Tensor:
+    """The last layer of a pass without answers: K and V are written, the attention is noted, nobody is finished."""
+    q, k, v = qkv
+    rotated_q = model.rotate(q, torch.cat([rows.positions for rows in batch]))
+    row = 0
+    for rows, before in zip(batch, entered, strict=True):
+        mine = slice(row, row + len(rows))
+        rows.write(layer, k[mine], rotated_k[mine], v[mine])
+        rows.finish_none()
+        rows.record(before)
+        rows.look(layer, rotated_q[mine], int(rows.positions[-1]) + 1)
+        row = mine.stop
+    return q[:0]
 
 
 def _ends(batch: Sequence[ActiveRows]) -> torch.Tensor:

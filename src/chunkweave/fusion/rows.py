@@ -15,7 +15,7 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import ScatteredQueries
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
-from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused
+from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused, TopBy, Watch
 from chunkweave.types import Scattered, Span, spans_of
 
 
@@ -36,16 +36,28 @@ class ActiveRows:
         candidate: torch.Tensor | None = None,
         rules: Sequence[KeepTop] = (),
         stop_unfocused: StopUnfocused | None = None,
-        watch: Span | None = None,
+        watch: Watch | None = None,
+        read: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        depth: int | None = None,
+        answers: bool = True,
     ) -> None:
-        """`token_ids` and `positions` are `[rows]`; `candidate` flags the rows that rules may drop (none if absent)."""
+        """`token_ids` and `positions` are `[rows]`; `candidate` flags the rows that rules may drop (none if absent).
+
+        `read` `[positions]` is what the question gave to each in the pass before, `hidden` flags the positions that
+        nobody sees. The rows run `depth` layers (None: all), and have no logits unless they are to give `answers`.
+        """
+        self.depth = depth
+        self.answers = answers
         self.cache = cache
         self.token_ids = token_ids
         self.work: list[LayerWork] = []
         self.stop: Stop | None = None
         self._rules = {rule.layer: rule for rule in rules}
         self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device)
-        self._question = None if watch is None else QuestionWatch(watch, positions.device)
+        self._question = None if watch is None else QuestionWatch(watch, positions.device, hidden=hidden)
+        self._read = read
+        self._hidden = hidden
         self._candidate = candidate if candidate is not None else torch.zeros_like(positions, dtype=torch.bool)
         self._captured: list[tuple[PartCapture, slice]] = []
         self._attention: AttentionCapture | None = None
@@ -61,11 +73,15 @@ class ActiveRows:
         *,
         dtype: torch.dtype,
         evidence: torch.Tensor | None = None,
+        recomputed: Sequence[Span] = (),
+        answers: bool = True,
     ) -> Self:
         """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
 
-        `evidence` `[tokens]` is what the pass before found, for one that starts by it.
+        `evidence` `[tokens]` is what the pass before found, for one that starts by it; `recomputed` is what earlier
+        passes did, and not chosen again. Only the last pass gives `answers`.
         """
+        device = prompt_ids.device
         required = torch.zeros(len(prompt_ids), dtype=torch.bool)
         candidate = torch.zeros(len(prompt_ids), dtype=torch.bool)
         _mark(required, a_pass.required)
@@ -73,21 +89,32 @@ class ActiveRows:
         candidate &= ~required
         if a_pass.start is not None:
             assert evidence is not None, "a pass that starts by evidence follows one that watched"
-            candidate = _best(candidate, evidence, a_pass.start.count)
+            done = torch.zeros(len(prompt_ids), dtype=torch.bool)
+            _mark(done, recomputed)
+            evidence = _weighted(evidence, a_pass, a_pass.start)
+            candidate = _best(candidate & ~done, evidence, a_pass.start.count)
+        hidden = torch.zeros(len(prompt_ids), dtype=torch.bool)
+        _mark(hidden, a_pass.hidden)
         positions = torch.nonzero(required | candidate).squeeze(1)
         return cls(
             cache,
-            prompt_ids[positions.to(prompt_ids.device)],
-            positions.to(prompt_ids.device),
+            prompt_ids[positions.to(device)],
+            positions.to(device),
             dtype=dtype,
-            candidate=candidate[positions].to(prompt_ids.device),
+            candidate=candidate[positions].to(device),
             rules=a_pass.keep_top,
             stop_unfocused=a_pass.stop_unfocused if candidate.any() else None,
             watch=a_pass.watch,
+            read=evidence,
+            hidden=hidden.to(device) if a_pass.hidden else None,
+            depth=a_pass.depth,
+            answers=answers,
         )
 
     def keep(self, captures: Sequence[PartCapture], attention: AttentionCapture | None) -> None:
         """Let `captures` take the KV of their parts' rows, and `attention` what those rows attend to."""
+        for capture in captures:
+            capture.start()
         self._captured = [(capture, slice(0)) for capture in captures]
         self._attention = attention
         self._follow()
@@ -117,6 +144,10 @@ class ActiveRows:
         self._finishing = self.positions[-1:]
         self._queries = ScatteredQueries(self._finishing, self._dtype)
 
+    def finish_none(self) -> None:
+        """From now on no token is attended or finished: the pass ends with the KV of this layer."""
+        self._finishing = self.positions[:0]
+
     @property
     def finishing(self) -> int:
         """How many active tokens, the last ones, go through attention and MLP."""
@@ -129,6 +160,8 @@ class ActiveRows:
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
+        if self._hidden is not None:
+            self.cache.clear(layer, self._hidden)
         self.cache.write(layer, self.positions, rotated, values)
         for capture, rows in self._captured:
             capture.take(keys[rows], values[rows])
@@ -148,14 +181,15 @@ class ActiveRows:
         if self._attention is not None and self._attention.wants(layer):
             self._attention.read(queries, keys)
             self.work[-1] = replace(self.work[-1], captured_scores=self._attention.scores)
-        if self._question is not None:
-            first = self._row_of(self._question.question.start)
-            self._question.look(queries[first : first + len(self._question.question)], keys)
-            self._note_evidence(self._question.question)
+        if self._question is not None and self._question.wants(layer):
+            question = self._question.watch.question
+            first = self._row_of(question.start)
+            self._question.look(queries[first : first + len(question)], keys)
+            self._note_evidence(question)
         if self._watch is None:
             return None
-        question = slice(self._question_row, self._question_row + len(self._watch.rule.question))
-        focused = self._watch.look(queries[question], keys)
+        rows = slice(self._question_row, self._question_row + len(self._watch.rule.question))
+        focused = self._watch.look(queries[rows], keys)
         self._note_evidence(self._watch.rule.question)
         return None if focused is None else self._drop_unfocused(layer, self._watch, focused)
 
@@ -180,7 +214,8 @@ class ActiveRows:
     def _surviving_rows(self, rule: KeepTop, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows = torch.nonzero(self._candidate).squeeze(1)
         cached = self.cache.cached_before_rope(layer, self.positions[rows])
-        evidence = measure(rule.by, keys[rows], values[rows], cached)
+        read = None if self._read is None else self._read[self.positions[rows]]
+        evidence = measure(rule.by, keys[rows], values[rows], cached, read)
         best = torch.sort(evidence, descending=True, stable=True).indices[: rule.count]
         keep = ~self._candidate
         keep[rows[best]] = True
@@ -193,7 +228,7 @@ class ActiveRows:
     def _activate(self, positions: torch.Tensor) -> None:
         """Make `positions` the active ones; everything that follows from them is worked out once, here."""
         self.positions = positions
-        self._queries = ScatteredQueries(positions, self._dtype)
+        self._queries = ScatteredQueries(positions, self._dtype, hidden=self._hidden)
         self._finishing = positions
         if self._watch is not None:
             self._question_row = self._row_of(self._watch.rule.question.start)
@@ -211,13 +246,23 @@ class ActiveRows:
                 followed.append((capture, rows))
         self._captured = followed
         if self._attention is not None:
-            indices = [index for _, rows in followed for index in range(rows.start, rows.stop)]
-            rows_followed = torch.tensor(indices, dtype=torch.long, device=self.positions.device)
+            indices = {index for _, rows in followed for index in range(rows.start, rows.stop)}
+            rows_followed = torch.tensor(sorted(indices), dtype=torch.long, device=self.positions.device)
             self._attention.follow(rows_followed, self.positions[rows_followed])
 
     def _row_of(self, position: int) -> int:
         """The first row at `position` or behind it."""
         return int(torch.searchsorted(self.positions, position))
+
+
+def _weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
+    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
+    if not start.weights:
+        return evidence
+    where = [position for span in a_pass.candidates for position in span.positions()]
+    weighted = evidence.clone()
+    weighted[where] *= evidence.new_tensor(start.weights)
+    return weighted
 
 
 def _best(candidate: torch.Tensor, evidence: torch.Tensor, count: int) -> torch.Tensor:

@@ -70,6 +70,10 @@ class RequestCache:
         cache[0].index_copy_(0, positions, keys)
         cache[1].index_copy_(0, positions, values)
 
+    def clear(self, layer: int, hidden: torch.Tensor) -> None:
+        """Make the rows that `hidden` `[at most capacity]` flags finite: what nobody sees is still multiplied by 0."""
+        self._layer(layer)[:, : len(hidden)][:, hidden] = 0
+
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values of positions below `stop`, `[stop, kv_heads, head_dim]` each (views)."""
         cache = self._layer(layer)

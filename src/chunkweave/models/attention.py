@@ -14,7 +14,12 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that every PyTorch reader knows)
 
-_BLOCK_QUERIES = 128
+_CPU_BLOCK_QUERIES = 32
+"""Few, so that little beyond the visible keys is computed: a sixth faster than 128 for a hundred scattered queries."""
+
+_DEVICE_BLOCK_QUERIES = 128
+"""More on an accelerator, where each block is a launch."""
+
 _MAX_MASK_BYTES = 128 << 20
 _MAX_BEFORE = 0.25
 """A run of queries goes through the causal path if the positions before it are at most this share of its length."""
@@ -36,13 +41,28 @@ class QueryBlock:
 class ScatteredQueries:
     """How a set of query positions is attended; made once and used for every layer that has the same set."""
 
-    def __init__(self, positions: torch.Tensor, dtype: torch.dtype, block_queries: int = _BLOCK_QUERIES) -> None:
-        """`positions` is `[queries]`, ascending, on the device of the queries."""
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+        block_queries: int | None = None,
+        *,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
+        """`positions` is `[queries]`, ascending, on the device of the queries.
+
+        `hidden` flags the positions whose keys no query sees, `[positions]` on the same device; their values must
+        still be finite.
+        """
         self._positions = positions
+        self._hidden = hidden
         self._dtype = dtype
         where = positions.tolist()
         contiguous = len(where) > 1 and where[-1] - where[0] == len(where) - 1
-        self._before = where[0] if contiguous and where[0] <= _MAX_BEFORE * len(where) else None
+        causal = contiguous and hidden is None and where[0] <= _MAX_BEFORE * len(where)
+        self._before = where[0] if causal else None
+        if block_queries is None:
+            block_queries = _CPU_BLOCK_QUERIES if positions.device.type == "cpu" else _DEVICE_BLOCK_QUERIES
         edges = [*range(0, len(where), block_queries), len(where)]
         blocks = [QueryBlock(a, b, where[b - 1] + 1) for a, b in pairwise(edges) if b > a]
         mask_bytes = sum(len(b) * b.key_stop for b in blocks) * torch.finfo(dtype).bits // 8
@@ -70,11 +90,13 @@ class ScatteredQueries:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _mask(self, block: QueryBlock) -> torch.Tensor | None:
-        """0 where a key is visible and -inf where not; None for a single query, which sees all its keys."""
-        if len(block) == 1:
+        """0 where a key is visible and -inf where not; None for a single query that sees all keys before it."""
+        if len(block) == 1 and self._hidden is None:
             return None
         positions = self._positions[block.start : block.stop]
         hidden = torch.arange(block.key_stop, device=positions.device) > positions[:, None]
+        if self._hidden is not None:
+            hidden |= self._hidden[: block.key_stop]
         return torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkweave.config import Combine
 from chunkweave.types import Span
 
 _CPU_BLOCK_WEIGHTS = 1 << 19
@@ -40,13 +41,21 @@ class AttentionMass:
 class AttentionMeter:
     """Reads the attention of queries at fixed positions; made once and used for every layer with the same queries."""
 
-    def __init__(self, positions: torch.Tensor, parts: Sequence[Span], *, heads: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        parts: Sequence[Span],
+        *,
+        heads: Sequence[int] | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
         """A meter for queries at `positions` `[queries]`, ascending, on the device of the queries.
 
         `parts` are the spans of keys whose mass is wanted, ascending and disjoint; `heads` the query heads to average
-        over (None: all).
+        over (None: all). `hidden` flags the positions that no query sees, `[positions]` on the same device.
         """
         self._positions = positions
+        self._hidden = hidden
         self._where: list[int] = positions.tolist()
         self._stop = self._where[-1] + 1 if self._where else 0
         self._members = torch.zeros(self._stop, len(parts), device=positions.device)
@@ -80,16 +89,23 @@ class AttentionMeter:
                     received[reached] += weights[inside, reached].sum(0)
         return AttentionMass(by_part, own, received)
 
-    def total(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Attention that each key gets from all queries together, own keys included: mean over heads, `[positions]`.
+    def combined(
+        self, queries: torch.Tensor, keys: torch.Tensor, *, over_heads: Combine, over_queries: Combine
+    ) -> torch.Tensor:
+        """Attention that each key gets, own keys included, combined over heads and then over queries, `[positions]`.
 
-        Shapes are those of `read`.
+        A sum over heads is taken as their mean, which ranks alike. Shapes are those of `read`.
         """
         q, k = self._by_head(queries, keys)
-        total = q.new_zeros(keys.shape[0])
+        found = q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
-            total[:stop] += self._weights(q[:, :, rows], k[:, :, :stop], rows).sum(0)
-        return total
+            by_head = self._weights_by_head(q[:, :, rows], k[:, :, :stop], rows)
+            weights = by_head.amax(0) if over_heads is Combine.MAX else by_head.mean(0)
+            if over_queries is Combine.MAX:
+                found[:stop] = torch.maximum(found[:stop], weights.amax(0))
+            else:
+                found[:stop] += weights.sum(0)
+        return found
 
     def _by_head(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scaled queries `[key heads, group, queries, head_dim]` and keys `[key heads, head_dim, positions]`, float32.
@@ -116,9 +132,15 @@ class AttentionMeter:
 
     def _weights(self, q: torch.Tensor, k: torch.Tensor, rows: slice) -> torch.Tensor:
         """Attention weights of one block, mean over heads, `[queries, keys]`."""
+        return self._weights_by_head(q, k, rows).mean(0)
+
+    def _weights_by_head(self, q: torch.Tensor, k: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Attention weights of one block, `[heads, queries, keys]`."""
         key_heads, group, n, dim = q.shape
         scores = torch.bmm(q.reshape(key_heads, group * n, dim), k).view(key_heads * group, n, -1)
         seen_by_all = self._where[rows.start] + 1
         tail = torch.arange(seen_by_all, k.shape[2], device=q.device)
         scores[:, :, seen_by_all:].masked_fill_(tail > self._positions[rows, None], -torch.inf)
-        return torch.softmax(scores, -1).mean(0)
+        if self._hidden is not None:
+            scores.masked_fill_(self._hidden[: k.shape[2]], -torch.inf)
+        return torch.softmax(scores, -1)

@@ -21,7 +21,8 @@ class HiddenLoading:
     `T_recompute(r)` is r times the prefill of the reused tokens. The r at which they are equal is a floor for the
     method's budget, whatever its parameter is (DESIGN §5.3): a ratio is at least r, an alpha at least so great that
     it recomputes the share r of the reused tokens. A method without a budget is not changed, nor is a prompt in which
-    it finds nothing to recompute.
+    it finds nothing to recompute. Where the question is
+    asked first (`query`), loading hides behind recomputation only from the layer on that it was asked about last.
     """
 
     def __init__(
@@ -52,16 +53,25 @@ class HiddenLoading:
         plan = self._least.plan(lookup, geometry)
         if self.budget is None:
             return plan
-        value = self.budget.reaching(plan, self.choose(plan).ratio)
+        value = self.budget.reaching(plan, self.choose(plan, geometry).ratio)
         if value <= getattr(self._config, self.budget.parameter):
             return plan
         changes: dict[str, Any] = {self.budget.parameter: value}
         raised = make_method(self.name, replace(self._config, **changes)).plan(lookup, geometry)
         return replace(raised, raised_to=value)
 
-    def choose(self, plan: Plan) -> LoadingChoice:
+    def choose(self, plan: Plan, geometry: Geometry) -> LoadingChoice:
         """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
         taken = [(len(part.span), self._tier_of(part.segment) or "") for part in plan.parts if part.segment is not None]
         load_s = sum(self._cost.load(tokens, tier) for tokens, tier in taken)
         prefill_s = self._cost.prefill(plan.tokens(Fate.REUSED))
-        return ratio_that_hides(prefill_s, load_s, least_ratio=0.0)
+        head_s = self._head_s(plan, geometry.num_layers, load_s)
+        return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
+
+    def _head_s(self, plan: Plan, num_layers: int, load_s: float) -> float:
+        """Until the question has been asked: as long as its layers take to load, or to compute."""
+        share = plan.head_share(num_layers)
+        if not share:
+            return 0.0
+        asked_s = self._cost.prefill(plan.passes[0].required_tokens, plan.prompt_tokens)
+        return share * max(load_s, asked_s)

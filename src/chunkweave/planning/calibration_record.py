@@ -6,7 +6,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any, Self
 
-from chunkweave.config import ReuseConfig
+from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import parameter_of
 
@@ -146,8 +146,20 @@ class CalibrationRecord:
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
     """What was written of a configuration; JSON's lists and texts become what the fields hold."""
     usual = ReuseConfig()
-    values = {name: type(getattr(usual, name))(value) for name, value in data.items()}
-    return replace(usual, **values)
+    values = {name: type(getattr(usual, name))(value) for name, value in data.items() if name != "query"}
+    return replace(usual, **values, query=_query_of(data.get("query", {})))
+
+
+def _query_of(data: Mapping[str, Any]) -> QueryConfig:
+    """The same of the part that is the method `query`'s."""
+    kinds: dict[str, Any] = {
+        "layers": tuple if isinstance(data.get("layers"), list) else WatchedLayers,
+        "over_heads": Combine,
+        "over_tokens": Combine,
+        "over_layers": Combine,
+        "factor": DeviationFactor,
+    }
+    return replace(QueryConfig(), **{name: kinds[name](v) if name in kinds else v for name, v in data.items()})
 
 
 def choose_target(points: Sequence[CurvePoint], share: float) -> Target:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 
 from chunkweave.planning.cost_model import CostModel
@@ -18,16 +19,20 @@ class StorageDevice:
 
 @dataclass(frozen=True, slots=True)
 class LoadingChoice:
-    """What the controller decided, with the delays that it expects in seconds."""
+    """What the controller decided, with the delays that it expects in seconds.
+
+    `head_s` passes before recomputation begins: where the question is asked first, about layers that must be in.
+    """
 
     ratio: float
     load_s: float
     recompute_s: float
+    head_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
         """Loading and recomputation overlap layer by layer, so the longer one counts."""
-        return max(self.load_s, self.recompute_s)
+        return max(self.load_s, self.head_s + self.recompute_s)
 
 
 def choose_ratio(cost: CostModel, tokens: int, tier: str, *, least_ratio: float) -> LoadingChoice:
@@ -38,16 +43,20 @@ def choose_ratio(cost: CostModel, tokens: int, tier: str, *, least_ratio: float)
 
     >>> cost = CostModel((0,), (1000,), ((1.0,),), 100, {"disk": 200_000.0})
     >>> choose_ratio(cost, 1000, "disk", least_ratio=0.15)
-    LoadingChoice(ratio=0.5, load_s=0.5, recompute_s=0.5)
+    LoadingChoice(ratio=0.5, load_s=0.5, recompute_s=0.5, head_s=0.0)
     """
     return ratio_that_hides(cost.prefill(tokens), cost.load(tokens, tier), least_ratio=least_ratio)
 
 
-def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float) -> LoadingChoice:
-    """The same from the two times: of computing all the tokens anew, and of loading them."""
-    equal = load_s / prefill_s if prefill_s else 0.0
+def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float, head_s: float = 0.0) -> LoadingChoice:
+    """The same from the two times: of computing all the tokens anew, and of loading them.
+
+    After `head_s` recomputation begins; only the loading that is left then can hide behind it. A method whose question
+    is asked about all layers first has nothing left.
+    """
+    equal = max(0.0, load_s - head_s) / prefill_s if prefill_s else 0.0
     ratio = min(1.0, max(least_ratio, equal))
-    return LoadingChoice(ratio, load_s, ratio * prefill_s)
+    return LoadingChoice(ratio, load_s, ratio * prefill_s, head_s)
 
 
 def choose_device(cost: CostModel, tokens: int, devices: Sequence[StorageDevice], *, ratio: float) -> StorageDevice:
@@ -95,8 +104,20 @@ def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float],
     >>> pipelined_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], head_start_s=2.0)
     5.0
     """
-    loaded_s, end_s = -head_start_s, 0.0
-    for load_s, compute_s in zip(layer_load_s, layer_compute_s, strict=True):
-        loaded_s += load_s
-        end_s = max(end_s, loaded_s) + compute_s
+    return staged_s(layer_load_s, [layer_compute_s], head_start_s)
+
+
+def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]], head_start_s: float = 0.0) -> float:
+    """The same over several passes, each of which may end early: a layer is loaded once, and waited for once.
+
+    >>> staged_s([1.0, 1.0, 1.0], [[0.5, 0.5, 0.5], [2.0, 2.0, 2.0]])  # asked about all layers, then recomputed
+    9.5
+    >>> staged_s([1.0, 1.0, 1.0], [[0.5], [2.0, 2.0, 2.0]])  # asked about the first: the rest loads meanwhile
+    7.5
+    """
+    loaded_s = [total - head_start_s for total in accumulate(layer_load_s)]
+    end_s = 0.0
+    for a_pass in passes_s:
+        for layer, compute_s in enumerate(a_pass):
+            end_s = max(end_s, loaded_s[layer]) + compute_s
     return end_s

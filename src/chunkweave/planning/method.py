@@ -98,7 +98,7 @@ def reuse_every_hit(
         if exact is not None:
             parts.append(exact)
         elif variant is not None:
-            parts.append(PartPlan(entry.part, entry.span, Fate.REUSED, variant.id))
+            parts.append(PartPlan(entry.part, entry.span, Fate.REUSED, variant.id, fresh=entry.fresh))
         else:
             parts.append(PartPlan(entry.part, entry.span, Fate.COMPUTED))
     return tuple(parts)
@@ -117,3 +117,22 @@ def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     """The spans of reused (not exact) parts: where recomputation can help."""
     return tuple(part.span for part in parts if part.fate is Fate.REUSED)
+
+
+def stale_offsets(part: PartPlan) -> tuple[int, ...]:
+    """Offsets of a reused part's tokens whose KV may differ from this prompt's, ascending; none of another part."""
+    if part.fate is not Fate.REUSED:
+        return ()
+    return tuple(offset for offset in range(len(part.span)) if offset not in part.fresh)
+
+
+def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
+    """What `reused_spans` gives, without the tokens that an earlier turn recomputed; never joined over parts."""
+    reused = [part for part in parts if part.fate is Fate.REUSED]
+    return tuple(
+        span
+        for part in reused
+        for span in (
+            spans_of(part.span.start + offset for offset in stale_offsets(part)) if part.fresh else (part.span,)
+        )
+    )

@@ -6,13 +6,13 @@ and the rest of the layer. What a rule drops keeps its cached KV from that layer
 """
 
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
-from chunkweave.config import FocusReading
+from chunkweave.config import Combine, FocusReading
 from chunkweave.errors import UsageError
 from chunkweave.planning.focus import FOCUS_WINDOW
 from chunkweave.types import Scattered, SegmentId, Span, joined
@@ -34,14 +34,15 @@ class Evidence(StrEnum):
 
     KV_DEVIATION = "kv_deviation"
     """L2 norm over heads and dims of fresh minus cached (K, V), both before RoPE (CacheBlend §4.1)."""
+    READ_DEVIATION = "deviation_times_question_attention"
+    """That, times the question's attention on the token in the pass before: what differs and is read."""
 
 
 class EarlierEvidence(StrEnum):
     """By what tokens are ranked that start a pass: something that the pass before summed up."""
 
     QUESTION_ATTENTION = "question_attention"
-    """Attention that the question's tokens gave to the token in the pass before: softmax over all keys that each sees,
-    mean over heads, sum over question tokens and over the layers below the last (ProphetKV; DESIGN §5.6)."""
+    """Attention that the question's tokens gave to the token in the pass before, combined as its `Watch` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,28 @@ Rule = KeepTop | StopUnfocused
 class TopBy:
     """Of a pass's candidates only the `count` with the most evidence start active; ties go to the earlier position.
 
-    The evidence comes from the pass before, which must have watched for it.
+    The evidence comes from the pass before, which must have watched for it; `weights` multiply it, one for each
+    candidate token in the order of the candidates (empty: all 1). Tokens that an earlier pass recomputed are left out.
     """
 
     count: int
     by: EarlierEvidence = EarlierEvidence.QUESTION_ATTENTION
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What of a question's attention a pass notes, for what the next one starts with (ProphetKV; DESIGN §5.6).
+
+    In each of `layers` (ascending) the attention weights of the tokens of `question` (all of it, or its end), softmax
+    over all keys that each sees, are combined to one number a position: over heads, then tokens, then layers.
+    """
+
+    question: Span
+    layers: tuple[int, ...]
+    over_heads: Combine = Combine.SUM
+    over_tokens: Combine = Combine.SUM
+    over_layers: Combine = Combine.SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +126,8 @@ class Fix:
 class PartPlan:
     """One part of the prompt with its fate and, if it is taken from the store, the segment.
 
-    `fix` says how the tokens to recompute were chosen, if the method scores segments.
+    `fix` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens of
+    a reused part whose KV is that of this very context already: to recompute them gains nothing.
     """
 
     part: PromptPart
@@ -116,6 +135,7 @@ class PartPlan:
     fate: Fate
     segment: SegmentId | None = None
     fix: Fix | None = None
+    fresh: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if (self.segment is None) != (self.fate is Fate.COMPUTED):
@@ -130,14 +150,19 @@ class Pass:
 
     `required` positions are active at every layer. `candidates` (reused-chunk tokens, none named twice) are active from
     layer 0 on, all of them or those that `start` picks, until a rule drops them; rules only ever shrink the active set.
-    `watch` is a question whose attention is summed up for the pass after this one.
+    `watch` is a question whose attention is noted for the pass after this one.
+
+    A pass before the last gives no logits, and may end early: it runs `depth` layers (None: all). What is `hidden` is
+    seen by nobody in it: chunks whose KV only a later pass computes.
     """
 
     required: tuple[Span, ...]
     candidates: tuple[Span | Scattered, ...] = ()
     rules: tuple[Rule, ...] = ()
     start: TopBy | None = None
-    watch: Span | None = None
+    watch: Watch | None = None
+    depth: int | None = None
+    hidden: tuple[Span, ...] = ()
 
     @property
     def keep_top(self) -> tuple[KeepTop, ...]:
@@ -184,6 +209,23 @@ class Plan:
     def prompt_tokens(self) -> int:
         return self.parts[-1].span.stop if self.parts else 0
 
+    def head_share(self, num_layers: int) -> float:
+        """Share of the layers that must be in, and asked about, before the pass that all others wait for can begin."""
+        first = self.passes[0]
+        return 0.0 if first.depth is None else first.depth / num_layers
+
+    def tokens_behind_loading(self, num_layers: int) -> float:
+        """Tokens, computed through all layers, whose computation loading can hide behind: what comes once all layers
+        were waited for is left out.
+        """
+        tokens = 0.0
+        for a_pass in self.passes:
+            depth = num_layers if a_pass.depth is None else a_pass.depth
+            tokens += (a_pass.required_tokens + a_pass.surviving_tokens) * depth / num_layers
+            if depth == num_layers:
+                break
+        return tokens
+
     def segments(self) -> tuple[SegmentId, ...]:
         """Every segment that the plan takes from the store, each once, in prompt order."""
         return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
@@ -217,19 +259,37 @@ class Plan:
         if not self.passes or not _cover(self.passes[-1].required, last):
             raise ValueError(f"{self.method}: the last token must be computed by the last pass")
         reused = self.spans(Fate.REUSED)
-        watched = False
+        _validate_watches(self.method, self.passes, num_layers)
         for a_pass in self.passes:
-            if a_pass.start is not None and not watched:
-                raise ValueError(f"{self.method}: what starts a pass must have been watched in the one before")
-            watched = a_pass.watch is not None
-            if a_pass.watch is not None and not (a_pass.watch and _cover(a_pass.required, a_pass.watch)):
-                raise ValueError(f"{self.method}: the question that is watched must be required")
+            if not _cover(self.spans(Fate.COMPUTED), *a_pass.hidden):
+                raise ValueError(f"{self.method}: only what is yet to be computed can be hidden")
             tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
             if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
             _validate_rules(self.method, a_pass, num_layers)
         if not _cover([span for a_pass in self.passes for span in a_pass.required], *self.spans(Fate.COMPUTED)):
             raise ValueError(f"{self.method}: tokens that are not stored must be required by some pass")
+
+
+def _validate_watches(method: str, passes: Sequence[Pass], num_layers: int) -> None:
+    if passes[-1].depth is not None or passes[-1].hidden or passes[-1].watch is not None:
+        raise ValueError(f"{method}: the last pass sees everything, runs all layers, and watches for no other")
+    watched = False
+    for a_pass in passes:
+        if a_pass.start is not None and not watched:
+            raise ValueError(f"{method}: what starts a pass must have been watched in the one before")
+        if a_pass.start is not None and len(a_pass.start.weights) not in (0, a_pass.candidate_tokens):
+            raise ValueError(f"{method}: a start needs one weight for each candidate token, or none")
+        watch, depth = a_pass.watch, num_layers if a_pass.depth is None else a_pass.depth
+        watched = watch is not None
+        if watch is None:
+            continue
+        if not (watch.question and _cover(a_pass.required, watch.question)):
+            raise ValueError(f"{method}: the question that is watched must be required")
+        if not 0 <= watch.layers[-1] < num_layers:
+            raise UsageError(f"{method}: layer {watch.layers[-1]} is to be watched, but there are {num_layers} layers")
+        if watch.layers[-1] >= depth:
+            raise ValueError(f"{method}: a watched layer lies behind the last one of its pass")
 
 
 def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
@@ -239,6 +299,8 @@ def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
         raise ValueError(f"{method}: rules must go up in layers and down in counts")
     if layers and not 0 <= layers[-1] < num_layers:
         raise UsageError(f"{method}: layer {layers[-1]} is to be checked, but the model has {num_layers} layers")
+    if a_pass.start is None and any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top):
+        raise ValueError(f"{method}: a rule needs what the question read, but the pass does not start by it")
     if len(a_pass.rules) > len(layers) + 1:
         raise ValueError(f"{method}: only one rule may stop unfocused chunks")
     if a_pass.stop_unfocused is not None:

@@ -13,13 +13,15 @@ class PartLookup:
     """One part of a prompt and what is stored for it.
 
     `exact` is set for the parts of the longest exact prefix (and for none after the first gap);
-    `variants` are all stored segments of the chunk, whatever their context, most recently used first.
+    `variants` are all stored segments of the chunk, whatever their context, most recently used first. `fresh` are the
+    offsets of its tokens whose KV was already computed behind these very parts, in an earlier turn of a conversation.
     """
 
     part: PromptPart
     span: Span
     exact: SegmentRecord | None = None
     variants: tuple[SegmentRecord, ...] = ()
+    fresh: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

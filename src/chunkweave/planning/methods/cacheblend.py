@@ -4,7 +4,7 @@ from math import ceil
 
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.budget import RATIO_BUDGET
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
+from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Geometry
@@ -31,7 +31,7 @@ class CacheBlend:
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """One pass that starts with every token of every reused chunk and narrows at the check layers."""
         parts = reuse_every_hit(lookup, prefer_alone)
-        candidates = reused_spans(parts)
+        candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
         required = required_spans(parts)
         if not total or not self._ratio:

@@ -1,23 +1,29 @@
 """`query`: recompute the tokens that this question reads (query-aware weaving, DESIGN §5.6; ProphetKV's idea)."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
+from statistics import fmean
 
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.config import ReuseConfig
+from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.budget import RATIO_BUDGET
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
-from chunkweave.planning.plan import EarlierEvidence, Pass, Plan, TopBy
+from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, stale_offsets, stale_spans
+from chunkweave.planning.plan import Evidence, Fate, KeepTop, PartPlan, Pass, Plan, TopBy, Watch
+from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.lookup import PromptLookup
-from chunkweave.types import Geometry
+from chunkweave.types import Geometry, Span, joined
 
 
 class QueryAware:
     """Two passes: the question alone over the reused KV, then the question and the tokens that it read most.
 
     What deviates and is never looked at cannot change the answer; `cacheblend` recomputes it all the same. The first
-    pass computes the question (and missing chunks) only, so it costs next to nothing, and no dense layer is needed. The
-    budget, `ceil(recompute_ratio * reused tokens)`, is the prompt's: chunks that the question does not read get none.
-    Missing chunks and the question are computed in both passes, since what they see has changed.
+    pass computes the question only, as far up as it is watched, so it costs next to nothing, and no dense layer is
+    needed. The budget, `ceil(recompute_ratio * reused tokens)`, is the prompt's: chunks that the question does not read
+    get none; tokens that an earlier turn of the conversation recomputed are neither chosen nor counted. Missing chunks
+    are computed after the first pass, in which nobody sees them; the question is computed in every pass, since what it
+    sees has changed. `QueryConfig` has what else can be counted as evidence.
     """
 
     name = "query"
@@ -25,16 +31,96 @@ class QueryAware:
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio
+        self._query = config.query
+        self._check_layer = config.check_layers[0]
 
-    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """A pass that watches the question, and one over what it read; one pass where there is nothing to choose."""
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """A pass that watches the question, and one or two over what it read; one in all where nothing is chosen."""
         parts = reuse_every_hit(lookup, prefer_alone)
-        candidates = reused_spans(parts)
+        candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
-        required = required_spans(parts)
-        last = parts[-1]
-        if not total or not self._ratio or last.part.kind is not PartKind.QUESTION:
-            return Plan(self.name, parts, (Pass(required),))
-        start = TopBy(ceil(self._ratio * total), EarlierEvidence.QUESTION_ATTENTION)
-        passes = (Pass(required, watch=last.span), Pass(required, candidates, start=start))
-        return Plan(self.name, parts, passes)
+        budget = ceil(self._ratio * total)
+        question = parts[-1]
+        if not budget or question.part.kind is not PartKind.QUESTION:
+            return Plan(self.name, parts, (Pass(required_spans(parts)),))
+        if budget == total:
+            return Plan(self.name, parts, (Pass(joined([*required_spans(parts), *candidates])),))
+        profiles = _profiles(parts, lookup)
+        always = _always(parts, profiles, self._query, budget)
+        last = Pass(required_spans(parts, always))
+        if len(always) == budget:
+            return Plan(self.name, parts, (last,))
+        query = self._query
+        tail = len(question.span) if query.tail is None else min(query.tail, len(question.span))
+        watch = Watch(
+            Span(question.span.stop - tail, question.span.stop),
+            query.watched(geometry.num_layers),
+            over_heads=query.over_heads,
+            over_tokens=query.over_tokens,
+            over_layers=query.over_layers,
+        )
+        missing = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind is PartKind.CHUNK)
+        seen = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind is not PartKind.CHUNK)
+        watching = Pass(joined(seen), watch=watch, depth=watch.layers[-1] + 1, hidden=missing)
+        weights = _weights(parts, profiles) if query.factor is DeviationFactor.STORED else ()
+        rounds = self._rounds(replace(last, candidates=candidates), budget - len(always), weights, watch)
+        return Plan(self.name, parts, (watching, *rounds))
+
+    def _rounds(self, base: Pass, budget: int, weights: tuple[float, ...], watch: Watch) -> tuple[Pass, ...]:
+        """`base` with its share of the budget; where there are two rounds the first watches for the second."""
+        second = budget // self._query.rounds if self._query.rounds > 1 else 0
+        first = self._choosing(base, budget - second, weights)
+        if not second:
+            return (first,)
+        return replace(first, watch=watch), self._choosing(base, second, weights)
+
+    def _choosing(self, base: Pass, count: int, weights: tuple[float, ...]) -> Pass:
+        """`base` that starts with the `count` best candidates, or with more of which a check layer leaves as many."""
+        if self._query.factor is not DeviationFactor.MEASURED:
+            return replace(base, start=TopBy(count, weights=weights))
+        wide = min(base.candidate_tokens, ceil(self._query.widen * count))
+        rule = KeepTop(self._check_layer, count, Evidence.READ_DEVIATION)
+        return replace(base, start=TopBy(wide, weights=weights), rules=(rule,))
+
+
+def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
+    """What the tokens of reused parts looked at in some context: the taken variant's profile, else another one's."""
+    found = {}
+    for part, entry in zip(parts, lookup.parts, strict=True):
+        records = sorted(entry.variants, key=lambda record: record.id != part.segment)
+        profiles = (record.attention for record in records if record.attention and record.attention.inter_total)
+        profile = next(profiles, None)
+        if part.fate is Fate.REUSED and profile is not None:
+            found[part.span] = profile
+    return found
+
+
+def _weights(parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile]) -> tuple[float, ...]:
+    """Each candidate's attention on earlier chunks when it was stored; where that is not known, the others' mean."""
+    known = [mass for profile in profiles.values() for mass in profile.outward]
+    unknown = fmean(known) if known else 1.0
+    return tuple(
+        profiles[part.span].outward[offset] if part.span in profiles else unknown
+        for part in parts
+        for offset in stale_offsets(part)
+    )
+
+
+def _always(
+    parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile], query: QueryConfig, budget: int
+) -> list[int]:
+    """Positions that are recomputed whatever the question reads: first tokens, and the share that is mixed in."""
+    stale = {part.span: stale_offsets(part) for part in parts}
+    first = sorted((o, span.start + o) for span, offsets in stale.items() for o in offsets if o < query.first_tokens)
+    chosen = dict.fromkeys(position for _, position in first[:budget])
+    if query.mixed_share:
+        room = max(0, min(ceil(query.mixed_share * budget), budget - len(chosen)))
+        ranked = sorted(
+            (rank / len(span), span.start + offset)
+            for span, offsets in stale.items()
+            for rank, offset in enumerate(profiles[span].by_outward if span in profiles else range(len(span)))
+            if offset in offsets
+        )
+        others = [position for _, position in ranked if position not in chosen]
+        chosen |= dict.fromkeys(others[:room])
+    return sorted(chosen)

@@ -1,0 +1,80 @@
+"""Keeps a conversation's woven chunks from one turn for the next, in memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.fusion.capture import PartCapture, WovenFrom
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.plan import Fate, PartPlan, Plan
+from chunkweave.planning.turns import KeptPart
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import SegmentId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What one turn leaves for the next: its parts as they were woven, with the tokens that were computed in it.
+
+    Owned by the conversation; a turn never changes and stands for all before it. Its tensors are the prompt's KV in
+    host memory, but for the question's and for what was taken exact from the store.
+    """
+
+    kept: Mapping[SegmentId, KeptPart]
+    segments: Mapping[SegmentId, SegmentKV]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(segment.nbytes for segment in self.segments.values())
+
+
+def turn_captures(
+    plan: Plan,
+    placements: Sequence[Placement],
+    records: Mapping[SegmentId, SegmentRecord | None],
+    model: HuggingFaceModel,
+) -> Iterator[PartCapture]:
+    """A capture for every part that is woven or computed and has an id, however little of it will be recomputed."""
+    sources = {placement.span: placement.segment for placement in placements}
+    for part in plan.parts:
+        if part.part.id is None or part.fate is Fate.EXACT:
+            continue
+        origin = None
+        if part.fate is Fate.REUSED:
+            assert part.segment is not None, "a reused part has a segment"
+            record = records[part.segment]
+            origin = WovenFrom(sources[part.span], record.attention if record is not None else None, 0.0)
+        yield PartCapture(part, model.geometry, model.dtype, woven_from=origin)
+
+
+def turn_of(prompt: Prompt, plan: Plan, captures: Sequence[PartCapture]) -> Turn:
+    """The turn that was just woven; `captures` are those of `turn_captures`, complete."""
+    captured = {capture.part.span: capture for capture in captures}
+    kept, segments = {}, {}
+    exact = True
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+        exact = exact and part.fate is not Fate.REUSED
+        capture = captured.get(part.span)
+        if capture is None or part.part.id is None:
+            continue
+        kv = capture.segment()
+        record = SegmentRecord.of(
+            part.part.id,
+            context,
+            part.part.token_ids,
+            exact=exact,
+            nbytes=kv.nbytes,
+            source=part.part.source,
+            attention=capture.woven_from.attention if capture.woven_from is not None else None,
+        )
+        kept[record.id] = KeptPart(record, _fresh(part, capture))
+        segments[record.id] = kv
+    return Turn(kept, segments)
+
+
+def _fresh(part: PartPlan, capture: PartCapture) -> frozenset[int]:
+    """Offsets computed in this context: by this turn, or by those before."""
+    return part.fresh | frozenset(capture.recomputed)

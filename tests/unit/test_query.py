@@ -1,0 +1,296 @@
+"""The plans of `query`: passes, budgets, factors, what is always chosen, and what an earlier turn has settled."""
+
+import json
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.errors import UsageError
+from chunkweave.planning.calibration_record import CalibrationRecord
+from chunkweave.planning.method import make_method, stale_offsets, stale_spans
+from chunkweave.planning.plan import Evidence, Fate, KeepTop, Pass, Plan, TopBy
+from chunkweave.planning.turns import KeptPart, with_kept
+from chunkweave.store.lookup import PromptLookup
+from chunkweave.types import Span
+from tests.unit.test_cachecraft import lookup_of, part_of, prompt_of, record_of
+from tests.unit.test_calibration_record import make_record
+from tests.unit.test_planning import GEOMETRY, make_lookup
+
+
+def plan(lookup: PromptLookup, ratio: float = 0.25, check_layers: tuple[int, ...] = (1,), **query) -> Plan:
+    config = ReuseConfig(recompute_ratio=ratio, check_layers=check_layers, query=QueryConfig(**query))
+    made = make_method("query", config).plan(lookup, GEOMETRY)
+    made.validate(GEOMETRY.num_layers)
+    return made
+
+
+def positions(spans) -> list[int]:
+    return [position for span in spans for position in span.positions()]
+
+
+STORED = make_lookup((10, 20), stored=(0, 1))
+QUESTION = Span(31, 35)
+
+
+def test_it_watches_first_and_starts_from_that():
+    watching, weaving = plan(STORED, layers=WatchedLayers.ALL, tail=None).passes
+    assert watching.watch.question == weaving.required[-1] == QUESTION
+    assert watching.watch.layers == tuple(range(8))
+    assert not watching.candidates
+    assert weaving.start == TopBy(8)
+    assert (weaving.starting_tokens, weaving.surviving_tokens, weaving.candidate_tokens) == (8, 8, 30)
+
+
+@pytest.mark.parametrize(
+    ("layers", "watched"),
+    [
+        (WatchedLayers.ALL, tuple(range(8))),
+        (WatchedLayers.LATE, (4, 5, 6, 7)),
+        (WatchedLayers.FIRST_THIRD, (0, 1, 2)),
+        ((1, 5), (1, 5)),
+    ],
+)
+def test_the_question_runs_no_further_than_it_is_watched(layers, watched):
+    watching, weaving = plan(STORED, layers=layers).passes
+    assert watching.watch.layers == watched
+    assert watching.depth == watched[-1] + 1
+    assert weaving.depth is None
+
+
+@pytest.mark.parametrize(("tail", "start"), [(None, 31), (1, 34), (3, 32), (99, 31)])
+def test_the_end_of_the_question_can_stand_for_it(tail, start):
+    assert plan(STORED, tail=tail).passes[0].watch.question == Span(start, 35)
+
+
+def test_how_attention_is_combined_stands_in_the_plan():
+    watch = plan(STORED, over_heads=Combine.MAX, over_tokens=Combine.MAX, over_layers=Combine.MAX).passes[0].watch
+    assert (watch.over_heads, watch.over_tokens, watch.over_layers) == (Combine.MAX,) * 3
+
+
+def test_a_layer_that_the_model_lacks_is_refused():
+    with pytest.raises(UsageError, match="layer 8 is to be watched"):
+        plan(STORED, layers=(1, 8))
+
+
+def test_missing_chunks_are_hidden_first_and_computed_then():
+    watching, weaving = plan(make_lookup((10, 20, 5), stored=(0, 2))).passes
+    assert watching.hidden == (Span(11, 31),)
+    assert positions(watching.required) == [0, *range(36, 40)]
+    assert positions(weaving.required) == [0, *range(11, 31), *range(36, 40)]
+    assert weaving.start.count == ceil(0.25 * 15)
+
+
+def test_all_tokens_need_no_evidence():
+    (only,) = plan(STORED, ratio=1.0).passes
+    assert positions(only.required) == list(range(35))
+
+
+@pytest.mark.parametrize("lookup", [make_lookup(()), make_lookup((5, 6)), make_lookup((5,), stored=(0,), exact=1)])
+def test_nothing_to_choose_is_one_pass(lookup):
+    (only,) = plan(lookup).passes
+    assert not only.candidates
+
+
+def test_a_prompt_without_a_question_is_one_pass():
+    lookup = PromptLookup(make_lookup((5, 6), stored=(0, 1)).parts[:-1])
+    made = make_method("query", ReuseConfig()).plan(lookup, GEOMETRY)
+    assert made.passes == (Pass((Span(0, 1),)),)
+
+
+def test_one_chunk_and_the_smallest_budget_recompute_one_token():
+    assert plan(make_lookup((5,), stored=(0,)), ratio=0.01).passes[1].starting_tokens == 1
+
+
+def test_measured_deviation_starts_wider_and_narrows_at_the_check_layer():
+    weaving = plan(STORED, factor=DeviationFactor.MEASURED, widen=2.5, check_layers=(2,)).passes[1]
+    assert weaving.start.count == 20
+    assert weaving.rules == (KeepTop(2, 8, Evidence.READ_DEVIATION),)
+    assert plan(STORED, factor=DeviationFactor.MEASURED, widen=100.0).passes[1].start.count == 30
+
+
+def test_deviation_that_was_read_needs_something_read():
+    made = plan(STORED, factor=DeviationFactor.MEASURED)
+    weaving = replace(made.passes[1], start=None)
+    with pytest.raises(ValueError, match="does not start by it"):
+        replace(made, passes=(made.passes[0], weaving)).validate(8)
+
+
+def test_a_start_needs_a_watch_before_it_and_a_weight_for_each():
+    made = plan(STORED)
+    watching, weaving = made.passes
+    with pytest.raises(ValueError, match="watched"):
+        replace(made, passes=(weaving,)).validate(8)
+    with pytest.raises(ValueError, match="must be required"):
+        replace(made, passes=(replace(watching, watch=replace(watching.watch, question=Span(2, 4))), weaving)).validate(
+            8
+        )
+    with pytest.raises(ValueError, match="one weight"):
+        replace(made, passes=(watching, replace(weaving, start=TopBy(8, weights=(1.0,))))).validate(8)
+    with pytest.raises(ValueError, match="behind the last"):
+        replace(
+            made, passes=(replace(watching, depth=1, watch=replace(watching.watch, layers=(1,))), weaving)
+        ).validate(8)
+    with pytest.raises(ValueError, match="last pass"):
+        replace(made, passes=(watching, replace(weaving, depth=3))).validate(8)
+    with pytest.raises(ValueError, match="hidden"):
+        replace(made, passes=(replace(watching, hidden=(Span(2, 4),)), weaving)).validate(8)
+
+
+def test_stored_attention_on_earlier_chunks_weighs_the_candidates():
+    outward = (0.5, 0.25, 0.0, 1.0)
+    made = plan(
+        lookup_of("BA", record_of("A"), record_of("CB", (1.75,), outward=outward)), factor=DeviationFactor.STORED
+    )
+    mean = sum(outward) / 4
+    assert made.passes[1].start.weights == (*outward, mean, mean, mean, mean)
+
+
+def test_a_profile_of_another_variant_than_the_one_taken_is_good_enough():
+    outward = (0.5, 0.25, 0.0, 1.0)
+    lookup = lookup_of("BA", record_of("B"), record_of("CB", (1.75,), outward=outward), broken=True)
+    made = plan(lookup, factor=DeviationFactor.STORED)
+    assert made.parts[1].segment == record_of("B").id
+    assert made.passes[1].start.weights == outward
+
+
+def test_without_any_profile_the_weights_are_equal():
+    assert set(plan(STORED, factor=DeviationFactor.STORED).passes[1].start.weights) == {1.0}
+
+
+def test_first_tokens_of_each_chunk_come_out_of_the_budget():
+    weaving = plan(STORED, first_tokens=2).passes[1]
+    assert positions(weaving.required) == [0, 1, 2, 11, 12, *range(31, 35)]
+    assert weaving.start.count == 4
+
+
+def test_more_first_tokens_than_budget_leave_nothing_to_choose():
+    (only,) = plan(STORED, ratio=0.1, first_tokens=20).passes
+    assert positions(only.required) == [0, 1, 2, 11, *range(31, 35)]
+
+
+def test_a_mixed_share_takes_what_depended_on_context_or_comes_first():
+    outward = (0.1, 0.4, 0.2, 0.3)
+    lookup = lookup_of("BA", record_of("A"), record_of("CB", (1.0,), outward=outward))
+    weaving = plan(lookup, ratio=0.75, mixed_share=0.5).passes[1]
+    b, a = Span(1, 5), Span(5, 9)
+    assert positions(weaving.required) == [0, b.start + 1, b.start + 3, a.start, 9, 10, 11]
+    assert weaving.start.count == 3
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    ratio=st.floats(0.01, 1.0),
+    rounds=st.sampled_from((1, 2)),
+    first_tokens=st.integers(0, 3),
+    mixed_share=st.floats(0.0, 1.0),
+    factor=st.sampled_from(DeviationFactor),
+    data=st.data(),
+)
+def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_tokens, mixed_share, factor, data):
+    stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    made = plan(
+        make_lookup(sizes, stored=stored),
+        ratio,
+        rounds=rounds,
+        first_tokens=first_tokens,
+        mixed_share=mixed_share,
+        factor=factor,
+    )
+    reused = made.tokens(Fate.REUSED)
+    always = len(made.reused_among(positions(made.passes[-1].required)))
+    chosen = sum(a_pass.surviving_tokens for a_pass in made.passes if a_pass.start is not None)
+    assert always + chosen == ceil(ratio * reused)
+    assert len(made.passes) <= 1 + rounds
+
+
+def test_two_rounds_ask_again_about_the_other_half():
+    watching, first, second = plan(STORED, rounds=2).passes
+    assert (first.start.count, second.start.count) == (4, 4)
+    assert first.watch == watching.watch
+    assert second.watch is None
+    assert first.depth is None
+
+
+def test_a_budget_of_one_token_is_one_round():
+    assert len(plan(make_lookup((5,), stored=(0,)), ratio=0.1, rounds=2).passes) == 2
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"tail": 0},
+        {"layers": ()},
+        {"layers": (3, 1)},
+        {"layers": (-1,)},
+        {"widen": 0.5},
+        {"first_tokens": -1},
+        {"mixed_share": 1.5},
+        {"rounds": 3},
+    ],
+)
+def test_what_makes_no_sense_is_refused(query):
+    with pytest.raises(UsageError):
+        QueryConfig(**query)
+
+
+def kept(path: str, *fresh: int) -> dict:
+    record = record_of(path, exact=False)
+    return {record.id: KeptPart(record, frozenset(fresh))}
+
+
+def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
+    prompt = prompt_of("ABC")
+    lookup = lookup_of("ABC", record_of("A"), record_of("B"), record_of("C"), broken=True)
+    lookup = with_kept(lookup, prompt, {**kept("A", 0, 1, 2, 3), **kept("AB", 1, 3)})
+    made = plan(lookup, ratio=0.5)
+    assert [part.segment for part in made.parts[1:4]] == [record_of("A").id, record_of("AB").id, record_of("C").id]
+    assert stale_spans(made.parts) == (Span(5, 6), Span(7, 8), Span(9, 13))
+    assert [stale_offsets(part) for part in made.parts] == [(), (), (0, 2), (0, 1, 2, 3), ()]
+    weaving = made.passes[1]
+    assert weaving.candidates == stale_spans(made.parts)
+    assert weaving.start.count == 3
+
+
+def test_what_was_kept_holds_only_behind_the_same_parts():
+    prompt = prompt_of("BA")
+    lookup = lookup_of("BA", record_of("A"), record_of("B"), broken=True)
+    assert with_kept(lookup, prompt, {**kept("A", 0), **kept("AB", 1)}) == lookup
+
+
+def test_what_is_exact_stays_exact():
+    lookup = lookup_of("A", record_of("A"))
+    assert lookup.parts[1].exact is not None
+    assert with_kept(lookup, prompt_of("A"), kept("A", 0)) == lookup
+
+
+def test_kept_tokens_that_are_not_these_are_left_alone():
+    lookup = lookup_of("A", record_of("A"), broken=True)
+    own = kept("A", 0)
+    ((segment, part),) = own.items()
+    other = replace(part.record, token_ids=(1, 2, 3, 4))
+    assert with_kept(lookup, prompt_of("A"), {segment: KeptPart(other, part.fresh)}) == lookup
+    assert part_of("A").token_ids == part.record.token_ids
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        QueryConfig(),
+        QueryConfig(tail=None, layers=(1, 4), over_tokens=Combine.MAX, factor=DeviationFactor.MEASURED, rounds=2),
+        QueryConfig(tail=3, layers=WatchedLayers.FIRST_THIRD, over_heads=Combine.SUM, mixed_share=0.5),
+    ],
+)
+def test_a_calibration_record_keeps_how_query_was_set(query):
+    record = make_record(reuse=ReuseConfig(query=query))
+    assert CalibrationRecord.of_dict(json.loads(json.dumps(record.as_dict()))).reuse.query == query
+
+
+def test_a_calibration_record_from_before_there_were_settings_has_the_usual_ones():
+    data = make_record().as_dict()
+    del data["reuse"]["query"]
+    assert CalibrationRecord.of_dict(data).reuse.query == QueryConfig()
