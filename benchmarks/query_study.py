@@ -83,8 +83,12 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
 }
 
 
-def contenders_of(study: str, setting: Setting, ratios: tuple[float, ...]) -> dict[str, ReuseMethod]:
-    """Every method at every value of its parameter, by the label of its row; full prefill and full reuse first."""
+def contenders_of(
+    study: str, setting: Setting, ratios: tuple[float, ...], only: Sequence[str] = ()
+) -> dict[str, ReuseMethod]:
+    """Every method (of `only`, if given) at every value of its parameter, by row; full prefill and full reuse first."""
+    if only:
+        return QualityConfig(tuple(only), ratios=ratios, alphas=ALPHAS).contenders()
     methods = METHODS if study == "methods" else IN_USE if setting.worlds else VARIANTS
     made = QualityConfig(methods, ratios=ratios, alphas=ALPHAS).contenders()
     if study == "methods":
@@ -152,7 +156,7 @@ def main() -> None:
         try:
             for setting in settings:
                 examples = examples_of(setting, arguments.questions, split, seed)
-                contenders = contenders_of(arguments.study, setting, tuple(arguments.ratios))
+                contenders = contenders_of(arguments.study, setting, tuple(arguments.ratios), arguments.methods)
                 measure(engine, setting, examples, contenders, kept)
         except KeyboardInterrupt:
             complete = False
@@ -182,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--questions", type=int, default=400, help="of each setting")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--methods", nargs="+", default=(), help="only these, with their settings after colons")
     parser.add_argument("--settings", nargs="+", help="only these, by their names")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True, help="where answers are kept while it runs")
