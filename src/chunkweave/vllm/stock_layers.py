@@ -1,0 +1,215 @@
+"""vLLM's own decoder layers, driven one by one over any set of positions of one request's blocks.
+
+The trick that needs no kernel and no model code of ours: each run of consecutive active positions is presented to the
+attention backend as a request of its own that shares the real block table. Its causal mask then is exact.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from chunkweave.errors import UnsupportedModelError
+from chunkweave.vllm.paged_kv import PagedKV
+from chunkweave.vllm.rotation import Rotation
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+class BlockTable:
+    """One request's blocks, in both of the sizes that they are counted in."""
+
+    def __init__(self, block_ids: Sequence[int], paged: PagedKV) -> None:
+        ratio = paged.block_size // paged.kernel_block
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=paged.device)
+        self._kernel_blocks = (blocks[:, None] * ratio + torch.arange(ratio, device=paged.device)).flatten()
+        self._kernel_block = paged.kernel_block
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of `positions` `[tokens]`, int64."""
+        blocks = self._kernel_blocks[positions // self._kernel_block]
+        return blocks * self._kernel_block + positions % self._kernel_block
+
+    def rows(self, count: int) -> torch.Tensor:
+        """The table as `count` requests that share it, `[count, blocks]`, int32."""
+        return self._kernel_blocks.to(torch.int32).expand(count, -1).contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActiveSet:
+    """Positions that go through a layer together, `[tokens]` ascending, with what attention needs to know of them.
+
+    `pieces` are at most as many rows each as the backend was sized for, with their metadata by layer name.
+    """
+
+    positions: torch.Tensor
+    pieces: tuple[tuple[slice, dict[str, Any], dict[str, torch.Tensor]], ...]
+
+
+class StockLayers:
+    """The decoder of a model that vLLM has loaded, for one worker."""
+
+    def __init__(self, model: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Look the model and the configuration over, and learn the cache's layout; the KV caches must be bound.
+
+        Raises:
+            UnsupportedModelError: they have a feature that weaving cannot handle; the message names it.
+        """
+        _check(model, vllm_config, kv_cache_config)
+        self._config = vllm_config
+        self._body = model.model
+        self._layers = list(model.model.layers)
+        self._attentions = [layer.self_attn.attn for layer in self._layers]
+        group = kv_cache_config.kv_cache_groups[0]
+        self.paged = PagedKV(self._attentions, group.kv_cache_spec.block_size)
+        self.rotation = Rotation(self._layers[0].self_attn.rotary_emb)
+        spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
+        builder = self._attentions[0].get_attn_backend().get_builder_cls()
+        self._names = [attention.layer_name for attention in self._attentions]
+        self._builder = builder(spec, self._names, vllm_config, self.paged.device)
+        self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where hidden states and KV are."""
+        return self.paged.device
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids `[tokens]` -> `[tokens, hidden]`."""
+        hidden: torch.Tensor = self._body.embed_tokens(token_ids)
+        return hidden
+
+    def activate(self, positions: torch.Tensor, table: BlockTable) -> ActiveSet:
+        """Prepare a set of positions, `[tokens]` ascending, of the request with that table."""
+        pieces = []
+        for start in range(0, len(positions), self._most_rows):
+            rows = slice(start, min(start + self._most_rows, len(positions)))
+            metadata = self._builder.build(0, _runs(positions[rows], table))
+            slots = table.slots(positions[rows])
+            pieces.append((rows, dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, slots)))
+        return ActiveSet(positions, tuple(pieces))
+
+    def run(
+        self, layer: int, active: ActiveSet, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One whole layer, which writes its KV and attends; `[tokens, hidden]` each.
+
+        `hidden` and `residual` may be overwritten: vLLM's layers work in place.
+        """
+        done = []
+        for rows, metadata, slots in active.pieces:
+            with self._context(metadata, slots, rows.stop - rows.start):
+                part = None if residual is None else residual[rows]
+                done.append(self._layers[layer](active.positions[rows], hidden[rows], part))
+        if len(done) == 1:
+            return done[0]  # type: ignore[no-any-return]
+        return torch.cat([one for one, _ in done]), torch.cat([other for _, other in done])
+
+    def keys_values(
+        self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fresh keys before RoPE and values of a layer, `[tokens, kv_heads, head_dim]`; its inputs stay as they are."""
+        block = self._layers[layer]
+        if residual is None:
+            normed = block.input_layernorm(hidden)
+        else:
+            normed, _ = block.input_layernorm(hidden.clone(), residual.clone())
+        attention = block.self_attn
+        qkv, _ = attention.qkv_proj(normed)
+        _, keys, values = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        keys, values = (part.reshape(len(hidden), *self.paged.shape) for part in (keys, values))
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys.contiguous())
+        return keys, values
+
+    def over_ranks(self, norms: torch.Tensor) -> torch.Tensor:
+        """The norm over all heads from the norms `[tokens]` over each tensor-parallel rank's own."""
+        if get_tensor_model_parallel_world_size() == 1:
+            return norms
+        total: torch.Tensor = tensor_model_parallel_all_reduce(norms.square())
+        return total.sqrt()
+
+    def final(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Behind the last layer's norm, `[tokens, hidden]`."""
+        normed: torch.Tensor = self._body.norm(hidden, residual)[0]
+        return normed
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
+        """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up gate compares with."""
+        ((rows, metadata, slots),) = active.pieces
+        with self._context(metadata, slots, rows.stop):
+            hidden: torch.Tensor = self._body(token_ids, positions, None, None)
+        return hidden
+
+    @contextmanager
+    def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
+        with set_forward_context(metadata, self._config, num_tokens=tokens, slot_mapping=slots, skip_compiled=True):
+            yield
+
+
+def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata:
+    """Each run of consecutive positions as a request whose cache ends with the run."""
+    breaks = torch.nonzero(positions[1:] != positions[:-1] + 1).squeeze(1) + 1
+    edge = breaks.new_tensor([0])
+    starts = torch.cat((edge, breaks, edge + len(positions))).to(torch.int32)
+    lengths = (positions[starts[1:].long() - 1] + 1).to(torch.int32)
+    count = len(lengths)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=lengths,
+        num_reqs=count,
+        num_actual_tokens=len(positions),
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=table.rows(count),
+        slot_mapping=table.slots(positions),
+        causal=True,
+        positions=positions,
+        seq_lens_cpu_upper_bound=lengths.cpu(),
+    )
+
+
+def _check(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    name = type(model).__name__
+    reasons = [
+        (name not in SUPPORTED, f"the architecture is not one of {', '.join(SUPPORTED)}"),
+        (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism would need hidden-state transfer"),
+        (config.speculative_config is not None, "with speculative decoding drafts have a KV cache of their own"),
+        (config.model_config.is_multimodal_model, "multimodal prompts have parts that are not tokens"),
+        (len(kv_cache_config.kv_cache_groups) != 1, "hybrid KV cache groups are not uniform over layers"),
+    ]
+    reasons += [
+        (
+            not isinstance(group.kv_cache_spec, FullAttentionSpec),
+            f"{type(group.kv_cache_spec).__name__} is not full attention",
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    for bad, reason in reasons:
+        if bad:
+            raise UnsupportedModelError(f"{name} cannot be woven here: {reason}")
+    _check_layers(name, model)
+
+
+def _check_layers(name: str, model: Any) -> None:
+    rotary = {id(layer.self_attn.rotary_emb) for layer in model.model.layers}
+    if len(rotary) != 1:
+        raise UnsupportedModelError(f"{name} cannot be woven here: its layers rotate by different angles")
+    kind = type(model.model.layers[0].self_attn.rotary_emb).__name__
+    if any(word in kind for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
+        raise UnsupportedModelError(f"{name} cannot be woven here: {kind} depends on more than a token's position")
+    windows = [getattr(layer.self_attn.attn.impl, "sliding_window", None) for layer in model.model.layers]
+    if any(window not in (None, -1, (-1, -1)) for window in windows):
+        raise UnsupportedModelError(f"{name} cannot be woven here: it attends within a sliding window")

@@ -1,0 +1,55 @@
+"""Tests that start real vLLM processes: `make test-vllm`. Without vLLM the folder is left out."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+VLLM = find_spec("vllm") is not None
+collect_ignore_glob = [] if VLLM else ["*.py"]
+
+if VLLM:
+    from tests.vllm.environment import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)  # some of it is read when vLLM is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if VLLM:  # its warnings are not ours to fix
+        config.addinivalue_line("filterwarnings", "default")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Makes each tiny checkpoint once: `checkpoint("llama")` is its folder."""
+    from tests.vllm.checkpoints import make_checkpoint
+
+    made = {}
+
+    def folder(family, **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(family), family, **changes)
+        return made[key]
+
+    return folder
+
+
+SLICED = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+"""Prompts are longer than a step: vLLM cuts their prefill into slices."""
+
+
+@pytest.fixture(scope="session")
+def sliced(checkpoint):
+    """The server that most tests share."""
+    from tests.vllm.serving import serving
+
+    with serving(checkpoint("llama"), **SLICED) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint):
+    from tests.vllm.reference import Reference
+
+    return Reference(checkpoint("llama"))

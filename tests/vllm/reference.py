@@ -1,0 +1,163 @@
+"""Weaving as the papers describe it, in explicit float32 torch over a checkpoint's weights.
+
+Nothing of chunkweave and no model code of transformers or vLLM: every product, mask and rotation is written out. Slow,
+and right by inspection. Hidden states are `[tokens, hidden]`, keys and values `[layers, tokens, kv_heads, head_dim]`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk's KV as it was computed at positions `start`.. of some prompt; `keys` are rotated to those."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a prompt: its tokens, what is stored for it if anything, and whether that may be corrected."""
+
+    token_ids: tuple[int, ...]
+    stored: Stored | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Woven:
+    """Log-probabilities `[vocab]` of the first new token, and the positions of chunks that were computed again."""
+
+    log_probs: torch.Tensor
+    recomputed: list[int]
+
+
+class Reference:
+    """A decoder of the Llama anatomy: RMS norm, RoPE, grouped-query attention, gated MLP."""
+
+    def __init__(self, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        self.weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.layers = config.num_hidden_layers
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        theta = config.rope_parameters["rope_theta"]
+        self.frequencies = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+
+    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Plain full prefill, `[vocab]`."""
+        return self.weave([Piece(tuple(ids))], "full-reuse", 0.0).log_probs
+
+    def stored(self, ids: Sequence[int], start: int, stop: int) -> Stored:
+        """The KV of positions `start` to `stop` after full prefill of `ids`."""
+        keys, values, _ = self._compute(list(ids), *self._empty(len(ids)), [True] * len(ids), [], None, 0)
+        return Stored(keys[:, start:stop], values[:, start:stop], start)
+
+    def weave(
+        self, pieces: Sequence[Piece], method: str, ratio: float, *, chosen: Sequence[int] = (), check_layer: int = 1
+    ) -> Woven:
+        """One prompt made of `pieces`; `chosen` are the positions that `random` drew."""
+        ids = [token for piece in pieces for token in piece.token_ids]
+        keys, values = self._empty(len(ids))
+        active = [True] * len(ids)
+        reused: list[int] = []
+        heads: list[int] = []
+        at = 0
+        for piece in pieces:
+            span = range(at, at + len(piece.token_ids))
+            at = span.stop
+            if piece.stored is None:
+                continue
+            keys[:, span] = self.turn(piece.stored.keys, span.start - piece.stored.start)
+            values[:, span] = piece.stored.values
+            for position in span:
+                active[position] = False
+            if not piece.exact:
+                reused += span
+                heads += list(span)[: ceil(ratio * len(span))]
+        start = {"epic": heads, "random": list(chosen), "cacheblend": reused if ratio else []}.get(method, [])
+        for position in start:
+            active[position] = True
+        candidates = reused if method == "cacheblend" else []
+        count = ceil(ratio * len(reused))
+        _, _, (last, final) = self._compute(ids, keys, values, active, candidates, check_layer, count)
+        recomputed = [position for position in final if position in set(reused)]
+        return Woven(torch.log_softmax(self._logits(last), -1), recomputed)
+
+    def turn(self, keys: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+        """Keys `[..., tokens, heads, head_dim]` that many positions on; pairs (i, i + dim/2) are complex numbers."""
+        half = self.dim // 2
+        pairs = torch.complex(keys[..., :half].double(), keys[..., half:].double())
+        angles = torch.as_tensor(by, dtype=torch.float64).reshape(-1, 1, 1) * self.frequencies
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1).float()
+
+    def _compute(self, ids, keys, values, active, candidates, check_layer, count=0):
+        """All layers; fills `keys` and `values` at the active positions. Returns them and the last hidden state."""
+        positions = [position for position, on in enumerate(active) if on]
+        hidden = self.weights["model.embed_tokens.weight"][[ids[position] for position in positions]]
+        for layer in range(self.layers):
+            name = f"model.layers.{layer}."
+            normed = self._norm(hidden, name + "input_layernorm")
+            at = torch.tensor(positions)
+            q, k = (
+                self.turn(self._project(normed, name, which, heads), at)
+                for which, heads in (("q", self.heads), ("k", self.kv_heads))
+            )
+            v = self._project(normed, name, "v", self.kv_heads)
+            if layer == check_layer and candidates:
+                # A rotation changes no length, so the deviation of rotated keys is that of keys before RoPE.
+                gap = (k - keys[layer, positions]).pow(2).sum((1, 2)) + (v - values[layer, positions]).pow(2).sum(
+                    (1, 2)
+                )
+                allowed = set(candidates)
+                ranked = sorted((-gap[row].item(), p) for row, p in enumerate(positions) if p in allowed)
+                kept = {p for _, p in ranked[:count]}
+                rows = [row for row, p in enumerate(positions) if p not in allowed or p in kept]
+                positions = [positions[row] for row in rows]
+                q, k, v, hidden = q[rows], k[rows], v[rows], hidden[rows]
+            keys[layer, positions], values[layer, positions] = k, v
+            hidden = hidden + self._attend(q, keys[layer], values[layer], positions) @ self._weight(name, "o").T
+            normed = self._norm(hidden, name + "post_attention_layernorm")
+            gate, up, down = (self.weights[f"{name}mlp.{which}_proj.weight"] for which in ("gate", "up", "down"))
+            hidden = hidden + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        return keys, values, (hidden[-1], positions)
+
+    def _attend(self, q, keys, values, positions):
+        groups = self.heads // self.kv_heads
+        keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5
+        sees = torch.arange(len(keys))[None] <= torch.tensor(positions)[:, None]
+        weights = torch.softmax(scores.masked_fill(~sees, float("-inf")), -1)
+        return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(positions), -1)
+
+    def _project(self, normed, name, which, heads):
+        out = normed @ self._weight(name, which).T
+        bias = self.weights.get(f"{name}self_attn.{which}_proj.bias")
+        out = (out if bias is None else out + bias).view(len(normed), heads, self.dim)
+        scale = f"{name}self_attn.{which}_norm"
+        return self._norm(out, scale) if f"{scale}.weight" in self.weights else out
+
+    def _norm(self, states, name):
+        scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return scaled * self.weights[f"{name}.weight"]
+
+    def _logits(self, hidden):
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return self._norm(hidden, "model.norm") @ head.T
+
+    def _weight(self, name, which):
+        return self.weights[f"{name}self_attn.{which}_proj.weight"]
+
+    def _empty(self, tokens):
+        shape = (self.layers, tokens, self.kv_heads, self.dim)
+        return torch.zeros(shape), torch.zeros(shape)

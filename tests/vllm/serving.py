@@ -1,0 +1,150 @@
+"""A vLLM engine and what tests ask of it."""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from tests.vllm.checkpoints import VOCAB
+from tests.vllm.environment import ENVIRONMENT
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: token ids and, unless it is plain, the value of `kv_transfer_params["chunkweave"]`."""
+
+    ids: Sequence[int]
+    params: Any = None
+    tokens: int = 1
+    top: int = VOCAB
+
+
+@dataclass(frozen=True)
+class Got:
+    """The answer: its tokens, log-probabilities `[tokens, vocab]`, and what the plug-in told of it.
+
+    Of a request that asked for the `top` few the others are NaN.
+    """
+
+    tokens: list[int]
+    log_probs: torch.Tensor
+    report: dict[str, Any] | None
+
+
+class Served:
+    """One engine in processes of its own; `options` go to vLLM."""
+
+    def __init__(
+        self, folder: Path, *, extra: dict[str, Any] | None = None, plugged: bool = True, **options: Any
+    ) -> None:
+        if plugged:
+            options["kv_transfer_config"] = {
+                "kv_connector": "ChunkweaveConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra or {},
+            }
+            options["worker_extension_cls"] = "tests.vllm.worker_probe.WorkerProbe"
+        self.llm = LLM(
+            str(folder),
+            **{
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "num_gpu_blocks_override": 256,
+                "block_size": 32,
+                "enforce_eager": True,
+                "max_logprobs": VOCAB,
+                "disable_log_stats": False,
+                **options,
+            },
+        )
+        self._sent = 0
+
+    def answer(self, *asks: Ask) -> list[Got]:
+        """All requests at once."""
+        prompts = [TokensPrompt(prompt_token_ids=list(ask.ids)) for ask in asks]
+        outputs = self.llm.generate(prompts, [sampling(ask) for ask in asks], use_tqdm=False)
+        return [got(output) for output in outputs]
+
+    def one(self, ids: Sequence[int], params: Any = None, tokens: int = 1) -> Got:
+        """One request alone."""
+        return self.answer(Ask(ids, params, tokens))[0]
+
+    def send(self, ask: Ask) -> str:
+        """Add a request to the engine without waiting for it; returns its id."""
+        self._sent += 1
+        name = f"test-{self._sent}"
+        self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(ask.ids)), sampling(ask))
+        return name
+
+    def abort(self, *names: str) -> None:
+        self.llm.llm_engine.abort_request(list(names))
+
+    def step(self) -> dict[str, Got]:
+        """What has finished since the last step."""
+        return {output.request_id: got(output) for output in self.llm.llm_engine.step() if output.finished}
+
+    @property
+    def busy(self) -> bool:
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def worker(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the probe in every worker."""
+        return self.llm.collective_rpc(method, args=args)
+
+    def blocks_are_free(self) -> bool:
+        """Whether no request holds a block; forgets vLLM's own prefix cache."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def metric(self, name: str) -> float:
+        """Value of one of vLLM's counters or gauges."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+@contextmanager
+def serving(folder: Path, *, environment: dict[str, str] | None = None, **options: Any) -> Iterator[Served]:
+    """An engine for the duration of a block, with the environment that its processes start in."""
+    wanted = {**ENVIRONMENT, **(environment or {})}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        served = Served(folder, **options)
+        try:
+            yield served
+        finally:
+            served.close()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def sampling(ask: Ask) -> SamplingParams:
+    extra = None if ask.params is None else {"kv_transfer_params": {"chunkweave": ask.params}}
+    return SamplingParams(
+        max_tokens=ask.tokens, temperature=0, logprobs=ask.top, detokenize=False, ignore_eos=True, extra_args=extra
+    )
+
+
+def got(output: Any) -> Got:
+    (answer,) = output.outputs
+    rows = torch.full((len(answer.token_ids), VOCAB), float("nan"))
+    for row, entries in zip(rows, answer.logprobs, strict=True):
+        for token, entry in entries.items():
+            row[token] = entry.logprob
+    report = (output.kv_transfer_params or {}).get("chunkweave")
+    return Got(list(answer.token_ids), rows, report)

@@ -1,0 +1,223 @@
+"""Requests that are wrong, ended early, many at once, or whose segments fail."""
+
+import math
+from random import Random
+
+import pytest
+
+from tests.vllm.conftest import SLICED
+from tests.vllm.prompts import Given, Scenario, alone, computed_alone, one_missing, tokens
+from tests.vllm.serving import Ask, Served, serving
+
+TOLERANCE = 5e-4
+
+
+def settle(served: Served) -> None:
+    """Run until nothing is left to do."""
+    while served.busy:
+        served.step()
+
+
+def nothing_is_held(served: Served) -> bool:
+    """One more request lets the scheduler and the worker hear of what ended; then nobody must hold anything."""
+    served.one(tokens(4))
+    states = served.worker("chunkweave_state")
+    assert all(served.worker("chunkweave_check"))
+    return served.blocks_are_free() and all(state["jobs"] == state["woven"] == 0 for state in states)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([[1, 5]], "chunkweave must be an object"),
+        ({}, "chunks must be a list of [start, stop] token positions"),
+        ({"chunks": [[1, 5], [7, 9]]}, "each chunk must begin where the one before it ends"),
+        ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
+        ({"chunks": [[1, 5]], "method": "cachecraft"}, "inside vLLM there are: prefix, full-reuse"),
+        ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
+        ({"chunks": [[1, 5]], "check_layers": [4]}, "layer 4 is to be checked, but the model has 4 layers"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_request_is_served_without_reuse_and_told_why(sliced, reference, params, message):
+    ids = Given([tokens(40)]).ids
+    got = sliced.one(ids, params)
+    assert message in got.report["error"]
+    assert (got.log_probs[0] - reference.log_probs(ids)).abs().max().item() <= TOLERANCE
+
+
+def test_transfer_parameters_of_somebody_else_are_left_alone(sliced):
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=Given([tokens(40)]).ids)
+    sampling = SamplingParams(max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"other": 1}})
+    (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
+    assert output.kv_transfer_params is None
+
+
+def test_reports_sum_to_the_prompt(sliced):
+    scenario = one_missing(2)
+    scenario.precompute(sliced)
+    prompt = scenario.prompt
+    report = sliced.answer(prompt.ask("cacheblend", 0.2))[0].report
+    parts = [report[f"{name}_tokens"] for name in ("prefix_exact", "reused", "recomputed", "computed")]
+    assert sum(parts) == report["prompt_tokens"] == len(prompt.ids)
+    sizes = list(map(len, prompt.chunks))
+    reused = sizes[1] + sizes[3]
+    assert parts == [sizes[0], reused - math.ceil(0.2 * reused), math.ceil(0.2 * reused), 1 + sizes[2] + 9]
+    assert report["recomputed_tokens"] == len(report["recomputed"])
+    layers = 4
+    active = reused + (layers - 1) * report["recomputed_tokens"]  # one dense layer before the check
+    assert report["recompute_fraction"] == pytest.approx(active / (layers * reused))
+
+
+def test_several_answers_to_one_prompt(sliced, reference):
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    scenario = computed_alone()
+    scenario.precompute(sliced)
+    ask = scenario.prompt.ask("cacheblend", 0.15)
+    sampling = SamplingParams(
+        n=3, max_tokens=4, seed=1, detokenize=False, extra_args={"kv_transfer_params": {"chunkweave": ask.params}}
+    )
+    prompt = TokensPrompt(prompt_token_ids=list(ask.ids))
+    (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
+    assert len(output.outputs) == 3
+    assert nothing_is_held(sliced)
+
+
+def test_cache_salts_keep_chunks_apart(sliced):
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    def send(given: Given, salt: str):
+        ask = given.ask("full-reuse")
+        sampling = SamplingParams(
+            max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"chunkweave": ask.params}}
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(ask.ids), cache_salt=salt)
+        (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
+        return output.kv_transfer_params["chunkweave"]
+
+    first, second = tokens(40), tokens(50)
+    for chunk in (first, second):
+        send(alone(chunk), "one tenant")
+    prompt = Given([first, second])
+    assert send(prompt, "another tenant")["computed_tokens"] == len(prompt.ids)
+    assert send(prompt, "one tenant")["reused_tokens"] == 50
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_segment_that_fails_is_computed_by_vllm(sliced, reference, layer):
+    scenario = computed_alone()
+    scenario.precompute(sliced)
+    other = Given([tokens(80)])
+    sliced.worker("chunkweave_break_layer", layer)
+    try:
+        woven = scenario.prompt.ask("cacheblend", 0.15, new_tokens=3)
+        got, plain, again = sliced.answer(woven, other.plain(3), woven)
+    finally:
+        sliced.worker("chunkweave_break_layer", None)
+    full = reference.log_probs(scenario.prompt.ids)
+    for one, wanted in ((got, full), (again, full), (plain, reference.log_probs(other.ids))):
+        assert (one.log_probs[0] - wanted).abs().max().item() <= TOLERANCE
+    assert got.report.get("reused_tokens", 0) == 0
+    assert nothing_is_held(sliced)
+    # Once segments can be read again, they are used again.
+    mended = computed_alone()
+    mended.precompute(sliced)
+    assert sliced.answer(mended.prompt.ask("cacheblend", 0.15))[0].report["reused_tokens"] > 0
+
+
+def test_what_vllm_computed_after_a_failure_is_exact_in_the_store(sliced, reference):
+    scenario = computed_alone()
+    scenario.precompute(sliced)
+    sliced.worker("chunkweave_break_layer", 1)
+    try:
+        sliced.answer(scenario.prompt.ask("full-reuse"))
+    finally:
+        sliced.worker("chunkweave_break_layer", None)
+    prompt = Given(scenario.prompt.chunks)
+    got = sliced.answer(prompt.ask("prefix"))[0]
+    assert (got.log_probs[0] - reference.log_probs(prompt.ids)).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
+def test_an_aborted_weave_frees_its_blocks(sliced, steps):
+    scenario = computed_alone()
+    scenario.precompute(sliced)
+    busy = sliced.send(Ask(Given([tokens(40)]).ids, None, 30))  # else a weave is done in one step
+    sliced.step()
+    doomed = [sliced.send(scenario.prompt.ask("cacheblend", 0.15, new_tokens=5)) for _ in range(3)]
+    for _ in range(steps):
+        sliced.step()
+    sliced.abort(*doomed[:2])
+    for _ in range(steps):
+        sliced.step()
+    sliced.abort(doomed[2], busy)
+    settle(sliced)
+    assert nothing_is_held(sliced)
+
+
+@pytest.fixture(scope="module")
+def observed(checkpoint):
+    """A server whose scheduler lives in this process, where it can be looked at."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with serving(checkpoint("llama"), environment=environment, extra={"layers_per_step": 1}, **SLICED) as served:
+        yield served
+
+
+def test_two_hundred_requests_with_aborts_leak_nothing(observed, reference):
+    """Woven, exact and plain, over the same few chunks, ended at any step of their life."""
+    rng = Random(7)
+    scenario: Scenario = computed_alone()
+    scenario.precompute(observed)
+    core = observed.llm.llm_engine.engine_core.engine_core
+    free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    running: dict[str, Given | None] = {}
+    sent, finished, aborted, checked = 0, 0, 0, 0
+    while sent < 200 or running:
+        while sent < 200 and len(running) < 12:
+            chunks = rng.sample(scenario.prompt.chunks, rng.randint(1, 4))
+            if rng.random() < 0.2:
+                chunks.insert(rng.randint(0, len(chunks)), tokens(rng.randint(10, 60)))
+            prompt = Given(chunks)
+            kind = rng.choice(["cacheblend", "cacheblend", "epic", "full-reuse", "prefix", "plain", "wrong"])
+            count = rng.randint(1, 6)
+            if kind in ("plain", "wrong"):
+                ask = Ask(prompt.ids, {"chunks": 1} if kind == "wrong" else None, count)
+            else:
+                ask = prompt.ask(kind, rng.choice([0.0, 0.15, 1.0]), new_tokens=count)
+            running[observed.send(ask)] = prompt if kind in ("plain", "prefix", "wrong") else None
+            sent += 1
+        for name, got in observed.step().items():
+            prompt = running.pop(name)
+            finished += 1
+            if prompt is not None:  # exact, whatever goes on around it
+                error = (got.log_probs[0] - reference.log_probs(prompt.ids)).abs().max().item()
+                assert error <= TOLERANCE
+                checked += 1
+        for name in [name for name in running if rng.random() < 0.05]:
+            observed.abort(name)
+            del running[name]
+            aborted += 1
+    settle(observed)
+    assert min(aborted, checked, finished) > 20
+    assert nothing_is_held(observed)
+    assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert not core.scheduler.requests
+    side = core.scheduler.connector._scheduler
+    assert not side._requests
+    assert not side._refused
+
+
+def test_the_scheduler_knows_what_the_workers_hold(observed):
+    scenario = computed_alone()
+    scenario.precompute(observed)
+    observed.one(tokens(4))
+    core = observed.llm.llm_engine.engine_core.engine_core
+    stored = core.scheduler.connector._scheduler._stored
+    held = set(observed.worker("chunkweave_chunks")[0])
+    assert stored == held

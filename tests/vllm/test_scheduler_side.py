@@ -1,0 +1,239 @@
+"""The scheduler's side against fakes: what is ordered, saved, called off and told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from chunkweave.vllm.messages import StepResults
+from chunkweave.vllm.request import Defaults
+from chunkweave.vllm.scheduler_side import SchedulerSide
+
+BOS = 0
+CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}
+IDS = [BOS, *range(100, 230)]
+BLOCKS = (7, 8, 9, 10)
+
+
+class FakeRequest:
+    """What the connector sees of vLLM's request."""
+
+    def __init__(self, params=None, *, name="a", ids=IDS, salt=None, lora=None) -> None:
+        self.request_id = name
+        self.kv_transfer_params = None if params is None else {"chunkweave": params}
+        self.prompt_token_ids = ids
+        self.num_tokens = len(ids)
+        self.cache_salt = salt
+        self.lora_request = None if lora is None else SimpleNamespace(lora_name=lora)
+        self.block_hashes = ["plain"]
+
+    def update_block_hashes(self) -> None:
+        assert not self.block_hashes, "hashes are added to those there are"
+        self.block_hashes.append(f"salted with {self.cache_salt}")
+
+
+class FakeManager:
+    def get_block_ids(self, request_id):
+        return (list(BLOCKS),)
+
+
+class FakeBlocks:
+    def get_block_ids(self):
+        return (list(BLOCKS),)
+
+
+def step(scheduled=(), cached=()):
+    """A scheduler output: `(request id, computed before, scheduled now)` of new and of running requests."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(now for *_, now in (*scheduled, *cached)),
+        num_scheduled_tokens={name: now for name, _, now in (*scheduled, *cached)},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=before) for name, before, _ in scheduled],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, *_ in cached], num_computed_tokens=[before for _, before, _ in cached]
+        ),
+    )
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    made = SchedulerSide("model", BOS, Defaults())
+    made.bind_kv_cache_manager(FakeManager())
+    return made
+
+
+def stored_chunks(side: SchedulerSide, *indices: int, params=CHUNKS, salt=None, lora=None) -> None:
+    """Let a worker report that it holds the chunks of these places."""
+    request = FakeRequest(params, name="first", salt=salt, lora=lora)
+    side.add(request)
+    parts = [part for part in side._requests["first"].request.prompt.parts if part.kind == "chunk"]
+    side.finished(request)
+    side.note(StepResults(stored={parts[index].id for index in indices}), set())
+
+
+def woven(side: SchedulerSide, request: FakeRequest, local: int = 0):
+    """Schedule a request's weave; returns its order."""
+    side.add(request)
+    external = side.matched(request, local)
+    side.allocated(request, FakeBlocks(), external)
+    (order,) = side.orders(step()).weaves
+    return order
+
+
+def test_a_request_without_chunks_is_left_as_it_is(side):
+    for request in (FakeRequest(), FakeRequest(name="b")):
+        side.add(request)
+        assert request.block_hashes == ["plain"]
+        assert request.cache_salt is None
+        assert side.matched(request, 0) == 0
+        side.allocated(request, FakeBlocks(), 0)
+        assert side.finished(request) is None
+    orders = side.orders(step([("a", 0, 20)]))
+    assert orders.weaves == orders.saves == orders.cancelled == []
+
+
+def test_a_request_with_chunks_hashes_its_blocks_under_a_salt_of_its_own(side):
+    request = FakeRequest(CHUNKS, salt="tenant")
+    side.add(request)
+    assert request.cache_salt.startswith("tenant|chunkweave-1:")
+    assert request.block_hashes == [f"salted with {request.cache_salt}"]
+
+
+def test_a_wrong_request_is_served_and_told(side):
+    request = FakeRequest({"chunks": []})
+    side.add(request)
+    assert request.block_hashes == ["plain"]
+    assert side.matched(request, 0) == 0
+    assert side.finished(request) == {"chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}}
+    assert side.finished(request) is None
+
+
+def test_parameters_that_are_no_object_are_not_ours(side):
+    request = FakeRequest()
+    request.kv_transfer_params = "nonsense"
+    side.add(request)
+    assert side.finished(request) is None
+
+
+def test_nothing_is_woven_while_nothing_is_stored(side):
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    assert side.matched(request, 0) == 0
+
+
+@pytest.mark.parametrize(("stored", "stop"), [((0,), 41), ((1,), 91), ((0, 2), 121), ((2,), 121)])
+def test_the_weave_ends_where_the_last_stored_chunk_ends(side, stored, stop):
+    stored_chunks(side, *stored)
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    assert side.matched(request, 0) == stop
+    assert side.matched(request, 32) == stop - 32
+    assert side.matched(request, 128) == 0
+
+
+def test_one_token_is_left_for_vllm(side):
+    stored_chunks(side, 2)
+    request = FakeRequest(CHUNKS, ids=IDS[:121])
+    side.add(request)
+    assert side.matched(request, 0) == 120
+
+
+def test_chunks_of_another_salt_or_adapter_do_not_count(side):
+    stored_chunks(side, 0, 1, 2)
+    for request in (FakeRequest(CHUNKS, salt="tenant"), FakeRequest(CHUNKS, lora="adapter")):
+        side.add(request)
+        assert side.matched(request, 0) == 0
+        side.finished(request)
+    stored_chunks(side, 1, lora="adapter")
+    request = FakeRequest(CHUNKS, lora="adapter")
+    side.add(request)
+    assert side.matched(request, 0) == 91
+
+
+def test_a_chunk_that_left_the_store_does_not_count(side):
+    stored_chunks(side, 0, 2)
+    side.note(StepResults(dropped=set(side._stored)), set())
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    assert side.matched(request, 0) == 0
+
+
+def test_a_weave_is_ordered_once_into_the_requests_blocks(side):
+    stored_chunks(side, 0, 1)
+    request = FakeRequest(CHUNKS)
+    order = woven(side, request, local=32)
+    assert (order.request_id, order.block_ids, order.first, order.stop) == ("a", BLOCKS, 32, 91)
+    assert not side.orders(step()).weaves
+    side.allocated(request, FakeBlocks(), 0)  # blocks for the tokens behind it
+    assert not side.orders(step()).weaves
+
+
+def test_idle_means_that_no_other_request_is_computed(side):
+    assert side.orders(step()).idle
+    assert not side.orders(step([("other", 0, 20)])).idle
+
+
+def test_parts_are_saved_in_the_step_that_completes_them(side):
+    side.add(FakeRequest(CHUNKS))
+    assert side.matched(FakeRequest(CHUNKS), 0) == 0
+    assert not side.orders(step([("a", 0, 40)])).saves
+    (save,) = side.orders(step(cached=[("a", 40, 40)])).saves
+    assert (save.saved, save.computed, save.block_ids, save.exact) == (0, 80, BLOCKS, True)
+    (save,) = side.orders(step(cached=[("a", 80, 51)])).saves
+    assert (save.saved, save.computed) == (41, 131)
+    assert not side.orders(step(cached=[("a", 131, 1)])).saves
+
+
+def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
+    stored_chunks(side, 0)
+    request = FakeRequest(CHUNKS)
+    woven(side, request)
+    side.note(None, {"a"})
+    (save,) = side.orders(step([("a", 41, 90)])).saves
+    assert (save.saved, save.computed, save.exact) == (41, 131, False)
+
+
+def test_what_vllm_computes_behind_its_own_prefix_cache_is_not_exact(side):
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    side.matched(request, 32)
+    (save,) = side.orders(step([("a", 32, 99)])).saves
+    assert not save.exact
+
+
+def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
+    stored_chunks(side, 0, 1)
+    request = FakeRequest(CHUNKS)
+    woven(side, request)
+    side.note(StepResults(failed={"a"}), {"a"})
+    assert side.matched(request, 0) == 0
+    (save,) = side.orders(step([("a", 0, 131)])).saves
+    assert (save.saved, save.computed, save.exact) == (0, 131, True)
+    assert side.finished(request) == {"chunkweave": {"method": "prefix", "prompt_tokens": 131, "computed_tokens": 131}}
+
+
+def test_the_workers_report_is_the_answers(side):
+    stored_chunks(side, 0)
+    request = FakeRequest(CHUNKS)
+    woven(side, request)
+    side.note(StepResults(reports={"a": {"method": "epic"}, "gone": {}}), {"a"})
+    side.note(StepResults(reports={"a": {"method": "epic", "after": "preemption"}}), {"a"})
+    assert side.finished(request) == {"chunkweave": {"method": "epic"}}
+
+
+def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
+    stored_chunks(side, 0)
+    running, arrived = FakeRequest(CHUNKS), FakeRequest(CHUNKS, name="b")
+    woven(side, running)
+    woven(side, arrived)
+    side.note(None, {"b"})
+    side.finished(running)
+    side.finished(arrived)
+    assert side.orders(step()).cancelled == ["a"]
+    side.note(StepResults(reports={"a": {}}, failed={"a"}), {"a"})  # too late, and nobody minds
+    assert not side._requests
+
+
+def test_ranks_agree_on_what_all_of_them_hold():
+    one = StepResults(stored={"x", "y"}, reports={"a": {}}, failed={"b"})
+    other = StepResults(stored={"x", "y", "z"}, dropped={"y"}, reports={"a": {}}, failed={"c"})
+    both = one.aggregate(other)
+    assert both == StepResults(stored={"x"}, dropped={"y"}, reports={"a": {}}, failed={"b", "c"})
