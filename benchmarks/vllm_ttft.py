@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -275,7 +276,7 @@ def main() -> None:
     Console().print(_table(rows))
     if args.out is not None:
         config = {key: value for key, value in vars(args).items() if key != "out"}
-        command = f"python benchmarks/vllm_ttft.py --layers {args.layers} --out {args.out.name}"
+        command = " ".join(["python", *sys.argv])
         write_json(args.out, BenchmarkResult("vllm-ttft", command, args.seed, config, rows, {}).as_dict())
 
 
