@@ -127,8 +127,9 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         if self._worker is None:
             return None, None
         self._worker.forget(finished_req_ids)
-        arrived, self._blocks_failed, self._results = self._worker.take_outcome()
-        return None, arrived
+        arrived, self._blocks_failed, results = self._worker.take_outcome()
+        self._results = results if results.has_news else None
+        return None, arrived or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._blocks_failed

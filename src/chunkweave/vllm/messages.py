@@ -53,6 +53,11 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     reports: dict[str, dict[str, object]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to send: most steps bring nothing."""
+        return bool(self.stored or self.dropped or self.reports or self.failed)
+
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
         """What all ranks say: a chunk counts as stored if each has it; their reports are the same."""
         assert isinstance(other, StepResults)
