@@ -17,7 +17,8 @@ def put_into_page(page: Path, name: str, text: str) -> None:
     except OSError as error:
         raise DocumentError(f"cannot read {page}: {error.strerror or error}") from error
     pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
-    after, found = pattern.subn(lambda match: f"{match[1]}\n{text.strip()}\n\n{match[2]}", before)
+    lines = text.strip("\n")  # a command that stands first keeps its indentation
+    after, found = pattern.subn(lambda match: f"{match[1]}\n{lines}\n\n{match[2]}", before)
     if not found:
         raise DocumentError(f"{page} has no place for {name!r}: put <!-- {name} --> and <!-- /{name} --> into it")
     page.write_text(after, encoding="utf-8")

@@ -12,6 +12,7 @@ add to those that were asked. Prompts and scoring are those of `chunkweave bench
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -166,7 +167,7 @@ def main() -> None:
     config = {name: str(value) for name, value in vars(arguments).items()} | {"split": str(split), "seed": seed}
     more = {"settings": [asdict(setting) for setting in settings], **report.as_dict()}
     rows = more.pop("rows")
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     result = BenchmarkResult(f"query-{arguments.study}", command, seed, config, rows, more, complete).as_dict()
     if arguments.out is not None:
         write_json(arguments.out, result)

@@ -10,6 +10,7 @@ random weights, so only times mean anything. `--setting` names the study's setti
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def main() -> None:
     rows = summarize(samples)
     origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
     origin |= {"dtype": dtype, "threads": torch.get_num_threads()}
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     taken = [{"question": s.question, "method": s.method, "ttft_s": s.ttft_s} for s in samples]
     result = BenchmarkResult(
         "query-ttft", command, arguments.seed, origin, [row.as_dict() for row in rows], {"samples": taken}

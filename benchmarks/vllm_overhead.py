@@ -10,6 +10,7 @@ per step is least and any extra weighs most.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def main() -> None:
     Console().print(table)
     if args.out is not None:
         config = {"starts": args.starts, "repeats": args.repeats, "batch": BATCH, "tokens": TOKENS, "prompt": PROMPT}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         write_json(args.out, BenchmarkResult("vllm-overhead", command, 0, config, rows, {}).as_dict())
 
 

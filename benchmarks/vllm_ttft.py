@@ -17,6 +17,7 @@ Then, while `--streams` other requests decode, one more request comes in, and th
 import argparse
 import asyncio
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -276,7 +277,7 @@ def main() -> None:
     Console().print(_table(rows))
     if args.out is not None:
         config = {key: value for key, value in vars(args).items() if key != "out"}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         write_json(args.out, BenchmarkResult("vllm-ttft", command, args.seed, config, rows, {}).as_dict())
 
 
