@@ -239,7 +239,8 @@ def test_what_was_loaded_is_promoted_after_the_first_token(model):
     assert {store.tier_of(segment) for segment in woven.plan.segments()} == {"slow"}
     runner.store_new(woven)
     assert {store.tier_of(segment) for segment in woven.plan.segments()} == {"host"}
-    assert torch.equal(runner.prefill(prompt, BLEND).logits, woven.logits)
+    # The instruction is stored by now, so other rows are computed together: equal up to rounding.
+    assert torch.allclose(runner.prefill(prompt, BLEND).logits, woven.logits, atol=1e-5)
     store.close()
 
 
