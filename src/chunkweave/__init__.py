@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.engine.answer import Answer, Request, StreamEvent
+    from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
+    from chunkweave.scheduling.batching_config import BatchingConfig
     from chunkweave.types import Chunk
 
 __all__ = [
     "Answer",
+    "AnswerStream",
+    "AsyncEngine",
+    "BatchingConfig",
     "Chunk",
     "ChunkweaveError",
     "Corpus",
@@ -39,6 +44,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "chunkweave.engine.answer",
+    "AnswerStream": "chunkweave.engine.async_engine",
+    "AsyncEngine": "chunkweave.engine.async_engine",
+    "BatchingConfig": "chunkweave.scheduling.batching_config",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
     "Corpus": "chunkweave.retrieval.corpus",

@@ -5,11 +5,16 @@ ChunkweaveError
 │   ├── UnknownMethodError     no reuse method, policy or shape of that name
 │   ├── PromptTooLongError     prompt or chunk does not fit the model's context: send less
 │   ├── TopKError              more chunks are asked for than there are: ask for fewer
-│   └── UnknownDocumentError   no document of that id in the corpus
+│   ├── UnknownDocumentError   no document of that id in the corpus
+│   └── UnknownRequestError    no request of that id is under way: it never was, or it has ended
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
 ├── QueueFullError         too many requests wait: try again later
+├── RequestEndedError      a request ended without its answer
+│   ├── DeadlineError          it took longer than it was given: ask again when there is less load, or give more
+│   ├── RequestAbortedError    it was aborted, or the engine was closed
+│   └── RequestFailedError     it failed twice; the cause is the second failure
 ├── DocumentError          a document or data set file cannot be read; the message names file and line
 │   ├── DuplicateDocumentError two documents have one id: give another, or update
 │   └── EmptyDocumentError     a document has no text
@@ -46,6 +51,10 @@ class UnknownDocumentError(UsageError):
     """The corpus has no document of that id."""
 
 
+class UnknownRequestError(UsageError):
+    """No request of that id is waiting or running."""
+
+
 class ModelError(ChunkweaveError):
     """A model cannot be loaded or driven."""
 
@@ -60,6 +69,22 @@ class UnsupportedModelError(ModelError):
 
 class QueueFullError(ChunkweaveError):
     """As many requests wait as may."""
+
+
+class RequestEndedError(ChunkweaveError):
+    """A request ended without its answer."""
+
+
+class DeadlineError(RequestEndedError):
+    """A request took longer than it was given."""
+
+
+class RequestAbortedError(RequestEndedError):
+    """A request was aborted before its answer was complete."""
+
+
+class RequestFailedError(RequestEndedError):
+    """A request failed, and again when it was tried once more."""
 
 
 class DocumentError(ChunkweaveError):

@@ -117,7 +117,7 @@ def capture_of(config: CaptureConfig, positions: list[int], layers=range(4)) -> 
     read = [layer for layer in layers if capture.wants(layer)]
     for layer in read:
         q, k = states(len(positions), 6, seed=10 + layer), states(60, 2, seed=20 + layer)
-        capture.read(q, k)
+        capture.read(layer, q, k)
         weights[positions] += weights_of(q, k, positions, heads) / len(read)
     return capture, weights.fill_diagonal_(0.0)
 
@@ -158,7 +158,7 @@ def test_nothing_captured_is_no_profile():
 
 def test_attention_that_is_not_finite_is_no_profile():
     capture, _ = capture_of(CaptureConfig(), list(range(60)))
-    capture.read(states(60, 6) * float("nan"), states(60, 2))
+    capture.read(0, states(60, 6) * float("nan"), states(60, 2))
     assert capture.profile(PLANS[2], range(22)) is None
 
 

@@ -39,6 +39,9 @@ TORCH_FREE = (
 def test_the_exported_names():
     assert sorted(chunkweave.__all__) == [
         "Answer",
+        "AnswerStream",
+        "AsyncEngine",
+        "BatchingConfig",
         "Chunk",
         "ChunkweaveError",
         "Corpus",
@@ -57,7 +60,9 @@ def test_the_exported_names():
     assert dir(chunkweave) == sorted(chunkweave.__all__)
 
 
-@pytest.mark.parametrize("name", ["Chunk", "ChunkweaveError", "Corpus", "CorpusDocument", "ReuseConfig", "ReuseReport"])
+@pytest.mark.parametrize(
+    "name", ["BatchingConfig", "Chunk", "ChunkweaveError", "Corpus", "CorpusDocument", "ReuseConfig", "ReuseReport"]
+)
 def test_exported_names_load_on_first_use(name):
     assert getattr(chunkweave, name).__name__ == name
 

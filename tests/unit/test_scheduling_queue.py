@@ -170,6 +170,17 @@ def test_a_full_queue_says_so():
     queue.submit("b", "b", 1)
 
 
+def test_a_closed_queue_follows_its_tree_no_longer():
+    tree: KnowledgeTree[str] = KnowledgeTree(["device"])
+    queue: CacheAwareQueue[str] = CacheAwareQueue(tree)
+    tree.placed(("a",), "device", 2)
+    assert len(queue._changed) == 1
+    queue.close()
+    tree.placed(("a", "b"), "device", 2)
+    assert len(queue._changed) == 1
+    queue.close()
+
+
 def test_an_empty_queue_has_nobody_ready():
     queue: CacheAwareQueue[str] = CacheAwareQueue(KnowledgeTree(["device"]))
     assert queue.ready() is None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import SamplingParams
-from chunkweave.engine.runner import Prefilled
+from chunkweave.engine.prefilled import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops

@@ -8,27 +8,23 @@ from typing import Self
 import torch
 
 from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.engine.answer import Answer, Request, StreamEvent
-from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.method_source import open_chooser, refuse_unknown
-from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.engine.preparation import Preparation, Prepared
+from chunkweave.engine.runner import Runner
 from chunkweave.engine.running import RunningRequest
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
-from chunkweave.planning.adaptive import HiddenLoading
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.method_choice import MethodChoice, Wish
+from chunkweave.planning.method_choice import Wish
 from chunkweave.planning.methods.full import FullPrefill
-from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
-from chunkweave.types import Chunk, Geometry, SegmentId
+from chunkweave.types import Chunk, Geometry
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
@@ -85,6 +81,7 @@ class Engine:
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
+        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser)
 
     @classmethod
     def load(
@@ -207,9 +204,8 @@ class Engine:
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then.
         """
-        choice = self._chooser.choose(Wish.of(method, quality, recompute_ratio))
-        reuse_method = self._make_method(choice, recompute_ratio)
-        running = self._start(request, choice, reuse_method, time.perf_counter(), 0.0)
+        prepared = self.preparation.prepare(request, Wish.of(method, quality, recompute_ratio))
+        running = self._start(prepared, time.perf_counter(), 0.0)
         started = time.perf_counter()
         yield StreamEvent(running.text)
         while running.finish_reason is None:
@@ -232,15 +228,10 @@ class Engine:
         Raises:
             UsageError: as `generate`; nothing has been computed then.
         """
-        choice = self._chooser.choose(Wish.of(method, quality, recompute_ratio))
-        reuse_method = self._make_method(choice, recompute_ratio)
-        prompts = [self._build(request) for request in requests]
-        for prompt in prompts:
-            self.runner.room_for_new_tokens(prompt)
+        wish = Wish.of(method, quality, recompute_ratio)
+        prepared = [self.preparation.prepare(request, wish) for request in requests]
         arrived = time.perf_counter()
-        batch = [
-            self._start(request, choice, reuse_method, arrived, time.perf_counter() - arrived) for request in requests
-        ]
+        batch = [self._start(one, arrived, time.perf_counter() - arrived) for one in prepared]
         started = time.perf_counter()
         while active := [running for running in batch if running.finish_reason is None]:
             for running, logits in zip(active, self._decode(active), strict=True):
@@ -282,51 +273,14 @@ class Engine:
         ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
         return self.store.forget_chunks(one for one in ids if one is not None)
 
-    def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:
-        """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""
-        cost = self.runner.cost
-        if recompute_ratio is not None or cost is None:
-            return make_method(choice.method, choice.reuse)
-        return HiddenLoading(choice.method, choice.reuse, cost, self.store.tier_of)
-
-    def _build(self, request: Request) -> Prompt:
-        return self.builder.build(
-            request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
-        )
-
-    def _start(
-        self, request: Request, choice: MethodChoice, method: ReuseMethod, arrived: float, queue_s: float
-    ) -> RunningRequest:
+    def _start(self, prepared: Prepared, arrived: float, queue_s: float) -> RunningRequest:
         """Prefill one request, choose its first token, and store what was computed."""
-        prompt = self._build(request)
-        room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
-        prefilled = self.runner.prefill(prompt, method, new_tokens=room)
-        running = RunningRequest(
-            request,
-            prefilled,
-            Detokenizer(self._loaded.tokenizer.decode, request.sampling.stop),
-            stop_ids=self._loaded.tokenizer.stop_ids,
-            room=room,
-            queue_s=queue_s,
-            choice=choice,
-            # Both before what was loaded is promoted and what is new may evict it.
-            tiers=self._tiers(prefilled),
-            records=self._records(prefilled),
-        )
+        prefilled = self.runner.prefill(prepared.prompt, prepared.method, new_tokens=prepared.room)
+        running = self.preparation.running(prepared, prefilled, queue_s=queue_s)
         running.advance(prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
         self.runner.store_new(prefilled)
         return running
-
-    def _tiers(self, prefilled: Prefilled) -> dict[SegmentId, str]:
-        """Where the reused segments were found; one that has left since counts as the host's."""
-        segments = [part.segment for part in prefilled.plan.parts if part.segment is not None]
-        return {segment: self.store.tier_of(segment) or "host" for segment in segments}
-
-    def _records(self, prefilled: Prefilled) -> dict[SegmentId, SegmentRecord]:
-        """What is known of the segments that were taken; one that has left since is not among them."""
-        found = {segment: self.store.record(segment) for segment in prefilled.plan.segments()}
-        return {segment: record for segment, record in found.items() if record is not None}
 
     def _decode(self, active: Sequence[RunningRequest]) -> torch.Tensor:
         return self.runner.decode(

@@ -1,12 +1,13 @@
 """One request between its first token and its last."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 
 from chunkweave.engine.answer import Answer, Durations, Request, make_report
 from chunkweave.engine.detokenizer import Detokenizer
-from chunkweave.engine.runner import Prefilled
+from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.sampling import Sampler
 from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method_choice import MethodChoice
@@ -80,6 +81,19 @@ class RunningRequest:
         elif len(self.token_ids) >= self._room:
             self.finish_reason = "length"
         return text
+
+    def let_go(self) -> None:
+        """Free its KV, and what was captured for the store."""
+        self.prefilled.cache.free()
+        self.without_captures()
+
+    def without_captures(self) -> None:
+        """Forget what the prefill captured, once that is stored; it is as large as the prompt's KV."""
+        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=())
+
+    def go_on_with(self, prefilled: Prefilled) -> None:
+        """It was prefilled again with its tokens so far; its answer will tell of the first time."""
+        self.prefilled = replace(self.prefilled, cache=prefilled.cache)
 
     def finish(self) -> str:
         """The text that was held back, now that no more comes."""

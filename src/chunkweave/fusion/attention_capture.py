@@ -36,7 +36,7 @@ class AttentionCapture:
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
         self._received = torch.zeros(self._tokens, device=device)
-        self._layers_read = 0
+        self._layers_read: set[int] = set()
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._meter: AttentionMeter | None = None
         self.scores = 0
@@ -53,10 +53,11 @@ class AttentionCapture:
             self.scores = (int(positions.sum()) + len(positions)) * self._num_heads
         self._rows, self._positions = rows, positions
 
-    def read(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
-        """Add one layer: `queries` `[active rows, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
+    def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        """Add one layer of the followed tokens.
 
-        Both after RoPE; the keys start at position 0.
+        `queries` `[active rows, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are after RoPE; the keys
+        start at position 0.
         """
         if self._meter is None:
             spans = [part.span for part in self._parts]
@@ -64,7 +65,7 @@ class AttentionCapture:
         mass = self._meter.read(queries[self._rows], keys)
         self._by_part.index_add_(0, self._positions, mass.by_part)
         self._received[: len(mass.received)] += mass.received
-        self._layers_read += 1
+        self._layers_read.add(layer)
 
     def profile(
         self, part: PartPlan, recomputed: Sequence[int], before: AttentionProfile | None = None
@@ -83,8 +84,8 @@ class AttentionCapture:
         others = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
-        mass[list(recomputed)] = (self._by_part[rows].double() / self._layers_read).cpu()[list(recomputed)]
-        received = (self._received[rows].double() / self._layers_read).cpu()
+        mass[list(recomputed)] = (self._by_part[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
+        received = (self._received[rows].double() / len(self._layers_read)).cpu()
         if not (mass.isfinite().all() and received.isfinite().all()):
             return None
         fresh = AttentionProfile(

@@ -29,7 +29,8 @@ class PartCapture:
 
     The tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules
     let them; either way its rows are one run of the active ones. Where a token was not active, a reused part keeps the
-    KV of the segment that it came from. Over several passes a token's last KV counts.
+    KV of the segment that it came from. Over several passes a token's last KV counts. A pass may come in slices of its
+    rows, each through all layers; whether enough of the part was taken shows behind the last one.
     """
 
     def __init__(
@@ -44,18 +45,20 @@ class PartCapture:
         self._offsets = torch.arange(0)
         self._fresh = torch.zeros(geometry.num_layers, self._tokens, dtype=torch.bool)
         self._layer = 0
+        self._in_slices = False
 
-    def start(self) -> None:
-        """The next layer to be taken is the first: a pass begins, with active tokens of its own."""
+    def start(self, *, in_slices: bool = False) -> None:
+        """The next layer to be taken is the first: a pass begins, or a slice of one, with active tokens of its own."""
         self._layer = 0
+        self._in_slices = in_slices
         self._offsets = torch.arange(0)
 
     def follow(self, offsets: torch.Tensor) -> bool:
         """From the next layer on these tokens of the part are active, `[rows]`, ascending, 0 its first.
 
-        False, and never again true, if they are too few for the part to be stored.
+        False, and never again true, if they are too few for the part to be stored; of a slice they never are.
         """
-        if len(offsets) < self._least:
+        if len(offsets) < self._least and not self._in_slices:
             self._kv = None
         elif len(offsets) != len(self._offsets):
             self._offsets = offsets.cpu()
@@ -68,15 +71,16 @@ class PartCapture:
         for kept, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
                 kept.copy_(fresh, non_blocking=True)
-            else:
+            elif len(self._offsets):
                 kept[self._offsets] = fresh.to(kept.device)
         self._fresh[self._layer, self._offsets] = True
         self._layer += 1
 
     @property
     def complete(self) -> bool:
-        """Whether the part was followed through all layers, and can be stored."""
-        return self._kv is not None and self._layer == len(self._kv)
+        """Whether enough of the part was followed through all layers, and it can be stored."""
+        through = self._kv is not None and self._layer == len(self._kv)
+        return through and int(self._fresh[-1].sum()) >= self._least
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -25,34 +25,37 @@ class LoopTimes:
 
 
 def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTimes | None = None) -> torch.Tensor:
-    """Run the active tokens of all requests through all layers, or as many as their pass has: all of them equally many.
+    """Run the active tokens of all requests through all layers, or as many as the pass of each has.
 
-    Mutates each request's cache and active set. Returns the hidden state behind the last layer of each request's last
-    active token, `[requests, hidden]`; in that layer the others give their K and V only. A pass that gives no answers
-    ends with the K and V of its last layer, and what is returned means nothing.
+    Mutates each request's cache and active set. Returns the hidden state behind the last layer of the last active token
+    of each request whose pass gives answers, `[answering requests, hidden]`, in the order of the batch; in that layer
+    its others give their K and V only. A pass that gives no answers ends with the K and V of its last layer.
     """
     times = times if times is not None else LoopTimes()
     hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
-    stops = [int(rows.positions[-1]) + 1 for rows in batch]
-    depth = batch[0].depth or model.geometry.num_layers
-    for layer in range(depth):
+    layers = model.geometry.num_layers
+    live = [_Live(rows, int(rows.positions[-1]) + 1, rows.depth or layers) for rows in batch]
+    for layer in range(max(one.depth for one in live)):
+        live = [one for one in live if one.depth > layer]
         started = time.perf_counter()
-        for rows in batch:
-            rows.cache.load_layer(layer, model.rotate)
+        for one in live:
+            one.rows.cache.load_layer(layer, model.rotate)
         times.load_s += time.perf_counter() - started
-        hidden = _run_layer(model, layer, hidden, batch, stops, last=layer == depth - 1)
+        hidden = _run_layer(model, layer, hidden, live)
     return hidden
 
 
-def _run_layer(
-    model: LayerwiseModel,
-    layer: int,
-    hidden: torch.Tensor,
-    batch: Sequence[ActiveRows],
-    stops: Sequence[int],
-    *,
-    last: bool,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Live:
+    """A request whose pass goes on: it sees keys below `stop` and has `depth` layers."""
+
+    rows: ActiveRows
+    stop: int
+    depth: int
+
+
+def _run_layer(model: LayerwiseModel, layer: int, hidden: torch.Tensor, live: Sequence[_Live]) -> torch.Tensor:
+    batch = [one.rows for one in live]
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
     keep = _joined(_refined(layer, k, v, batch), entered, k.device)
@@ -60,54 +63,44 @@ def _run_layer(
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate(k, positions)
-    if last and not batch[0].answers:
-        return _end_unanswered(model, layer, (q, k, v), rotated_k, batch, entered)
-    if last:
-        ends = _ends(batch).to(hidden.device)
-        hidden, q, positions = hidden[ends], q[ends], positions[ends]
-        for rows in batch:
-            rows.finish_only_last()
-    rotated_q = model.rotate(q, positions)
+    for one in live:
+        if one.depth == layer + 1:
+            one.rows.end()
     active = [len(rows) for rows in batch]
+    finishing = [rows.finishing for rows in batch]
+    asking = [rows.asking for rows in batch]
+    asked, finished = _tails(active, asking, q.device), _tails(active, finishing, q.device)
+    if asked is not None:
+        q, positions = q[asked], positions[asked]
+    rotated_q = model.rotate(q, positions)
     attended, stay = [], []
     row = query = 0
-    for rows, before, stop in zip(batch, entered, stops, strict=True):
-        mine, finishing = slice(row, row + len(rows)), slice(query, query + rows.finishing)
+    for one, before in zip(live, entered, strict=True):
+        rows, ends = one.rows, one.depth == layer + 1
+        mine, queries = slice(row, row + len(rows)), rotated_q[query : query + rows.asking]
+        row, query = mine.stop, query + rows.asking
         rows.write(layer, k[mine], rotated_k[mine], v[mine])
-        attended.append(rows.attend(layer, rotated_q[finishing], stop))
+        if rows.finishing:
+            attended.append(rows.attend(layer, queries, one.stop))
         rows.record(before)
-        stay.append(None if last else rows.look(layer, rotated_q[finishing], stop))
-        row, query = mine.stop, finishing.stop
+        kept = None if ends and rows.answers else rows.look(layer, queries, one.stop)
+        stay.append(None if ends else kept)
+    if not attended:
+        return hidden[:0]
+    hidden = hidden if finished is None else hidden[finished]
     hidden = model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
-    keep = _joined(stay, active, hidden.device)
+    keep = _joined(stay, finishing, hidden.device)
     return hidden if keep is None else hidden[keep]
 
 
-def _end_unanswered(
-    model: LayerwiseModel,
-    layer: int,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rotated_k: torch.Tensor,
-    batch: Sequence[ActiveRows],
-    entered: Sequence[int],
-) -> torch.Tensor:
-    """The last layer of a pass without answers: K and V are written, the attention is noted, nobody is finished."""
-    q, k, v = qkv
-    rotated_q = model.rotate(q, torch.cat([rows.positions for rows in batch]))
-    row = 0
-    for rows, before in zip(batch, entered, strict=True):
-        mine = slice(row, row + len(rows))
-        rows.write(layer, k[mine], rotated_k[mine], v[mine])
-        rows.finish_none()
-        rows.record(before)
-        rows.look(layer, rotated_q[mine], int(rows.positions[-1]) + 1)
-        row = mine.stop
-    return q[:0]
-
-
-def _ends(batch: Sequence[ActiveRows]) -> torch.Tensor:
-    """Row of each request's last active token in the flat batch, `[requests]`."""
-    return torch.tensor([len(rows) for rows in batch]).cumsum(0) - 1
+def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Rows of the flat batch that are among the last `counts` of their request's `lengths`; None if all are."""
+    if list(lengths) == list(counts):
+        return None
+    stops = accumulate(lengths)
+    return torch.cat(
+        [torch.arange(stop - count, stop, device=device) for stop, count in zip(stops, counts, strict=True)]
+    )
 
 
 def _refined(

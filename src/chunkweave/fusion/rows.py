@@ -111,10 +111,15 @@ class ActiveRows:
             answers=answers,
         )
 
-    def keep(self, captures: Sequence[PartCapture], attention: AttentionCapture | None) -> None:
-        """Let `captures` take the KV of their parts' rows, and `attention` what those rows attend to."""
+    def keep(
+        self, captures: Sequence[PartCapture], attention: AttentionCapture | None, *, in_slices: bool = False
+    ) -> None:
+        """Let `captures` take the KV of their parts' rows, and `attention` what those rows attend to.
+
+        With `in_slices` these are some of the rows of a pass, and the captures see the others in other slices.
+        """
         for capture in captures:
-            capture.start()
+            capture.start(in_slices=in_slices)
         self._captured = [(capture, slice(0)) for capture in captures]
         self._attention = attention
         self._follow()
@@ -139,19 +144,26 @@ class ActiveRows:
         self._narrow(keep)
         return keep
 
-    def finish_only_last(self) -> None:
-        """From now on only the last active token is attended and finished: nobody reads the others' hidden states."""
+    def end(self) -> None:
+        """This layer is the last: nobody reads hidden states behind it but that of the last token, for an answer.
+
+        So only that one is attended and finished, or none, and the pass ends with the KV of this layer.
+        """
+        if not self.answers:
+            self._finishing = self.positions[:0]
+            return
         self._finishing = self.positions[-1:]
         self._queries = ScatteredQueries(self._finishing, self._dtype)
-
-    def finish_none(self) -> None:
-        """From now on no token is attended or finished: the pass ends with the KV of this layer."""
-        self._finishing = self.positions[:0]
 
     @property
     def finishing(self) -> int:
         """How many active tokens, the last ones, go through attention and MLP."""
         return len(self._finishing)
+
+    @property
+    def asking(self) -> int:
+        """How many active tokens, the last ones, have their queries read: by attention, or by a watch where it ends."""
+        return self.finishing or len(self)
 
     def record(self, entered: int) -> None:
         """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
@@ -179,7 +191,7 @@ class ActiveRows:
         """
         keys, _ = self.cache.view(layer, stop)
         if self._attention is not None and self._attention.wants(layer):
-            self._attention.read(queries, keys)
+            self._attention.read(layer, queries, keys)
             self.work[-1] = replace(self.work[-1], captured_scores=self._attention.scores)
         if self._question is not None and self._question.wants(layer):
             question = self._question.watch.question

@@ -38,7 +38,7 @@ class RequestCache:
     ) -> None:
         self.capacity = capacity
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
-        self._shape = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
+        self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device
         self._placements = tuple(placements)
         self._positions = _positions_of(self._placements, device)
@@ -78,6 +78,27 @@ class RequestCache:
         """Rotated keys and values of positions below `stop`, `[stop, kv_heads, head_dim]` each (views)."""
         cache = self._layer(layer)
         return cache[0, :stop], cache[1, :stop]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for positions below `capacity`; copies what is there, one layer after the other.
+
+        So at no time more than one layer is there twice. Growing by fixed steps rather than doubling wastes no more
+        than a step; the copy costs little, since decoding as many tokens reads the cache that often anyway.
+        """
+        if capacity <= self.capacity:
+            return
+        before, self.capacity = self.capacity, capacity
+        self._shape = (2, capacity, *self._shape[2:])
+        for layer, old in enumerate(self._layers):
+            if old is not None:
+                self._layers[layer] = None
+                self._layer(layer)[:, :before] = old
+
+    def free(self) -> None:
+        """Give the memory back; the cache is of no use afterwards."""
+        self.capacity = 0
+        self._layers = [None] * len(self._layers)
+        self.release_segments()
 
     def release_segments(self) -> None:
         """Forget the segments once every layer is loaded; the cache no longer needs them."""

@@ -26,6 +26,9 @@ class StoredPrefixes(Protocol):
     def subscribe(self, listener: Callable[[tuple[ChunkId, ...]], None]) -> None:
         """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
 
+    def unsubscribe(self, listener: Callable[[tuple[ChunkId, ...]], None]) -> None:
+        """Call `listener` no more."""
+
 
 @dataclass(slots=True)
 class Waiting(Generic[RequestT]):
@@ -165,6 +168,10 @@ class CacheAwareQueue(Generic[RequestT]):
     def cache_changed(self, path: tuple[ChunkId, ...]) -> None:
         """The last node of `path` is stored now and was not, or is no longer. From any thread, at once."""
         self._changed.append(path)
+
+    def close(self) -> None:
+        """Follow the tree no longer, since the tree may live on; the queue is of no use afterwards."""
+        self._tree.unsubscribe(self.cache_changed)
 
     def _enter(self, waiting: Waiting[RequestT]) -> None:
         self._waiting[waiting.request] = waiting

@@ -29,7 +29,7 @@ class Gone:
     nbytes = 0
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.failure = SegmentLost(name, "it was gone before it was read")
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Never there.
@@ -37,7 +37,7 @@ class Gone:
         Raises:
             SegmentLost: always.
         """
-        raise SegmentLost(self._name, f"it was gone before layer {index} was read")
+        raise self.failure
 
 
 class LoadingSegment:
@@ -55,6 +55,11 @@ class LoadingSegment:
     def tokens(self) -> int:
         """Tokens of the chunk."""
         return self._source.tokens
+
+    @property
+    def failure(self) -> SegmentLost | None:
+        """Why it will not come in; None as long as it may, or has."""
+        return self._failure
 
     @property
     def nbytes(self) -> int:

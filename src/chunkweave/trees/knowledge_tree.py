@@ -83,6 +83,10 @@ class KnowledgeTree(Generic[KeyT]):
         """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
+        """Call `listener` no more; one that does not listen is ignored."""
+        self._listeners = [other for other in self._listeners if other != listener]
+
     def match(self, keys: Iterable[KeyT]) -> PathMatch:
         """How far the path `keys` is stored, O(its length): RAGCache's prefix matching."""
         nodes = tokens = 0

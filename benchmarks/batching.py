@@ -1,0 +1,120 @@
+"""How many more tokens a second a batching engine decodes than one request at a time.
+
+    python benchmarks/batching.py --shape smollm2-135m --out batching.json --update-docs docs/batching.md
+
+Decode-heavy work: every request asks its own question over the same stored chunks, for many tokens. Each number of
+running requests answers the same requests, all submitted at once; tokens a second are those of all answers over the
+seconds from the first submission to the last answer, prefills included. Throughput is held against one at a time.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from docs_tables import markdown_table, put_into_page
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from chunkweave import Answer, AsyncEngine, BatchingConfig, Engine, Request, SamplingParams
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+
+PASSAGE = "The ferry of day {day} leaves the harbour at seven, at noon and at six, and carries {day} carts of peat. "
+HEADS = ["running at once", "tokens/s", "of one at a time", "token every", "TTFT", "steps"]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--chunks", type=int, default=3)
+    parser.add_argument("--method", default="prefix")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    torch.set_num_threads(arguments.threads)
+    engine = Engine.load_shape(arguments.shape, seed=arguments.seed)
+    requests = _requests(arguments)
+    engine.generate_batch(requests[:1], method=arguments.method)
+    runs = track(arguments.running, "measuring", console=Console(stderr=True))
+    rows = [asyncio.run(_measure(engine, requests, running, arguments.method)) for running in runs]
+    table = _table(rows)
+    _show(table, arguments)
+    if arguments.out is not None:
+        config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
+        command = " ".join(["python", "benchmarks/batching.py", f"--shape {arguments.shape}"])
+        result = BenchmarkResult("batching", command, arguments.seed, config, rows, {})
+        write_json(arguments.out, result.as_dict())
+    if arguments.update_docs is not None:
+        put_into_page(arguments.update_docs, "throughput", markdown_table(HEADS, table))
+
+
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    chunks = [PASSAGE.format(day=day) * 6 for day in range(arguments.chunks)]
+    sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
+    return [
+        Request(f"How many carts are carried on day {day}?", chunks, sampling=sampling)
+        for day in range(arguments.requests)
+    ]
+
+
+async def _measure(engine: Engine, requests: list[Request], running: int, method: str) -> dict[str, Any]:
+    async with AsyncEngine(engine, BatchingConfig(max_running=running)) as batching:
+        started = time.perf_counter()
+        streams = [batching.submit(request, method=method) for request in requests]
+        answers: list[Answer] = await asyncio.gather(*(stream.answer() for stream in streams))
+        seconds = time.perf_counter() - started
+        steps = batching.stats.steps
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    reports = [answer.report for answer in answers]
+    return {
+        "running": running,
+        "new_tokens": tokens,
+        "prompt_tokens": statistics.mean(report.prompt_tokens for report in reports),
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "time_per_token_s": statistics.mean(r.decode_s / max(1, r.new_tokens - 1) for r in reports),
+        "ttft_s": statistics.mean(report.ttft_s for report in reports),
+        "steps": steps,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    first = rows[0]["tokens_per_s"]
+    return [
+        [
+            str(row["running"]),
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['tokens_per_s'] / first:.2f}x",
+            f"{row['time_per_token_s'] * 1e3:.0f} ms",
+            f"{row['ttft_s']:.2f} s",
+            str(row["steps"]),
+        ]
+        for row in rows
+    ]
+
+
+def _show(rows: list[list[str]], arguments: argparse.Namespace) -> None:
+    title = f"{arguments.shape}: {arguments.requests} requests, {arguments.new_tokens} tokens each"
+    table = Table(title=title, title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The engine for many requests at once: asynchronous streams over a thread that runs the steps."""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite
+from typing import Self
+
+from chunkweave.engine.answer import Answer, Request, StreamEvent
+from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.engine.core import BatchingCore
+from chunkweave.engine.engine import Engine
+from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.planning.method_choice import Wish
+from chunkweave.scheduling.batching_config import BatchingConfig
+
+logger = logging.getLogger(__name__)
+
+
+class AnswerStream:
+    """One request's answer as it comes: an asynchronous iterator whose last event carries the whole `Answer`.
+
+    Belongs to the event loop that it was made in. Leaving it early does not end the request; `aclose` does, and so does
+    leaving an `async with`.
+    """
+
+    def __init__(self, number: int, abort: Callable[[int], None]) -> None:
+        self.id = number
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        """The next piece.
+
+        Raises:
+            RequestEndedError: there will be no answer: deadline, abort, or it failed twice.
+            ChunkweaveError: the request itself was wrong.
+        """
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            self._ended = True
+            raise event
+        self._ended = event.answer is not None
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    async def answer(self) -> Answer:
+        """Wait for the whole answer; raises what iterating raises."""
+        async for event in self:
+            if event.answer is not None:
+                return event.answer
+        raise UsageError(f"the stream of request {self.id} was read to its end already")
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended; a second time is harmless."""
+        if not self._ended:
+            self._ended = True
+            try:
+                self._abort(self.id)
+            except UnknownRequestError:
+                logger.debug("request %d had ended when its stream was closed", self.id)
+
+    def deliver(self, event: StreamEvent | Exception) -> None:
+        """Put an event in; from any thread. If the loop is gone, nobody reads it."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            logger.debug("the event loop of request %d is closed", self.id)
+
+
+class AsyncEngine:
+    """Answers many requests at once with one engine's model and store; one thread of its own runs the steps.
+
+    `submit`, `abort` and `stats` may be called from any thread (`submit` in one with a running event loop). The engine
+    that it was made of must not be used otherwise until this one is closed, which does not close that.
+    """
+
+    def __init__(self, engine: Engine, config: BatchingConfig | None = None) -> None:
+        """Start the thread."""
+        self._config = config or BatchingConfig()
+        self._preparation = engine.preparation
+        self._core = BatchingCore(engine.preparation, self._config)
+        self._changed = threading.Condition()
+        self._preparing = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._open: dict[int, AnswerStream] = {}
+        self._numbers = itertools.count()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="chunkweave-steps", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def stats(self) -> BatchingStats:
+        """What is going on now, and what has been done."""
+        with self._changed:
+            stats = self._core.stats
+            return replace(stats, waiting=len(self._open) - stats.running)
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
+        deadline_s: float | None = None,
+    ) -> AnswerStream:
+        """Let a request wait for its turn; returns the stream of its answer at once.
+
+        `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. After `deadline_s` seconds (None: the
+        configured ones) the request ends with `DeadlineError`, whatever it has by then.
+
+        Raises:
+            QueueFullError: as many requests wait as may; this is the back-pressure to pass on.
+            RequestAbortedError: the engine is closed.
+            UsageError: as `Engine.generate`, or a deadline that is not positive.
+            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
+        """
+        arrived_s = time.perf_counter()
+        limit_s = self._config.deadline_s if deadline_s is None else deadline_s
+        if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
+            raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
+        self._refuse_if_full()
+        with self._preparing:  # tokenizers are not made for several threads at once
+            prepared = self._preparation.prepare(request, Wish.of(method, quality, recompute_ratio))
+        prepared = self._core.fitting(prepared)
+        with self._changed:
+            self._refuse_if_full()
+            number = next(self._numbers)
+            stream = AnswerStream(number, self.abort)
+            self._open[number] = stream
+            deadline = None if limit_s is None else arrived_s + limit_s
+            self._commands.append(
+                lambda: self._core.submit(
+                    number,
+                    prepared,
+                    lambda event: self._deliver(stream, event),
+                    arrived_s=arrived_s,
+                    deadline_s=deadline,
+                )
+            )
+            self._changed.notify()
+        return stream
+
+    def abort(self, number: int) -> None:
+        """End a request; its stream raises `RequestAbortedError`.
+
+        Raises:
+            UnknownRequestError: no request of that id is under way.
+        """
+        with self._changed:
+            if number not in self._open:
+                raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+            self._commands.append(lambda: self._abort_if_open(number))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _refuse_if_full(self) -> None:
+        if self._closing:
+            raise RequestAbortedError("the engine is closed and takes no more requests")
+        waiting = len(self._open) - self._core.stats.running
+        if waiting >= self._config.max_waiting:
+            raise QueueFullError(
+                f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"
+            )
+
+    def _abort_if_open(self, number: int) -> None:
+        """An abort whose request may have ended since it was asked for."""
+        if number in self._open:
+            self._core.abort(number)
+
+    def _deliver(self, stream: AnswerStream, event: StreamEvent | Exception) -> None:
+        if isinstance(event, Exception) or event.answer is not None:
+            with self._changed:
+                self._open.pop(stream.id, None)
+        stream.deliver(event)
+
+    def _work(self) -> None:
+        """What the thread does: steps as long as there is work, and in between what others ask for."""
+        try:
+            while self._wait_for_work():
+                while self._commands:
+                    self._commands.popleft()()
+                if self._core.busy:
+                    self._core.step()
+        except Exception:  # a bug of ours; better ended streams than some that wait for ever
+            logger.exception("the batching engine stopped")
+        with self._changed:
+            self._closing = True
+        self._core.close()
+        for number, stream in list(self._open.items()):
+            self._deliver(stream, RequestAbortedError(f"request {number} ended with the engine"))
+
+    def _wait_for_work(self) -> bool:
+        """Return once there is something to do, and whether it is not to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._core.busy or self._closing)
+            return not self._closing

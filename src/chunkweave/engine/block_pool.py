@@ -1,0 +1,119 @@
+"""KV memory of running requests, counted in blocks, so that no load can exhaust it."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from chunkweave.errors import StoreError, UsageError
+
+DEFAULT_BLOCK_TOKENS = 32
+"""A request's cache is copied when it grows by a block. That reads and writes all its KV once in so many tokens, each
+of which reads it once for attention anyway: a sixteenth more memory traffic, for half a block of waste on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """Blocks of a pool: all, and those that are reserved now."""
+
+    blocks: int
+    reserved: int
+
+
+class BlockPool:
+    """Says who may hold how much KV memory. It counts blocks; the memory itself belongs to the requests' caches.
+
+    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+        """A pool of `blocks`, each the KV of `block_tokens` tokens through all layers.
+
+        Raises:
+            UsageError: no blocks, or blocks of no tokens.
+        """
+        if blocks < 1 or block_tokens < 1:
+            raise UsageError(f"a pool needs at least one block ({blocks}) of at least one token ({block_tokens})")
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self._held: dict[Hashable, int] = {}
+        self._reserved = 0
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that all requests together may hold."""
+        return self.blocks * self.block_tokens
+
+    @property
+    def use(self) -> PoolUse:
+        """A snapshot of the counts."""
+        return PoolUse(self.blocks, self._reserved)
+
+    @property
+    def held(self) -> Mapping[Hashable, int]:
+        """Blocks of each owner, a copy."""
+        return dict(self._held)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` take."""
+        return -(-tokens // self.block_tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a new owner could reserve so much now."""
+        return self.blocks_for(tokens) <= self.blocks - self._reserved
+
+    def reserve(self, owner: Hashable, tokens: int) -> bool:
+        """Give a new `owner` the blocks for `tokens`; False, and nothing, if there are too few.
+
+        Raises:
+            UsageError: it has some already.
+        """
+        if owner in self._held:
+            raise UsageError(f"{owner!r} holds blocks already; let it grow instead")
+        if not self.fits(tokens):
+            return False
+        self._held[owner] = 0
+        return self.grow(owner, tokens)
+
+    def grow(self, owner: Hashable, tokens: int) -> bool:
+        """Let `owner` have at least the blocks for `tokens`; False, and nothing more, if there are too few.
+
+        Raises:
+            UsageError: it has reserved nothing.
+        """
+        more = self.blocks_for(tokens) - self._of(owner)
+        if more > self.blocks - self._reserved:
+            return False
+        if more > 0:
+            self._held[owner] += more
+            self._reserved += more
+        return True
+
+    def capacity(self, owner: Hashable) -> int:
+        """Tokens that the blocks of `owner` hold.
+
+        Raises:
+            UsageError: it has reserved nothing.
+        """
+        return self._of(owner) * self.block_tokens
+
+    def release(self, owner: Hashable) -> None:
+        """Take all blocks of `owner` back.
+
+        Raises:
+            UsageError: it has reserved nothing.
+        """
+        self._reserved -= self._of(owner)
+        del self._held[owner]
+
+    def check(self) -> None:
+        """Audit the counts.
+
+        Raises:
+            StoreError: they do not add up.
+        """
+        if self._reserved != sum(self._held.values()) or not 0 <= self._reserved <= self.blocks:
+            raise StoreError(f"{self._reserved} of {self.blocks} blocks are reserved, but owners hold {self._held}")
+
+    def _of(self, owner: Hashable) -> int:
+        if owner not in self._held:
+            raise UsageError(f"{owner!r} holds no blocks")
+        return self._held[owner]

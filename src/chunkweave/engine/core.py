@@ -1,0 +1,339 @@
+"""The step loop of a batching engine: admit, choose, run, deliver. One thread's, and without a thread of its own."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from chunkweave.engine.answer import StreamEvent
+from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.engine.block_pool import BlockPool
+from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
+from chunkweave.engine.preparation import Preparation, Prepared
+from chunkweave.engine.runner import Decoding
+from chunkweave.engine.step_group import StepGroup, share_step
+from chunkweave.engine.ticket import Deliver, Ticket
+from chunkweave.errors import (
+    ChunkweaveError,
+    DeadlineError,
+    PromptTooLongError,
+    RequestAbortedError,
+    RequestFailedError,
+    StoreError,
+    UnknownRequestError,
+    UsageError,
+)
+from chunkweave.kv.segment import SegmentLost
+from chunkweave.planning.plan import Fate
+from chunkweave.scheduling.batching_config import BatchingConfig
+from chunkweave.scheduling.budget import TokenBudget
+from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class BatchingCore:
+    """Works on many requests at once, a step at a time (DESIGN §3.6; RAGCache §5.2 for who is admitted next).
+
+    A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
+    batch. A prefill whose segments are still being read waits for them as long as there is other work.
+
+    KV memory is counted in blocks. A request is admitted if what is known of it fits, and grows as it decodes. Where
+    no block is left, the youngest request gives its KV up and waits again with its tokens kept; later its prompt is
+    prefilled by the same plan, and its tokens behind it. The oldest is never preempted for others, and no request may
+    be larger than the whole memory: so there is always one that ends.
+    """
+
+    def __init__(self, preparation: Preparation, config: BatchingConfig, *, clock: Clock = time.perf_counter) -> None:
+        self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
+        self._preparation = preparation
+        self._runner = preparation.runner
+        self._config = config
+        self._clock = clock
+        self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
+        self._queue: CacheAwareQueue[Ticket] = CacheAwareQueue(self._runner.store.tree, window=config.window)
+        self._tickets: dict[int, Ticket] = {}
+        self._running: list[Ticket] = []
+        self._counts = BatchingStats()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._tickets)
+
+    @property
+    def stats(self) -> BatchingStats:
+        """A snapshot."""
+        use = self.pool.use
+        return replace(
+            self._counts,
+            waiting=len(self._queue),
+            running=len(self._running),
+            blocks=use.blocks,
+            blocks_reserved=use.reserved,
+        )
+
+    def fitting(self, prepared: Prepared) -> Prepared:
+        """The request with no more tokens to generate than its KV could ever have room for. From any thread.
+
+        Raises:
+            PromptTooLongError: not even its prompt has.
+        """
+        room = self.pool.tokens - len(prepared.prompt)
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {len(prepared.prompt)} tokens, but the engine's KV memory holds {self.pool.tokens}; "
+                f"send fewer or smaller chunks, or raise kv_tokens"
+            )
+        return replace(prepared, room=min(prepared.room, room))
+
+    def submit(
+        self, number: int, prepared: Prepared, deliver: Deliver, *, arrived_s: float, deadline_s: float | None
+    ) -> None:
+        """Let a request of a new id `number` wait, that `arrived_s` then and is to be answered by `deadline_s`.
+
+        `prepared` is one that `fitting` gave.
+        """
+        ticket = Ticket(number, prepared, deliver, arrived_s, deadline_s)
+        path = [part.id for part in prepared.prompt.parts if part.id is not None]
+        ticket.waiting = self._queue.submit(ticket, path, len(prepared.prompt))
+        self._tickets[number] = ticket
+
+    def abort(self, number: int) -> None:
+        """End a request without an answer.
+
+        Raises:
+            UnknownRequestError: it neither waits nor runs.
+        """
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+        self._count(aborted=1)
+        self._end(ticket, RequestAbortedError(f"request {number} was aborted"))
+
+    def close(self) -> None:
+        """Abort whatever is under way; nothing can be submitted afterwards."""
+        for number in list(self._tickets):
+            self.abort(number)
+        self._queue.close()
+
+    def step(self) -> None:
+        """One round: end what is overdue, admit what fits, and run what the budget allows."""
+        self._count(steps=1)
+        self._expire()
+        self._admit()
+        for group in self._groups():
+            self._run(group)
+
+    def check(self) -> None:
+        """Audit blocks and caches.
+
+        Raises:
+            StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
+        """
+        self.pool.check()
+        if set(self.pool.held) != set(self._running):
+            raise StoreError("blocks are not held by the running requests")
+        if len(self._queue) + len(self._running) != len(self._tickets):
+            raise StoreError("a request neither waits nor runs, or does both")
+        for ticket in self._running:
+            if ticket.running is not None and ticket.running.prefilled.cache.capacity > self.pool.capacity(ticket):
+                raise StoreError(f"the cache of request {ticket.id} is larger than its blocks")
+
+    def _expire(self) -> None:
+        now, timeout_s = self._clock(), self._config.queue_timeout_s
+        for ticket in list(self._tickets.values()):
+            waited = now - ticket.arrived_s
+            if ticket.deadline_s is not None and now > ticket.deadline_s:
+                self._count(timed_out=1)
+                self._end(ticket, DeadlineError(f"request {ticket.id} was not answered within {waited:.3g} s"))
+            elif timeout_s is not None and ticket.admitted_s is None and waited > timeout_s:
+                self._count(timed_out=1)
+                self._end(ticket, DeadlineError(f"request {ticket.id} waited {waited:.3g} s without being begun"))
+
+    def _admit(self) -> None:
+        while len(self._running) < self._budget.max_running:
+            waiting = self._queue.pop(self._fits)
+            if waiting is None:
+                return
+            ticket = waiting.request
+            reserved = self.pool.reserve(ticket, ticket.tokens)
+            assert reserved, "the queue gives what fits"
+            self._running.append(ticket)
+            if ticket.admitted_s is None:
+                ticket.admitted_s = self._clock()
+            self._guarded([ticket], partial(self._start, ticket))
+
+    def _fits(self, waiting: Waiting[Ticket]) -> bool:
+        return self.pool.fits(waiting.request.tokens)
+
+    def _start(self, ticket: Ticket) -> None:
+        prompt = ticket.prepared.prompt
+        room = self.pool.capacity(ticket) - len(prompt)
+        options = PrefillOptions(new_tokens=room, generated=ticket.generated, plan=ticket.plan)
+        ticket.passed_over = 0
+        ticket.job = self._runner.start(prompt, ticket.prepared.method, options)
+
+    def _groups(self) -> list[StepGroup]:
+        """What this step runs: one batch, those apart each for itself, or else a prefill that still loads."""
+        for ticket in self._running.copy():
+            if ticket.job is not None:
+                self._guarded([ticket], partial(_plan_again, ticket.job))
+        self._make_room()
+        ready = [ticket for ticket in self._running if ticket.job is None or not ticket.job.loading]
+        together = [ticket for ticket in ready if not ticket.apart]
+        groups = [
+            share_step(together, self._budget),
+            *(share_step([ticket], self._budget) for ticket in ready if ticket.apart),
+        ]
+        groups = [group for group in groups if group.tickets]
+        if not groups and self._running:
+            return [share_step(self._running[:1], self._budget)]
+        return groups
+
+    def _make_room(self) -> None:
+        """Let every decoding request have room for its last token's KV, the oldest first."""
+        for ticket in sorted(self._running, key=lambda ticket: ticket.number):
+            while ticket.job is None and ticket in self._running:
+                assert ticket.running is not None, "who decodes has a token"
+                if self.pool.grow(ticket, ticket.running.position + 1):
+                    ticket.running.prefilled.cache.grow(self.pool.capacity(ticket))
+                    break
+                self._count(preempted=1)
+                self._put_back(max(self._running, key=lambda other: other.number))
+
+    def _run(self, group: StepGroup) -> None:
+        self._guarded(group.tickets, partial(self._compute, group))
+
+    def _compute(self, group: StepGroup) -> None:
+        decodes = [
+            Decoding(ticket.running.prefilled.cache, ticket.running.token_ids[-1], ticket.running.position)
+            for ticket in group.decoding
+            if ticket.running is not None
+        ]
+        pieces = [(ticket.job, tokens) for ticket, tokens in group.pieces if ticket.job is not None]
+        try:
+            logits = self._runner.step(decodes, pieces)
+        except SegmentLost as lost:
+            [(job, _)] = pieces
+            job.go_on_without(lost)
+            return
+        self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
+        for ticket, own in zip(group.decoding, logits, strict=True):
+            self._guarded([ticket], partial(self._advance, ticket, own))
+        for ticket, _ in group.pieces:
+            if ticket.job is not None and ticket.job.prefilled is not None:
+                self._guarded([ticket], partial(self._prefilled, ticket))
+
+    def _prefilled(self, ticket: Ticket) -> None:
+        """A prefill is done: choose the next token, and store what is new unless this is the second time."""
+        assert ticket.job is not None, "who was prefilled has a job"
+        prefilled, ticket.job = ticket.job.prefilled, None
+        assert prefilled is not None, "the job is done"
+        if ticket.running is not None:
+            ticket.running.go_on_with(prefilled)
+            self._advance(ticket, prefilled.logits)
+            return
+        assert ticket.admitted_s is not None, "who runs was admitted"
+        queue_s = ticket.admitted_s - ticket.arrived_s
+        running = self._preparation.running(ticket.prepared, prefilled, queue_s=queue_s)
+        approximate = any(part.fate is Fate.REUSED for part in prefilled.plan.parts)
+        ticket.plan = prefilled.plan if approximate else None
+        running.advance(prefilled.logits)
+        ticket.running, ticket.first_token_s = running, self._clock()
+        running.ttft_s = ticket.first_token_s - ticket.arrived_s
+        self._show(ticket)
+        try:
+            self._runner.store_new(prefilled)
+        except Exception:  # what cannot be stored costs time later, and this request nothing
+            logger.exception("what request %d computed is not stored", ticket.id)
+        running.without_captures()
+        self._finish_if_done(ticket)
+
+    def _advance(self, ticket: Ticket, logits: torch.Tensor) -> None:
+        assert ticket.running is not None, "who decodes has a token"
+        ticket.running.advance(logits)
+        self._show(ticket)
+        self._finish_if_done(ticket)
+
+    def _show(self, ticket: Ticket) -> None:
+        assert ticket.running is not None, "who has text has a token"
+        text = ticket.running.text
+        ticket.deliver(StreamEvent(text[ticket.shown :]))
+        ticket.shown = len(text)
+
+    def _finish_if_done(self, ticket: Ticket) -> None:
+        running = ticket.running
+        if running is None or running.finish_reason is None:
+            return
+        rest = running.finish()
+        answer = running.answer(self._runner.model.geometry, self._clock() - ticket.first_token_s)
+        self._count(finished=1)
+        self._end(ticket, StreamEvent(rest, answer))
+
+    def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> None:
+        """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
+
+        What fails need not be known: of those that were together only the culprit fails again.
+        """
+        try:
+            work()
+        except UsageError as error:
+            for ticket in tickets:
+                self._give_up(ticket, error)
+        except Exception as error:  # the boundary between one request's fault and the others
+            logger.warning("%d requests failed together", len(tickets), exc_info=True)
+            for ticket in tickets:
+                self._try_again(ticket, error)
+
+    def _try_again(self, ticket: Ticket, error: Exception) -> None:
+        if ticket.apart:
+            failed = RequestFailedError(f"request {ticket.id} failed twice, the second time with {error!r}")
+            failed.__cause__ = error
+            self._give_up(ticket, failed)
+        else:
+            ticket.apart = True
+            self._count(tried_again=1)
+            self._put_back(ticket)
+
+    def _give_up(self, ticket: Ticket, error: ChunkweaveError) -> None:
+        self._count(failed=1)
+        self._end(ticket, error)
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """Let a running request wait again, with its tokens kept and nothing else."""
+        self._stop(ticket)
+        assert ticket.waiting is not None, "it waited before it ran"
+        self._queue.put_back(ticket.waiting)
+
+    def _end(self, ticket: Ticket, last: StreamEvent | Exception) -> None:
+        if ticket in self._running:
+            self._stop(ticket)
+        else:
+            self._queue.remove(ticket)
+        del self._tickets[ticket.id]
+        ticket.deliver(last)
+
+    def _stop(self, ticket: Ticket) -> None:
+        """Take a running request's memory, pins and blocks."""
+        if ticket.job is not None:
+            ticket.job.close()
+            ticket.job = None
+        if ticket.running is not None:
+            ticket.running.let_go()
+        self._running.remove(ticket)
+        self.pool.release(ticket)
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _plan_again(job: PrefillJob) -> None:
+    """Let a job go on without the segments that are known to be lost."""
+    while job.lost is not None:
+        job.go_on_without(job.lost)

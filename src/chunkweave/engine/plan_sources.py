@@ -1,0 +1,112 @@
+"""A prompt's plan, and where the segments that it takes come from while it is executed."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import CaptureConfig
+from chunkweave.engine.prefetch import Prefetch
+from chunkweave.engine.turns import Turn
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.method import ReuseMethod
+from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.pruning import too_slow, without
+from chunkweave.planning.turns import with_kept
+from chunkweave.store.tiered import TieredStore
+from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
+from chunkweave.types import SegmentId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What all prefills of one runner share; its attributes say what each is for."""
+
+    model: HuggingFaceModel
+    store: TieredStore[SegmentSource]
+    cost: CostModel | None
+    load_order: LoadOrder
+    capture: CaptureConfig
+
+
+def make_plan(
+    here: Surroundings,
+    prompt: Prompt,
+    method: ReuseMethod,
+    *,
+    given_up: Collection[SegmentId] = (),
+    earlier: Turn | None = None,
+) -> Plan:
+    """Plan with what is stored, but for what was given up or takes longer to load than to compute."""
+    lookup = without(here.store.lookup(prompt), given_up)
+    if here.cost is not None:
+        lookup = without(lookup, too_slow(lookup, here.cost, here.store.tier_of))
+    if earlier is not None:
+        lookup = with_kept(lookup, prompt, earlier.kept)
+    plan = method.plan(lookup, here.model.geometry)
+    plan.validate(here.model.geometry.num_layers)
+    return plan
+
+
+class PlanSources:
+    """Pins the segments of one plan; those not in memory are read on a thread of its own. Close it.
+
+    `placements` says where every segment goes. Owned by the request whose plan it is.
+    """
+
+    def __init__(
+        self, here: Surroundings, plan: Plan, *, prefetched: Prefetch | None, held: Mapping[SegmentId, SegmentKV]
+    ) -> None:
+        """Pin and start to read. What an earlier turn `held` or what was `prefetched` comes from there."""
+        self._lease = here.store.lease(plan.segments())
+        self._loader: LayerLoader | None = None
+        exact = {part.segment for part in plan.parts if part.fate is Fate.EXACT}
+        sources: dict[SegmentId, SegmentSource] = {}
+        slow: list[tuple[SegmentId, SegmentSource]] = []
+        for segment in plan.segments():
+            ahead = held.get(segment) or (prefetched.find(segment) if prefetched is not None else None)
+            source = ahead or here.store.get(segment, exact=segment in exact) or Gone(segment)
+            sources[segment] = source
+            if not isinstance(source, SegmentKV | LoadingSegment | Gone):
+                slow.append((segment, source))
+        if prefetched is not None:
+            prefetched.start_using()
+        if slow:
+            wait_s = here.cost.prefill(max(source.tokens for _, source in slow)) if here.cost else None
+            self._loader = LayerLoader(slow, here.model.geometry.num_layers, order=here.load_order, wait_s=wait_s)
+            sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
+            self._loader.release()
+        chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
+        self.placements = [Placement(span, sources[segment]) for span, segment in chosen]
+
+    def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
+        """The segments that were read from a slower tier, as far as they came in whole."""
+        for segment in self._from_below():
+            whole = segment.whole()
+            if whole is not None:
+                yield SegmentId(segment.name), whole
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a segment is still being read, and may yet come in or be lost."""
+        return any(segment.whole() is None and segment.failure is None for segment in self._from_below())
+
+    @property
+    def failure(self) -> SegmentLost | None:
+        """Why a segment is known to be lost; None as long as none is."""
+        sources = (placement.segment for placement in self.placements)
+        losses = (source.failure for source in sources if isinstance(source, LoadingSegment | Gone))
+        return next((loss for loss in losses if loss is not None), None)
+
+    def close(self) -> None:
+        """Stop reading and unpin; a second time is harmless."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+        self._lease.release()
+
+    def _from_below(self) -> tuple[LoadingSegment, ...]:
+        sources = (placement.segment for placement in self.placements)
+        return tuple(dict.fromkeys(source for source in sources if isinstance(source, LoadingSegment)))

@@ -1,0 +1,263 @@
+"""One prompt's prefill in steps, so that a batch may take in as much of it at a time as fits."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.new_segments import parts_to_keep
+from chunkweave.engine.plan_sources import PlanSources, Surroundings, make_plan
+from chunkweave.engine.prefetch import Prefetch
+from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.turns import Turn, turn_captures, turn_of
+from chunkweave.fusion.attention_capture import AttentionCapture
+from chunkweave.fusion.capture import PartCapture
+from chunkweave.fusion.rows import ActiveRows
+from chunkweave.kv.request_cache import RequestCache
+from chunkweave.kv.segment import SegmentLate, SegmentLost
+from chunkweave.planning.explanation import Stop
+from chunkweave.planning.flops import LayerWork
+from chunkweave.planning.method import ReuseMethod
+from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.planning.slices import can_be_cut, cut
+from chunkweave.types import SegmentId, Span, joined, spans_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillOptions:
+    """What a prefill starts from and what is kept of it.
+
+    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards, with `keep_turn` the
+    conversation can go on from it; `earlier` is the turn that it goes on from, `prefetched` what was read ahead.
+
+    A prefill that was given up during decoding is made again with what it had `generated` by then, computed behind the
+    prompt as decoding would have; nothing is captured then. `plan` is what it was executed by, and will be again unless
+    a segment of it is gone: methods that approximate give other tokens if the plan is another.
+    """
+
+    new_tokens: int = 0
+    capture: bool = True
+    keep_turn: bool = False
+    earlier: Turn | None = None
+    prefetched: Prefetch | None = None
+    generated: tuple[int, ...] = ()
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A pass or a slice of one. Parts are captured for the store in the prompt's last pass, for turns in all whole."""
+
+    a_pass: Pass
+    captures: bool
+    turns: bool
+    in_slices: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """What the steps so far have added up to; begins anew with every plan."""
+
+    weave_s: float
+    load_s: float = 0.0
+    work: list[LayerWork] = field(default_factory=list)
+    recompute_work: int = 0
+    recomputed: tuple[Span, ...] = ()
+    stop: Stop | None = None
+    evidence: torch.Tensor | None = None
+
+
+class PrefillJob:
+    """Makes a prompt's KV cache by a method's plan, one pass or slice of a pass after the other.
+
+    Take the rows of the `next_rows`, run them, alone or beside others', and give back what came of them with `take`,
+    until `prefilled` is there. Segments stay pinned, and are read, until then or until `close`. If one turns out to be
+    lost, `go_on_without` it plans again; what was computed by then is lost too. Owned by one request.
+    """
+
+    def __init__(self, here: Surroundings, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> None:
+        """Plan and begin to load; nothing is computed yet."""
+        self.prefilled: Prefilled | None = None
+        self._here = here
+        self._prompt = prompt
+        self._method = method
+        self._options = options
+        self._given_up: set[SegmentId] = set()
+        self._began = time.perf_counter()
+        self._open(options.plan)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that the next pass, or what is left of it, has in its first layer."""
+        a_pass = self._steps[0].a_pass
+        return a_pass.required_tokens + a_pass.starting_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens of all passes that are left, as they have them in their first layers; 0 once it is done."""
+        return sum(step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the next pass may come in slices."""
+        return can_be_cut(self._steps[0].a_pass)
+
+    @property
+    def loading(self) -> bool:
+        """Whether segments are still being read. It may be run even so, and then waits for each layer."""
+        return self._sources.under_way
+
+    @property
+    def lost(self) -> SegmentLost | None:
+        """Why a segment is known to be lost before its layers were asked for."""
+        return self._sources.failure
+
+    def next_rows(self, max_tokens: int | None = None) -> ActiveRows:
+        """The rows of the next step: at most `max_tokens` of the next pass if it can be cut, else all of it."""
+        started = time.perf_counter()
+        step = self._steps[0]
+        if max_tokens is not None and max_tokens < self.next_tokens and can_be_cut(step.a_pass):
+            head, tail = cut(step.a_pass, max_tokens)
+            if tail is not None:
+                step = replace(step, a_pass=head, in_slices=True)
+                self._steps[0] = replace(step, a_pass=tail)
+                self._steps.appendleft(step)
+        rows = ActiveRows.of_pass(
+            self._cache,
+            self._ids,
+            step.a_pass,
+            dtype=self._here.model.dtype,
+            evidence=self._progress.evidence,
+            recomputed=self._progress.recomputed,
+            answers=len(self._steps) == 1,
+        )
+        captures = (*(self._captures if step.captures else ()), *(self._kept if step.turns else ()))
+        if captures:
+            rows.keep(captures, self._attention if step.captures else None, in_slices=step.in_slices)
+        self._progress.weave_s += time.perf_counter() - started
+        return rows
+
+    def take(self, rows: ActiveRows, logits: torch.Tensor | None, *, weave_s: float, load_s: float) -> None:
+        """Take in a step's rows after their run, of so many seconds, and the last step's `logits` `[vocab]`."""
+        a_pass = self._steps.popleft().a_pass
+        so_far = self._progress
+        so_far.weave_s += weave_s
+        so_far.load_s += load_s
+        so_far.work += rows.work
+        so_far.stop, so_far.evidence = rows.stop or so_far.stop, rows.evidence
+        fixed = self.plan.computed_tokens_of(a_pass)
+        so_far.recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
+        if a_pass.depth is None:
+            recomputed = spans_of(self.plan.reused_among(rows.positions.tolist()))
+            so_far.recomputed = joined([*so_far.recomputed, *recomputed])
+        if not self._steps:
+            assert logits is not None, "the last pass gives answers"
+            self._finish(logits)
+
+    def go_on_without(self, lost: SegmentLost) -> None:
+        """Plan again without a segment: a late one is left out for this request, a broken one removed for good."""
+        logger.warning("%s; it is computed instead", lost)
+        self._given_up.add(SegmentId(lost.segment))
+        if not isinstance(lost, SegmentLate):
+            self._here.store.remove(SegmentId(lost.segment))
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""
+        self._sources.close()
+
+    def _open(self, plan: Plan | None = None) -> None:
+        options, model = self._options, self._here.model
+        earlier = options.earlier
+        self.plan = plan or make_plan(self._here, self._prompt, self._method, given_up=self._given_up, earlier=earlier)
+        held = earlier.segments if earlier is not None else {}
+        self._sources = PlanSources(self._here, self.plan, prefetched=options.prefetched, held=held)
+        started = time.perf_counter()
+        self._lookup_s = started - self._began
+        self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
+        capacity = len(self._prompt) + options.new_tokens
+        placements = self._sources.placements
+        self._cache = RequestCache(model.geometry, capacity, placements, dtype=model.dtype, device=model.device)
+        self._captures, self._attention = self._new_captures()
+        self._kept = self._turn_captures() if options.keep_turn else ()
+        self._steps = deque(_steps_of(self.plan, behind=len(options.generated)))
+        self._progress = _Progress(weave_s=time.perf_counter() - started)
+
+    def _new_captures(self) -> tuple[Sequence[PartCapture], AttentionCapture | None]:
+        if not self._options.capture or self._options.generated:
+            return (), None
+        model, config = self._here.model, self._here.capture
+        parts = parts_to_keep(
+            self._prompt, self.plan, self._sources.placements, self._here.store, woven_fraction=config.woven_fraction
+        )
+        captures = [PartCapture(part, model.geometry, model.dtype, woven_from=origin) for part, origin in parts]
+        if not captures or not config.profile:
+            return captures, None
+        return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
+
+    def _turn_captures(self) -> Sequence[PartCapture]:
+        earlier = self._options.earlier
+        kept = earlier.kept if earlier is not None else {}
+        records = {
+            segment: kept[segment].record if segment in kept else self._here.store.record(segment)
+            for segment in self.plan.segments()
+        }
+        return tuple(turn_captures(self.plan, self._sources.placements, records, self._here.model))
+
+    def _finish(self, logits: torch.Tensor) -> None:
+        started = time.perf_counter()
+        self._cache.release_segments()
+        turn = turn_of(self._prompt, self.plan, self._kept) if self._options.keep_turn else None
+        self._note_reuse()
+        self.prefilled = Prefilled(
+            prompt=self._prompt,
+            plan=self.plan,
+            cache=self._cache,
+            logits=logits,
+            captures=tuple(capture for capture in self._captures if capture.complete),
+            attention=self._attention,
+            work=tuple(self._progress.work),
+            recomputed=self._progress.recomputed,
+            recompute_work=self._progress.recompute_work,
+            stop=self._progress.stop,
+            lookup_s=self._lookup_s,
+            load_s=self._progress.load_s,
+            weave_s=self._progress.weave_s + time.perf_counter() - started,
+            loaded=tuple(self._sources.loaded()),
+            turn=turn,
+        )
+        self.close()
+
+    def _note_reuse(self) -> None:
+        """Tell the store how much each segment saved. Where the method does not score them, a use is just a use."""
+        for part in self.plan.parts:
+            if part.segment is not None:
+                unscored = 0.0 if part.fate is Fate.EXACT else 1.0
+                self._here.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
+
+
+def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:
+    """The plan's passes, and one over the `behind` tokens that come after the prompt."""
+    last = len(plan.passes) - 1
+    steps = [
+        _Step(a_pass, captures=number == last, turns=number == last or a_pass.depth is None)
+        for number, a_pass in enumerate(plan.passes)
+    ]
+    if behind:
+        rest = Span(plan.prompt_tokens, plan.prompt_tokens + behind)
+        steps.append(_Step(Pass(required=(rest,)), captures=False, turns=False))
+    return steps

@@ -1,0 +1,87 @@
+"""What happens to a request before its prefill and right after it: the same for one at a time and for many."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.answer import Request
+from chunkweave.engine.detokenizer import Detokenizer
+from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.runner import Runner
+from chunkweave.engine.running import RunningRequest
+from chunkweave.models.loading import LoadedModel
+from chunkweave.planning.adaptive import HiddenLoading
+from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Wish
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import SegmentId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A request with its prompt, the method that was chosen for it, and how many tokens it may generate."""
+
+    request: Request
+    prompt: Prompt
+    choice: MethodChoice
+    method: ReuseMethod
+    room: int
+
+
+class Preparation:
+    """Makes prompts and chooses methods with one model's parts; has no state of its own."""
+
+    def __init__(self, loaded: LoadedModel, builder: PromptBuilder, runner: Runner, chooser: MethodChooser) -> None:
+        self.loaded = loaded
+        self.runner = runner
+        self.chooser = chooser
+        self._builder = builder
+
+    def prepare(self, request: Request, wish: Wish) -> Prepared:
+        """Everything that can be said about a request before anything is computed.
+
+        Raises:
+            UsageError: an empty question or chunk, or a wish that cannot be met.
+            PromptTooLongError: chunks and question do not fit the model's context.
+        """
+        choice = self.chooser.choose(wish)
+        method = self._make_method(choice, wish.recompute_ratio)
+        prompt = self._builder.build(
+            request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
+        )
+        room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
+        return Prepared(request, prompt, choice, method, room)
+
+    def running(self, prepared: Prepared, prefilled: Prefilled, *, queue_s: float) -> RunningRequest:
+        """A prefilled request without a token yet. Call it before what was loaded is promoted and what is new stored:
+        where segments were found is noted here, and storing may evict them.
+        """
+        return RunningRequest(
+            prepared.request,
+            prefilled,
+            Detokenizer(self.loaded.tokenizer.decode, prepared.request.sampling.stop),
+            stop_ids=self.loaded.tokenizer.stop_ids,
+            room=prepared.room,
+            queue_s=queue_s,
+            choice=prepared.choice,
+            tiers=self._tiers(prefilled),
+            records=self._records(prefilled),
+        )
+
+    def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:
+        """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""
+        cost = self.runner.cost
+        if recompute_ratio is not None or cost is None:
+            return make_method(choice.method, choice.reuse)
+        return HiddenLoading(choice.method, choice.reuse, cost, self.runner.store.tier_of)
+
+    def _tiers(self, prefilled: Prefilled) -> Mapping[SegmentId, str]:
+        """Where the reused segments were found; one that has left since counts as the host's."""
+        segments = [part.segment for part in prefilled.plan.parts if part.segment is not None]
+        return {segment: self.runner.store.tier_of(segment) or "host" for segment in segments}
+
+    def _records(self, prefilled: Prefilled) -> Mapping[SegmentId, SegmentRecord]:
+        """What is known of the segments that were taken; one that has left since is not among them."""
+        found = {segment: self.runner.store.record(segment) for segment in prefilled.plan.segments()}
+        return {segment: record for segment, record in found.items() if record is not None}

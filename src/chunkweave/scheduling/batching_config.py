@@ -1,0 +1,38 @@
+"""How much a batching engine takes on at once."""
+
+from dataclasses import dataclass
+from math import isfinite
+
+from chunkweave.errors import UsageError
+from chunkweave.scheduling.budget import TokenBudget
+from chunkweave.scheduling.queue import DEFAULT_WINDOW
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """The limits of a batching engine.
+
+    At most `max_running` requests are worked on, `step_tokens` tokens in a step. The KV of all of them together has
+    room for `kv_tokens`, shared out in blocks of `block_tokens`. At most `max_waiting` more wait, each passed over at
+    most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
+    not begun within `queue_timeout_s` is given up.
+    """
+
+    max_running: int = 8
+    step_tokens: int = 512
+    kv_tokens: int = 32768
+    block_tokens: int = 32
+    max_waiting: int = 256
+    window: int = DEFAULT_WINDOW
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
+        if not 1 <= self.block_tokens <= self.kv_tokens:
+            raise UsageError(f"{self.kv_tokens} tokens of KV have no block of {self.block_tokens} tokens")
+        if self.max_waiting < 1 or self.window < 0:
+            raise UsageError(f"room to wait ({self.max_waiting}) must be at least 1, the window ({self.window}) 0")
+        for name, limit in (("deadline_s", self.deadline_s), ("queue_timeout_s", self.queue_timeout_s)):
+            if limit is not None and not (isfinite(limit) and limit > 0):
+                raise UsageError(f"{name} must be a positive number of seconds, not {limit}")

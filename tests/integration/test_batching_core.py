@@ -1,0 +1,288 @@
+"""The step loop: many requests give what each gives alone, blocks are bounded and none leaks, nobody is forgotten."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkweave import Answer, Chunk, Engine, Request, ReuseConfig, SamplingParams, StreamEvent
+from chunkweave.engine.core import BatchingCore
+from chunkweave.engine.runner import Runner
+from chunkweave.errors import (
+    DeadlineError,
+    PromptTooLongError,
+    RequestAbortedError,
+    RequestFailedError,
+    UnknownRequestError,
+    UsageError,
+)
+from chunkweave.planning.method_choice import Wish
+from chunkweave.scheduling.batching_config import BatchingConfig
+from chunkweave.testing.toys import toy_model
+
+CHUNKS = [
+    Chunk("The harbour of Skerrow was founded in 1871.", "history"),
+    Chunk("Pilots board ships two miles west of the lighthouse.", "pilots"),
+    Chunk("The ferry leaves at seven, at noon and at six.", "ferry"),
+    Chunk("Nobody fishes behind the old wall any more, since the water there is too shallow.", "fish"),
+    Chunk("The keeper of the light writes down every ship that passes.", "keeper"),
+]
+STORED = CHUNKS[:4]
+METHODS = ("cacheblend", "cachecraft", "query", "prefix", "full")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The system part and four of five chunks are stored, and nothing is added: that decides what methods reuse.
+
+    Each chunk has one variant. Of several that are equally good `cachecraft` takes the one used last, so that even one
+    request after the other would get other tokens when other requests came in between.
+    """
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
+    engine.precompute(STORED)
+    engine.generate("When?", max_new_tokens=1)
+    engine.runner.store_new = lambda prefilled: 0
+    return engine
+
+
+class Inbox:
+    """What one request was delivered."""
+
+    def __init__(self) -> None:
+        self.events: list[StreamEvent | Exception] = []
+
+    def __call__(self, event: StreamEvent | Exception) -> None:
+        self.events.append(event)
+
+    @property
+    def last(self) -> Answer | Exception | None:
+        event = self.events[-1] if self.events else None
+        return event.answer if isinstance(event, StreamEvent) else event
+
+
+class Driver:
+    """A core, with a clock that stands still unless it is set, and what its requests were delivered."""
+
+    def __init__(self, engine: Engine, **limits) -> None:
+        self.now = 0.0
+        self.engine = engine
+        self.core = BatchingCore(engine.preparation, BatchingConfig(**limits), clock=lambda: self.now)
+        self.inboxes: list[Inbox] = []
+
+    def submit(self, request: Request, method: str = "prefix", deadline_s: float | None = None) -> int:
+        prepared = self.core.fitting(self.engine.preparation.prepare(request, Wish(method)))
+        number = len(self.inboxes)
+        self.inboxes.append(Inbox())
+        self.core.submit(number, prepared, self.inboxes[-1], arrived_s=self.now, deadline_s=deadline_s)
+        return number
+
+    def run(self, each: Callable[[], None] = lambda: None, *, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.core.busy:
+                break
+            self.core.step()
+            self.core.check()
+            each()
+        assert not self.core.busy
+        assert self.core.stats.blocks_reserved == 0
+
+    def answers(self) -> list[Answer]:
+        assert all(isinstance(inbox.last, Answer) for inbox in self.inboxes), [box.last for box in self.inboxes]
+        return [inbox.last for inbox in self.inboxes]
+
+
+def asked(chunks: list[int], tokens: int, **sampling) -> Request:
+    return Request(
+        f"When does number {len(chunks)} leave?",
+        [CHUNKS[i] for i in chunks],
+        sampling=SamplingParams(max_new_tokens=tokens, **sampling),
+    )
+
+
+def alone(engine: Engine, request: Request, method: str) -> Answer:
+    return engine.generate_batch([request], method=method)[0]
+
+
+requests = st.tuples(
+    st.lists(st.integers(0, 4), min_size=0, max_size=4, unique=True), st.integers(1, 9), st.sampled_from(METHODS)
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mix=st.lists(st.tuples(requests, st.integers(0, 4)), min_size=2, max_size=6),
+    step_tokens=st.integers(5, 200),
+    blocks=st.integers(24, 60),
+)
+def test_a_batch_gives_token_for_token_what_single_requests_give(engine, mix, step_tokens, blocks):
+    """Arriving at different steps, in slices of any size, with so little memory that some are preempted."""
+    driver = Driver(engine, max_running=4, step_tokens=step_tokens, kv_tokens=8 * blocks, block_tokens=8)
+    for (chunks, tokens, method), steps in mix:
+        driver.submit(asked(chunks, tokens), method)
+        for _ in range(steps):
+            driver.core.step()
+    driver.run()
+    for ((chunks, tokens, method), _), answer, inbox in zip(mix, driver.answers(), driver.inboxes, strict=True):
+        single = alone(engine, asked(chunks, tokens), method)
+        assert answer.token_ids == single.token_ids
+        assert answer.finish_reason == single.finish_reason
+        assert answer.report.recomputed_tokens == single.report.recomputed_tokens
+        assert "".join(event.text for event in inbox.events) == answer.text == single.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_preempted_request_goes_on_with_the_same_tokens(engine, method, temperature):
+    sampling = {"temperature": temperature, "seed": 7}
+    requests = [asked([2, 0, 1], 40, **sampling), asked([3, 1], 40, **sampling), asked([4, 0], 40, **sampling)]
+    prompts = [len(engine.preparation.prepare(request, Wish(method)).prompt) for request in requests]
+    driver = Driver(engine, max_running=3, step_tokens=64, kv_tokens=sum(prompts) + 40, block_tokens=4)
+    for request in requests:
+        driver.submit(request, method)
+    driver.run()
+    assert driver.core.stats.preempted >= 1
+    for request, answer in zip(requests, driver.answers(), strict=True):
+        single = alone(engine, request, method)
+        assert answer.token_ids == single.token_ids
+        assert answer.report.prompt_tokens == single.report.prompt_tokens
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "cachecraft", "query"])
+def test_a_preempted_request_is_woven_as_before_though_more_is_stored_by_then(method):
+    """Of its three chunks one is computed and stored; a new plan would reuse it."""
+    first, second = asked([], 60), asked([2, 4, 0], 60)
+
+    def fresh() -> Engine:
+        engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
+        engine.precompute(STORED)
+        return engine
+
+    engine = fresh()
+    prompts = [len(engine.preparation.prepare(request, Wish(method)).prompt) for request in (first, second)]
+    driver = Driver(engine, max_running=2, kv_tokens=sum(prompts) + 60, block_tokens=4)
+    for request in (first, second):
+        driver.submit(request, method)
+    driver.run()
+    assert driver.core.stats.preempted >= 1
+    assert driver.answers()[1].token_ids == alone(fresh(), second, method).token_ids
+
+
+def test_a_thousand_random_submissions_and_aborts_leak_no_block(engine):
+    generator = random.Random(11)
+    driver = Driver(engine, max_running=4, step_tokens=96, kv_tokens=960, block_tokens=8)
+    aborted = 0
+    for _ in range(1000):
+        if generator.random() < 0.5:
+            chunks = generator.sample(range(5), generator.randint(0, 3))
+            driver.submit(asked(chunks, generator.randint(1, 6)), generator.choice(METHODS))
+        else:
+            number = max(0, len(driver.inboxes) - generator.randrange(8))
+            try:
+                driver.core.abort(number)
+                aborted += 1
+            except UnknownRequestError:
+                assert number == len(driver.inboxes) or driver.inboxes[number].last is not None
+        if generator.random() < 0.7:
+            driver.core.step()
+        driver.core.check()
+    driver.run()
+    driver.core.pool.check()
+    assert aborted > 100
+    for inbox in driver.inboxes:
+        assert isinstance(inbox.last, Answer | RequestAbortedError)
+    engine.store.check()
+    assert driver.core.stats.finished + aborted == len(driver.inboxes)
+
+
+def test_nobody_starves_behind_a_stream_of_newer_and_better_cached_requests(engine):
+    """The first is long, not cached, and fits only when half of the others are gone."""
+    driver = Driver(engine, max_running=3, step_tokens=64, kv_tokens=512, block_tokens=8, window=4)
+    driver.submit(asked([1], 12))
+    first = driver.submit(asked([4, 3, 2, 1, 0], 4), "full")
+    served_before = 0
+    for _ in range(40):
+        driver.submit(asked([0, 1], 3))
+    while driver.inboxes[first].last is None:
+        driver.core.step()
+    served_before = sum(box.last is not None for box in driver.inboxes[first + 1 :])
+    assert served_before <= 4 + 3
+    driver.run()
+
+
+def test_a_failed_batch_is_tried_once_more_each_request_for_itself(engine, monkeypatch):
+    real, failures = Runner.step, []
+
+    def step(self, decoding, prefilling):
+        if len(decoding) >= 2 and not failures:
+            failures.append(len(decoding))
+            raise RuntimeError("a kernel failed")
+        return real(self, decoding, prefilling)
+
+    monkeypatch.setattr(Runner, "step", step)
+    driver = Driver(engine, step_tokens=512)
+    requests = [asked([2, 0], 9), asked([1, 3], 9), asked([], 9)]
+    for request in requests:
+        driver.submit(request, "cacheblend")
+    driver.run()
+    assert failures == [3]
+    assert driver.core.stats.tried_again == 3
+    for request, answer in zip(requests, driver.answers(), strict=True):
+        assert answer.token_ids == alone(engine, request, "cacheblend").token_ids
+
+
+def test_who_fails_twice_takes_nobody_along(engine, monkeypatch):
+    real = Runner.step
+    driver = Driver(engine, step_tokens=512)
+    good = driver.submit(asked([0, 1], 9))
+    poison = driver.submit(asked([2, 3], 9))
+    length = len(engine.preparation.prepare(asked([2, 3], 9), Wish("prefix")).prompt)
+
+    def step(self, decoding, prefilling):
+        if any(length + 3 <= one.position <= length + 9 for one in decoding):
+            raise RuntimeError("this one always fails")
+        return real(self, decoding, prefilling)
+
+    monkeypatch.setattr(Runner, "step", step)
+    driver.run()
+    assert isinstance(driver.inboxes[poison].last, RequestFailedError)
+    assert isinstance(driver.inboxes[poison].last.__cause__, RuntimeError)
+    monkeypatch.undo()
+    assert driver.inboxes[good].last.token_ids == alone(engine, asked([0, 1], 9), "prefix").token_ids
+    assert driver.core.stats.failed == 1
+
+
+def test_deadlines_end_waiting_and_running_requests(engine):
+    driver = Driver(engine, max_running=1, queue_timeout_s=5.0)
+    running = driver.submit(asked([0], 100), deadline_s=9.0)
+    waiting = driver.submit(asked([1], 100))
+    driver.core.step()
+    driver.now = 6.0
+    driver.core.step()
+    assert isinstance(driver.inboxes[waiting].last, DeadlineError)
+    assert driver.inboxes[running].last is None
+    driver.now = 9.5
+    driver.run()
+    assert isinstance(driver.inboxes[running].last, DeadlineError)
+    assert driver.core.stats.timed_out == 2
+
+
+def test_a_request_larger_than_the_memory_is_refused_and_one_alone_always_ends(engine):
+    driver = Driver(engine, kv_tokens=96, block_tokens=8)
+    with pytest.raises(PromptTooLongError, match="kv_tokens"):
+        driver.submit(asked([0, 1, 2, 3, 4], 5))
+    driver.submit(asked([], 400))
+    driver.run()
+    [answer] = driver.answers()
+    assert answer.report.prompt_tokens + len(answer.token_ids) <= 96
+
+
+def test_a_wrong_plan_is_the_requests_own_fault(engine):
+    """The toy has 4 layers: the plan cannot be executed, and no second try would help."""
+    other = Engine(engine.loaded, store=engine.store, reuse=ReuseConfig(check_layers=(9,)))
+    driver = Driver(other)
+    number = driver.submit(asked([2, 0], 5), "cacheblend")
+    driver.run()
+    assert isinstance(driver.inboxes[number].last, UsageError)
+    assert driver.core.stats.tried_again == 0

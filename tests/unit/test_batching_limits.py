@@ -1,0 +1,148 @@
+"""Blocks, token budget and limits of the batching engine, without a model."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from chunkweave.engine.block_pool import BlockPool
+from chunkweave.errors import StoreError, UsageError
+from chunkweave.scheduling.batching_config import BatchingConfig
+from chunkweave.scheduling.budget import Piece, Prefilling, TokenBudget
+
+OWNERS = st.sampled_from("abcde")
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Against a dict of tokens: what fits is what a sum says."""
+
+    @initialize(blocks=st.integers(1, 12), block_tokens=st.integers(1, 5))
+    def open(self, blocks, block_tokens):
+        self.pool = BlockPool(blocks, block_tokens)
+        self.model: dict[str, int] = {}
+
+    def free(self) -> int:
+        return self.pool.blocks - sum(self.model.values())
+
+    @rule(owner=OWNERS, tokens=st.integers(0, 30))
+    def reserve(self, owner, tokens):
+        if owner in self.model:
+            with pytest.raises(UsageError):
+                self.pool.reserve(owner, tokens)
+            return
+        blocks = -(-tokens // self.pool.block_tokens)
+        fits = blocks <= self.free()
+        assert self.pool.fits(tokens) == self.pool.reserve(owner, tokens) == fits
+        if fits:
+            self.model[owner] = blocks
+
+    @rule(owner=OWNERS, tokens=st.integers(0, 30))
+    def grow(self, owner, tokens):
+        if owner not in self.model:
+            with pytest.raises(UsageError):
+                self.pool.grow(owner, tokens)
+            return
+        blocks = max(self.model[owner], -(-tokens // self.pool.block_tokens))
+        fits = blocks - self.model[owner] <= self.free()
+        assert self.pool.grow(owner, tokens) == fits
+        if fits:
+            self.model[owner] = blocks
+            assert self.pool.capacity(owner) >= tokens
+
+    @rule(owner=OWNERS)
+    def release(self, owner):
+        if owner not in self.model:
+            with pytest.raises(UsageError):
+                self.pool.release(owner)
+            return
+        self.pool.release(owner)
+        del self.model[owner]
+
+    @invariant()
+    def agree(self):
+        if hasattr(self, "pool"):
+            self.pool.check()
+            assert self.pool.held == self.model
+            assert self.pool.use.reserved == sum(self.model.values())
+
+
+TestBlockPool = BlockPoolMachine.TestCase
+
+
+def test_a_pool_that_does_not_add_up_is_found_out():
+    pool = BlockPool(4, 8)
+    pool.reserve("a", 9)
+    pool._reserved = 1
+    with pytest.raises(StoreError):
+        pool.check()
+
+
+def job(number, tokens, *, remaining=None, cut=True, passed_over=0):
+    return Prefilling(number, tokens, tokens if remaining is None else remaining, cut, passed_over)
+
+
+def test_decoding_comes_first_and_the_shortest_prefill_next():
+    budget = TokenBudget(tokens=20, max_running=8)
+    assert budget.pieces(4, [job(1, 30), job(2, 6)]) == [Piece(2, 6), Piece(1, 10)]
+    assert budget.pieces(4, [job(1, 30, passed_over=4), job(2, 6)]) == [Piece(1, 16)]
+    assert budget.pieces(4, []) == []
+
+
+def test_what_cannot_be_cut_goes_whole_if_it_fits_or_is_the_first():
+    budget = TokenBudget(tokens=20, max_running=8)
+    assert budget.pieces(0, [job(1, 30, cut=False)]) == [Piece(1, 30)]
+    assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False)]) == [Piece(1, 10)]
+    assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False), job(3, 25)]) == [Piece(1, 10), Piece(3, 10)]
+    assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False, passed_over=4)]) == [Piece(2, 12), Piece(1, 8)]
+
+
+@given(
+    tokens=st.integers(9, 60),
+    patience=st.integers(1, 5),
+    jobs=st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=8),
+    decoding=st.integers(0, 8),
+)
+def test_no_prefill_waits_longer_than_patience_and_the_others(tokens, patience, jobs, decoding):
+    """Short ones keep coming: whoever ends is replaced by a newer and shorter one."""
+    budget = TokenBudget(tokens=tokens, max_running=8, patience=patience)
+    left = {number: list(size) for number, size in enumerate(jobs)}
+    waited = dict.fromkeys(left, 0)
+    for step in range(60):
+        seen = [job(n, size, cut=cut, passed_over=waited[n]) for n, (size, cut) in left.items()]
+        pieces = budget.pieces(decoding, seen)
+        assert pieces
+        if len(pieces) > 1:
+            assert sum(piece.tokens for piece in pieces) <= tokens - decoding
+        served = {piece.number for piece in pieces}
+        for number in list(left):
+            waited[number] = 0 if number in served else waited[number] + 1
+            assert waited[number] <= patience + len(jobs)
+        for piece in pieces:
+            left[piece.number][0] -= piece.tokens
+            if not left[piece.number][0]:
+                del left[piece.number], waited[piece.number]
+                left[1000 + 10 * step + piece.number % 10], waited[1000 + 10 * step + piece.number % 10] = [3, True], 0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_running": 0},
+        {"step_tokens": 8},
+        {"kv_tokens": 16},
+        {"max_waiting": 0},
+        {"window": -1},
+        {"deadline_s": 0},
+        {"queue_timeout_s": float("nan")},
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits):
+    with pytest.raises(UsageError):
+        BatchingConfig(**limits)
+
+
+def test_a_pool_needs_blocks():
+    with pytest.raises(UsageError):
+        BlockPool(0)
+    with pytest.raises(UsageError):
+        TokenBudget(tokens=10, max_running=4, patience=0)
