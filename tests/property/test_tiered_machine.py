@@ -38,6 +38,8 @@ class TieredMachine(RuleBasedStateMachine):
         self.host, self.disk, self.remote = FaultyTier(), SharedFaultyTier(0.5), SharedFaultyTier()
         self.leases: list[TieredLease] = []
         self.born_s: dict[SegmentId, float] = {}
+        self.others: set[SegmentId] = set()
+        """What another process put into the remote tier: nobody says when, so it is as old as its first sight."""
         self.removed: set[SegmentId] = set()
         self.ever_broken = False
 
@@ -73,7 +75,8 @@ class TieredMachine(RuleBasedStateMachine):
         record = record_of(path, exact=exact, nbytes=nbytes)
         if self.store.insert(record, payload_of(record)):
             self.removed.discard(record.id)
-            self.born_s[record.id] = self.clock()
+            if record.id not in self.others:
+                self.born_s[record.id] = self.clock()
 
     @rule(path=prompts, reused=st.integers(0, 3))
     def answer(self, path: str, reused: int) -> None:
@@ -167,6 +170,7 @@ class TieredMachine(RuleBasedStateMachine):
         if not (self.disk.broken or self.remote.broken):
             assert not ids & self.everything().keys() or self.ever_broken
             self.removed |= ids
+            self.others -= ids
 
     @rule(which=st.sampled_from(["disk", "remote"]), mode=st.sampled_from(["broken", "late", "works", "works"]))
     def a_tier_changes(self, which: str, mode: str) -> None:
@@ -185,6 +189,7 @@ class TieredMachine(RuleBasedStateMachine):
         if held is None or (exact and not held.exact):
             self.remote._held[record.id] = (record, payload_of(record))
             self.removed.discard(record.id)
+            self.others.add(record.id)
             self.born_s.pop(record.id, None)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 40.0]))

@@ -24,7 +24,7 @@ def _anything(_: SegmentId) -> bool:
 
 
 def _ranked(policy: PGDSFPolicy, record: SegmentRecord) -> float:
-    return policy._priorities.of(record.id)
+    return policy._ranking.of(record.id)
 
 
 COST = CostModel(

@@ -1,6 +1,6 @@
 """Which parts of a prompt are kept while it is prefilled, and the segments that are stored of them afterwards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.fusion.attention_capture import AttentionCapture
@@ -40,30 +40,42 @@ def parts_to_keep(
 def segments_of(
     prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-    """The finished segments in prompt order, with their profiles if attention was captured.
+    """The finished segments in prompt order, with their profiles if attention was captured."""
+
+    def profile(part: PartPlan, capture: PartCapture) -> AttentionProfile | None:
+        return None if attention is None else attention.profile(part, capture.recomputed, capture.attention_before)
+
+    for _, capture, record in captured_records(prompt, plan, captures, profile):
+        yield record, capture.segment()
+
+
+def captured_records(
+    prompt: Prompt,
+    plan: Plan,
+    captures: Sequence[PartCapture],
+    profile: Callable[[PartPlan, PartCapture], AttentionProfile | None],
+) -> Iterator[tuple[PartPlan, PartCapture, SegmentRecord]]:
+    """Each captured part in prompt order with the record of its segment, whose attention `profile` gives.
 
     A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
     """
-    captured = {capture.part.span.start: capture for capture in captures}
+    captured = {capture.part.span: capture for capture in captures}
     exact = True
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         exact = exact and part.fate is not Fate.REUSED
-        capture = captured.get(part.span.start)
+        capture = captured.get(part.span)
         if capture is None or part.part.id is None:
             continue
-        kv = capture.segment()
-        before = capture.woven_from.attention if capture.woven_from is not None else None
-        profile = attention.profile(part, capture.recomputed, before) if attention is not None else None
         record = SegmentRecord.of(
             part.part.id,
             context,
             part.part.token_ids,
             exact=exact,
-            nbytes=kv.nbytes,
+            nbytes=capture.nbytes,
             source=part.part.source,
-            attention=profile,
+            attention=profile(part, capture),
         )
-        yield record, kv
+        yield part, capture, record
 
 
 def _attention_of(part: PartPlan, store: TieredStore[SegmentSource]) -> AttentionProfile | None:

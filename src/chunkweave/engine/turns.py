@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.new_segments import captured_records
 from chunkweave.fusion.capture import PartCapture, WovenFrom
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
@@ -52,26 +53,11 @@ def turn_captures(
 
 def turn_of(prompt: Prompt, plan: Plan, captures: Sequence[PartCapture]) -> Turn:
     """The turn that was just woven; `captures` are those of `turn_captures`, complete."""
-    captured = {capture.part.span: capture for capture in captures}
     kept, segments = {}, {}
-    exact = True
-    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        exact = exact and part.fate is not Fate.REUSED
-        capture = captured.get(part.span)
-        if capture is None or part.part.id is None:
-            continue
-        kv = capture.segment()
-        record = SegmentRecord.of(
-            part.part.id,
-            context,
-            part.part.token_ids,
-            exact=exact,
-            nbytes=kv.nbytes,
-            source=part.part.source,
-            attention=capture.woven_from.attention if capture.woven_from is not None else None,
-        )
+    records = captured_records(prompt, plan, captures, lambda _, capture: capture.attention_before)
+    for part, capture, record in records:
         kept[record.id] = KeptPart(record, _fresh(part, capture))
-        segments[record.id] = kv
+        segments[record.id] = capture.segment()
     return Turn(kept, segments)
 
 

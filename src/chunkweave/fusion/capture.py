@@ -87,6 +87,17 @@ class PartCapture:
         """The part's tokens that were active at the last layer (all of a computed part), ascending, 0 its first."""
         return tuple(torch.nonzero(self._fresh[-1]).squeeze(1).tolist())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the finished segment."""
+        assert self._kv is not None, "a part that was given up has no segment"
+        return self._kv.nbytes
+
+    @property
+    def attention_before(self) -> AttentionProfile | None:
+        """What the tokens of the segment that a reused part was taken from attended to, if that is known."""
+        return None if self.woven_from is None else self.woven_from.attention
+
     @torch.inference_mode()
     def segment(self) -> SegmentKV:
         """The finished segment; call it once, after the last layer."""

@@ -1,14 +1,12 @@
 """A corpus on disk: parts that are never changed, and one manifest that says which of them count."""
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from chunkweave.errors import CorpusError, UsageError
+from chunkweave.store.folder import locked_folder, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class CorpusFiles:
             foreign = [path.name for path in self.folder.iterdir() if not _PARTIAL.fullmatch(path.name)]
         except OSError as error:
             raise CorpusError(f"no corpus can be made in {self.folder}: {error.strerror or error}") from error
-        with self._locked():
+        with locked_folder(self.folder, CorpusError):
             if self.exist:
                 raise UsageError(f"there is a corpus in {self.folder} already: open it")
             if foreign:
@@ -167,7 +166,7 @@ class CorpusFiles:
             CorpusError: somebody else committed since `before`, or a file cannot be written; nothing has changed.
         """
         generation = before.generation + 1
-        with self._locked():
+        with locked_folder(self.folder, CorpusError):
             if self.manifest().generation != before.generation:
                 raise CorpusError(f"another process changed the corpus in {self.folder}: open it again")
             written = [
@@ -186,7 +185,7 @@ class CorpusFiles:
         Raises:
             CorpusError: one cannot be written.
         """
-        with self._locked():
+        with locked_folder(self.folder, CorpusError):
             for name, data in files.items():
                 self._write(name, data)
 
@@ -199,7 +198,7 @@ class CorpusFiles:
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self.folder / name)
-            self._sync_folder()
+            sync_folder(self.folder)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise CorpusError(f"{self.folder / name} cannot be written: {error.strerror or error}") from error
@@ -246,26 +245,6 @@ class CorpusFiles:
                     path.unlink(missing_ok=True)
                 except OSError as error:
                     logger.warning("%s is not needed any more and cannot be removed: %s", path, error)
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One writer at a time among processes: the lock is on the folder, so that no lock file is left behind."""
-        try:
-            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CorpusError(f"{self.folder} cannot be opened: {error.strerror or error}") from error
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
 
 def digest_of(data: bytes) -> str:

@@ -1,15 +1,14 @@
 """Pins that outlive the process: which segments of a cache folder are neither evicted nor expired."""
 
-import fcntl
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from chunkweave.errors import DocumentError
+from chunkweave.store.folder import locked_folder
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class PinFile:
         return self._update(fingerprint, lambda pinned: pinned - dropped)
 
     def _update(self, fingerprint: str, change: Callable[[frozenset[SegmentId]], frozenset[SegmentId]]) -> int:
-        with self._locked():
+        with locked_folder(self._folder, DocumentError):
             pins = self.read()
             before = pins.get(fingerprint, frozenset())
             after = change(before)
@@ -88,19 +87,6 @@ class PinFile:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise DocumentError(f"{self._path} cannot be written: {error}") from error
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Among processes too: the lock is on the folder, so that no lock file is left behind."""
-        try:
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DocumentError(f"{self._folder} cannot be opened: {error}") from error
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
 
 def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import make_codec
 from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.store.folder import sync_folder
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.disk_index import DiskIndex, ProblemFile, is_folder
-from chunkweave.tiers.segment_file import DiskSegment, sync_folder, write_segment
+from chunkweave.tiers.segment_file import DiskSegment, write_segment
 from chunkweave.tiers.segment_header import FileProblem
 from chunkweave.tiers.segment_layers import file_bytes
 from chunkweave.types import SegmentId

@@ -16,6 +16,7 @@ import torch
 
 from chunkweave.kv.codecs import Codec
 from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.store.folder import sync_folder
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_header import (
     LENGTH_BYTES,
@@ -160,19 +161,6 @@ def read_header(path: Path) -> SegmentHeader:
     if header.record.id != path.stem:
         raise SegmentRefused(FileProblem.CORRUPT, f"it holds segment {header.record.id}, not the one it is named for")
     return header
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames within a folder last.
-
-    Raises:
-        OSError: the folder could not be synced.
-    """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from chunkweave.store.aged_ranking import AgedRanking
 from chunkweave.store.path_request import PathRequest
-from chunkweave.store.ranking import Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -23,9 +23,7 @@ class GDSFPolicy:
     def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
         self._cost = cost
         self._frequencies: dict[SegmentId, int] = {}
-        self._priorities = Ranking()
-        self._clock = 0.0
-        self._proposed: SegmentId | None = None
+        self._ranking = AgedRanking()
 
     def on_request(self, request: PathRequest) -> None:
         """Changes nothing: only what happens to stored segments counts."""
@@ -37,23 +35,18 @@ class GDSFPolicy:
         self._rank(record, self._frequencies[record.id] + 1)
 
     def on_remove(self, segment: SegmentId) -> None:
-        priority = self._priorities.of(segment)
-        if priority is not None and segment == self._proposed:
-            self._clock = max(self._clock, priority)
-        self._proposed = None
-        self._priorities.remove(segment)
+        self._ranking.remove(segment)
         self._frequencies.pop(segment, None)
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        self._proposed = self._priorities.least(evictable)
-        return self._proposed
+        return self._ranking.victim(evictable)
 
     def ids(self) -> Iterator[SegmentId]:
-        return iter(self._priorities)
+        return iter(self._ranking)
 
     def _rank(self, record: SegmentRecord, frequency: int) -> None:
         self._frequencies[record.id] = frequency
-        self._priorities.rank(record.id, self._clock + self._cost(record) * frequency / record.nbytes)
+        self._ranking.rank(record.id, self._cost(record) * frequency / record.nbytes)
 
 
 POLICY = GDSFPolicy

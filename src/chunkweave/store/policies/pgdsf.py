@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from chunkweave.store.aged_ranking import AgedRanking
 from chunkweave.store.path_request import PathRequest
-from chunkweave.store.ranking import Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -62,9 +62,7 @@ class PGDSFPolicy:
         self._window = window
         self._latest: deque[SegmentId] = deque()
         self._known: dict[SegmentId, _Statistics] = {}
-        self._priorities = Ranking()
-        self._clock = 0.0
-        self._proposed: SegmentId | None = None
+        self._ranking = AgedRanking()
 
     def on_request(self, request: PathRequest) -> None:
         for segment in request.stored:
@@ -91,19 +89,14 @@ class PGDSFPolicy:
         self._rank(record, node)
 
     def on_remove(self, segment: SegmentId) -> None:
-        priority = self._priorities.of(segment)
-        if priority is not None and segment == self._proposed:
-            self._clock = max(self._clock, priority)
-        self._proposed = None
-        self._priorities.remove(segment)
+        self._ranking.remove(segment)
         self._forget_unused(segment)
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        self._proposed = self._priorities.least(evictable)
-        return self._proposed
+        return self._ranking.victim(evictable)
 
     def ids(self) -> Iterator[SegmentId]:
-        return iter(self._priorities)
+        return iter(self._ranking)
 
     def _use(self, segment: SegmentId) -> _Statistics:
         node = self._known.setdefault(segment, _Statistics())
@@ -118,11 +111,11 @@ class PGDSFPolicy:
 
     def _forget_unused(self, segment: SegmentId) -> None:
         node = self._known.get(segment)
-        if node is not None and not node.frequency and segment not in self._priorities:
+        if node is not None and not node.frequency and segment not in self._ranking:
             del self._known[segment]
 
     def _rank(self, record: SegmentRecord, node: _Statistics) -> None:
-        self._priorities.rank(record.id, self._clock + self._average_s(record, node) * max(1, node.frequency))
+        self._ranking.rank(record.id, self._average_s(record, node) * max(1, node.frequency))
 
     def _average_s(self, record: SegmentRecord, node: _Statistics) -> float:
         if not node.misses:  # it was computed ahead of any request
