@@ -15,6 +15,7 @@ before it, which chooses what is recomputed, mean and 10th percentile over chunk
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -221,7 +222,7 @@ def main() -> None:
     if args.out:
         config = {name: str(value) for name, value in vars(args).items()}
         config |= {"prompt_tokens": len(prompts[0]), "computed_in": str(loaded.model.dtype)}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         write_json(args.out, BenchmarkResult("attention-mass", command, args.seed, config, rows, {}).as_dict())
 
 

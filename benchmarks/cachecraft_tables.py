@@ -18,6 +18,7 @@ the tables into docs/cachecraft.md, those of either kind of store by themselves.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -315,7 +316,7 @@ def main() -> None:
         with Engine.load(arguments.model) as engine:
             result["flops"] = flops_rows(engine, run.measured[:FLOPS_QUESTIONS], arguments.alpha)
     config = {name: str(value) for name, value in vars(arguments).items()}
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     written = BenchmarkResult("cachecraft-tables", command, arguments.seed, config, [], result)
     write_json(arguments.out, written.as_dict())
     tables = markdown(result)

@@ -13,6 +13,7 @@ channels differ in size.
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -225,7 +226,7 @@ def main() -> None:
     show(errors, "Codecs")
     if args.out:
         config = {name: str(value) for name, value in vars(args).items()}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("disk-throughput", command, args.seed, config, rows, {"codecs": errors})
         write_json(args.out, result.as_dict())
 

@@ -8,6 +8,7 @@ request is planned and checked once. Bar: 10 chunks with 5 variants each in 0.2 
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -96,7 +97,7 @@ def main() -> None:
     Console().print(table)
     if arguments.out is not None:
         config = {name: str(value) for name, value in vars(arguments).items()}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         write_json(arguments.out, BenchmarkResult("planning-time", command, arguments.seed, config, rows, {}).as_dict())
 
 

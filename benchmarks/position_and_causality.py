@@ -9,6 +9,7 @@ those of `chunkweave bench quality`.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,7 +88,7 @@ def main() -> None:
     Console().print(table)
     if arguments.out is not None:
         origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("position-and-causality", command, arguments.seed, origin, rows, {})
         write_json(arguments.out, result.as_dict())
 

@@ -8,6 +8,7 @@ others load while the chosen tokens are recomputed. Expected: from the link's sp
 """
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -104,7 +105,7 @@ def main() -> None:
     with Engine.load_shape(arguments.shape, dtype=arguments.dtype) as engine:
         (prompt,) = make_workload(bundled_examples(1, seed=arguments.seed), engine, config).measured
         rows = measure(Bench(engine, prompt, labels), labels, arguments.quotients, arguments.repeats)
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
     origin["threads"] = torch.get_num_threads()
     Console(width=150).print(table(rows), highlight=False)

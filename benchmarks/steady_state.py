@@ -12,6 +12,7 @@ are not counted.
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -151,7 +152,7 @@ def main() -> None:
     _show(rows)
     if arguments.out is not None:
         origin = {name: str(value) for name, value in vars(arguments).items()}
-        result = BenchmarkResult("steady-state", " ".join(["python", *sys.argv]), arguments.seed, origin, rows, {})
+        result = BenchmarkResult("steady-state", shlex.join(["python", *sys.argv]), arguments.seed, origin, rows, {})
         write_json(arguments.out, result.as_dict())
 
 

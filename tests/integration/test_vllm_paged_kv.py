@@ -84,7 +84,12 @@ def test_learning_leaves_the_cache_as_it_was(name):
 
 
 def test_a_cache_of_one_block_can_be_learnt():
-    PagedKV(layers(shape=(1, HEADS, TOKENS, 2 * DIM)), TOKENS)
+    paged = PagedKV(layers(shape=(1, HEADS, TOKENS, 2 * DIM)), TOKENS)
+    slots = torch.arange(TOKENS)
+    keys, values = torch.randn(2, TOKENS, HEADS, DIM)
+    paged.write(1, slots, keys, values)
+    for written, found in zip((keys, values), paged.read(1, slots), strict=True):
+        assert torch.equal(written, found)
 
 
 def test_preserved_blocks_are_put_back_whole_and_others_left_alone():

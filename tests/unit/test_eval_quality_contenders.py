@@ -49,7 +49,10 @@ def test_settings_of_query_add_up():
 
 @pytest.mark.parametrize("name", sorted(QUERY_SETTINGS))
 def test_every_setting_of_query_is_one(name):
-    QualityConfig((f"query:{name}",)).contenders()
+    made = QualityConfig((f"query:{name}",)).contenders()
+    assert list(made) == ["full", "full-reuse", f"query:{name}@0.15"]
+    told = made[f"query:{name}@0.15"]._query
+    assert {field: getattr(told, field) for field in QUERY_SETTINGS[name]} == QUERY_SETTINGS[name]
 
 
 @pytest.mark.parametrize("setting", ["layers=", "layers=a", "layers=2+1", "tail=0", "tail=x"])

@@ -221,9 +221,12 @@ def test_the_salt_keeps_apart_what_differs_in_chunks_method_or_own_salt():
     assert len({base.salt(None), *others}) == len(others) + 1
 
 
-def test_the_question_starts_where_the_chunks_end():
-    assert read({"chunks": [[3, 6], [6, 8]]}).question_start == 8
-    assert read({"chunks": [[3, 9]]}).question_start == 9
+def test_what_can_be_stored_are_system_and_chunks_with_what_came_before_them():
+    request = read({"chunks": [[3, 6], [6, 8]]})
+    system, first, second = request.stored_parts()
+    assert [part.span for part in (system, first, second)] == [Span(1, 3), Span(3, 6), Span(6, 8)]
+    assert [part.token_ids for part in (system, first, second)] == [(11, 12), (21, 22, 23), (31, 32)]
+    assert (system.context, first.context, second.context) == ((), (system.id,), (system.id, first.id))
 
 
 def test_all_methods_are_the_projects_own():

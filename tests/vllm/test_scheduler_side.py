@@ -237,3 +237,11 @@ def test_ranks_agree_on_what_all_of_them_hold():
     other = StepResults(stored={"x", "y", "z"}, dropped={"y"}, reports={"a": {}}, failed={"c"})
     both = one.aggregate(other)
     assert both == StepResults(stored={"x"}, dropped={"y"}, reports={"a": {}}, failed={"b", "c"})
+
+
+def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, monkeypatch):
+    side.add(FakeRequest(CHUNKS))
+    assert side.orders(step([("a", 0, 131)])).saves
+    monkeypatch.setattr(side, "_manager", None)  # would fail if asked for blocks
+    assert side._requests["a"].all_saved
+    assert not side.orders(step(cached=[("a", 131, 1)])).saves

@@ -1,6 +1,7 @@
 """The connector that vLLM makes: one in the scheduler, one in each worker. A facade: the two sides do the work."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from chunkweave.models.inspection import geometry_of
 from chunkweave.vllm import gate
 from chunkweave.vllm.messages import StepOrders, StepResults
 from chunkweave.vllm.plugin import loaded_model
-from chunkweave.vllm.request import Defaults
+from chunkweave.vllm.request import SETTINGS, Defaults
 from chunkweave.vllm.scheduler_side import SchedulerSide
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.worker_side import WorkerSide
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
 
-_DEFAULTS_OF_REQUESTS = {"method", "recompute_ratio", "check_layers", "seed"}
 _OWN_KEYS = {"host_budget", "policy", "max_variants", "layers_per_step"}
 
 
@@ -37,11 +37,12 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        unknown = sorted(set(extra) - _DEFAULTS_OF_REQUESTS - _OWN_KEYS)
+        unknown = sorted(set(extra) - SETTINGS - _OWN_KEYS)
         if unknown:
-            known = ", ".join(sorted(_DEFAULTS_OF_REQUESTS | _OWN_KEYS))
+            known = ", ".join(sorted(SETTINGS | _OWN_KEYS))
             raise UsageError(f"unknown keys of kv_connector_extra_config: {', '.join(unknown)}; there are: {known}")
         self._extra = extra
+        self._layers_per_step = _layers_per_step(extra)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._blocks_failed: set[int] = set()
@@ -105,7 +106,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
                 policy=self._extra.get("policy", "lru"),
                 max_variants=self._extra.get("max_variants", StoreConfig().max_variants),
             ),
-            layers_per_step=int(self._extra.get("layers_per_step", 4)),
+            layers_per_step=self._layers_per_step,
         )
         logger.info("chunkweave weaves: %s passed the start-up gate", type(loaded_model()).__name__)
 
@@ -140,6 +141,13 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _layers_per_step(extra: Mapping[str, Any]) -> int:
+    layers = extra.get("layers_per_step", 4)
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise UsageError(f"layers_per_step must be a whole number from 1 on, not {layers!r}")
+    return layers
 
 
 def model_fingerprint(config: VllmConfig) -> str:

@@ -1,7 +1,7 @@
 """What a request says about its chunks, made into the project's `Prompt`. Torch-free."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.types import Span
+from chunkweave.types import ChunkId, Context, Span
 
 FIELD = "chunkweave"
 """The key in a request's `kv_transfer_params`, and of the report in the answer's."""
@@ -18,7 +18,20 @@ FIELD = "chunkweave"
 METHODS = ("prefix", "full-reuse", "epic", "random", "cacheblend")
 """Methods whose plans are one pass with rules on KV; what needs attention evidence is not here."""
 
-_KEYS = frozenset({"chunks", "start_tokens", "method", "recompute_ratio", "check_layers", "seed"})
+SETTINGS = frozenset({"method", "recompute_ratio", "check_layers", "seed"})
+"""What a request may say of the way it is woven, and the connector's extra config for those that do not."""
+
+_KEYS = SETTINGS | {"chunks", "start_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part that a store can hold: its id and tokens, where it stands, and the ids of what comes before it."""
+
+    id: ChunkId
+    token_ids: tuple[int, ...]
+    span: Span
+    context: Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +45,12 @@ class WeaveRequest:
     method: str
     reuse: ReuseConfig
 
-    @property
-    def question_start(self) -> int:
-        """The first position that is nobody's chunk; the prompt's length if there is no question."""
-        spans = self.prompt.spans()
-        asks = self.prompt.parts[-1].kind is PartKind.QUESTION
-        return spans[-1].start if asks else spans[-1].stop
+    def stored_parts(self) -> Iterator[StoredPart]:
+        """The parts that a store can hold, in prompt order."""
+        prompt = self.prompt
+        for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
+            if part.id is not None:
+                yield StoredPart(part.id, part.token_ids, span, context)
 
     def salt(self, given: str | None) -> str:
         """What keeps this request's blocks apart in vLLM's prefix cache.
@@ -66,7 +79,7 @@ class Defaults:
         Raises:
             UsageError: a value is out of range or of the wrong type.
         """
-        fields = {key: extra[key] for key in ("method", "recompute_ratio", "check_layers", "seed") if key in extra}
+        fields = {key: extra[key] for key in SETTINGS & extra.keys()}
         return cls(*_reuse(fields, cls()))
 
 

@@ -6,10 +6,9 @@ stored, to tell a prompt that is worth weaving from one that vLLM had better pre
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.types import ChunkId
 from chunkweave.vllm.messages import SaveOrder, StepOrders, StepResults, WeaveOrder
@@ -24,15 +23,25 @@ class _Tracked:
 
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
+    `ends` are the positions where its stored parts end, ascending.
     """
 
     request: WeaveRequest
+    ends: tuple[int, ...] = field(init=False)
     local: int = 0
     saved: int = 0
     woven: bool = False
     in_flight: bool = False
     failed: bool = False
     report: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.ends = tuple(part.span.stop for part in self.request.stored_parts())
+
+    @property
+    def all_saved(self) -> bool:
+        """Whether nothing of its prompt is to be saved any more: what most steps of its life find."""
+        return max(self.saved, self.local) >= self.ends[-1]
 
 
 class SchedulerSide:
@@ -91,7 +100,7 @@ class SchedulerSide:
         tracked.local = computed
         if tracked.failed:
             return 0
-        stop = self._weavable_stop(tracked.request.prompt)
+        stop = self._weavable_stop(tracked.request)
         tokens: int = min(stop, request.num_tokens - 1) - computed
         return max(0, tokens)
 
@@ -151,14 +160,9 @@ class SchedulerSide:
         adapter = getattr(request, "lora_request", None)
         return self._fingerprint if adapter is None else f"{self._fingerprint}+lora:{adapter.lora_name}"
 
-    def _weavable_stop(self, prompt: Prompt) -> int:
+    def _weavable_stop(self, request: WeaveRequest) -> int:
         """Where the last part ends of which something is stored; what follows vLLM computes itself."""
-        ends = (
-            span.stop
-            for part, span in zip(prompt.parts, prompt.spans(), strict=True)
-            if part.id is not None and part.id in self._stored
-        )
-        return max(ends, default=0)
+        return max((part.span.stop for part in request.stored_parts() if part.id in self._stored), default=0)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -167,15 +171,10 @@ class SchedulerSide:
         saves = []
         for request_id, start in before.items():
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or tracked.all_saved:
                 continue
             computed = start + output.num_scheduled_tokens[request_id]
-            stored = [
-                span
-                for part, span in zip(tracked.request.prompt.parts, tracked.request.prompt.spans(), strict=True)
-                if part.id
-            ]
-            done = [span.stop for span in stored if max(tracked.saved, tracked.local) < span.stop <= computed]
+            done = [end for end in tracked.ends if max(tracked.saved, tracked.local) < end <= computed]
             if not done:
                 continue
             blocks = tuple(self._manager.get_block_ids(request_id)[0])

@@ -140,11 +140,6 @@ class StockLayers:
         total: torch.Tensor = tensor_model_parallel_all_reduce(norms.square())
         return total.sqrt()
 
-    def final(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Behind the last layer's norm, `[tokens, hidden]`."""
-        normed: torch.Tensor = self._body.norm(hidden, residual)[0]
-        return normed
-
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
         """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up gate compares with."""
         ((rows, metadata, slots),) = active.pieces

@@ -75,12 +75,6 @@ class WeaveJob:
         return self._layer == self._layers.num_layers
 
     @property
-    def hidden(self) -> torch.Tensor:
-        """Of the last token that is active, before the last layer, `[1, hidden]`; for a check against other loops."""
-        assert self._hidden is not None, "no token is active"
-        return self._hidden[-1:] if self._residual is None else self._hidden[-1:] + self._residual[-1:]
-
-    @property
     def recomputed(self) -> list[int]:
         """Positions of reused chunks that are active now, ascending."""
         positions = self._active.positions.cpu()
@@ -126,14 +120,10 @@ class WeaveJob:
     def _refine(self, rule: KeepTop, layer: int, cached: torch.Tensor) -> None:
         assert self._hidden is not None
         rows = torch.nonzero(self._candidate).squeeze(1)
-        keys, values = self._layers.keys_values(layer, self._hidden, self._residual)
-        places = torch.searchsorted(self._cached_positions, self._active.positions[rows])
-        evidence = self._layers.over_ranks(measure(rule.by, keys[rows], values[rows], cached[:, places]))
         if self._given is not None and layer in self._given:
             best = torch.nonzero(torch.isin(self._active.positions[rows], self._given[layer])).squeeze(1)
         else:
-            count = ceil(rule.count * self._candidate_share)
-            best = torch.sort(evidence, descending=True, stable=True).indices[:count]
+            best = self._best(rule, layer, rows, cached)
         self.chosen[layer] = self._active.positions[rows[best]].sort().values
         keep = ~self._candidate
         keep[rows[best]] = True
@@ -142,6 +132,15 @@ class WeaveJob:
         self._hidden = self._hidden[kept]
         self._residual = None if self._residual is None else self._residual[kept]
         self._activate(self._active.positions[kept])
+
+    def _best(self, rule: KeepTop, layer: int, rows: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """Which of the candidates `rows` the rule keeps: places in `rows`, those with the most evidence first."""
+        assert self._hidden is not None
+        keys, values = self._layers.keys_values(layer, self._hidden, self._residual)
+        places = torch.searchsorted(self._cached_positions, self._active.positions[rows])
+        evidence = self._layers.over_ranks(measure(rule.by, keys[rows], values[rows], cached[:, places]))
+        count = ceil(rule.count * self._candidate_share)
+        return torch.sort(evidence, descending=True, stable=True).indices[:count]
 
     def _activate(self, positions: torch.Tensor) -> None:
         """Make `positions` the active ones; what follows from them is worked out once, here."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from chunkweave.planning.plan import Fate, Plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry, SegmentId, Span
 from chunkweave.vllm.messages import StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.request import WeaveRequest
+from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.stock_layers import BlockTable, StockLayers
 from chunkweave.vllm.weave_job import WeaveJob
 
@@ -27,21 +27,24 @@ _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
 
 _Same = tuple[str, tuple[SegmentId, ...]]
-"""Requests of the same chunks and method, woven from the same segments, choose the same positions."""
+"""Requests of the same chunks and method, woven from the same segments, choose the same positions.
+
+What is exact does not count: stored or computed, it is the same.
+"""
 
 
 @dataclass(slots=True)
 class _Woven:
     """A request whose KV was or is being woven: its plan, kept so that a preempted request is woven the same again.
 
-    `pinned` keeps the plan's segments in the store until the request is finished. `exact` says that nothing of its KV
-    is approximate.
+    `pinned` keeps the plan's segments in the store until the request is finished. Before the position `exact_to`
+    nothing of its KV is approximate.
     """
 
     plan: Plan
     sources: list[tuple[Span, SegmentSource]]
     pinned: ExitStack
-    exact: bool
+    exact_to: int
 
 
 @dataclass(slots=True)
@@ -105,12 +108,9 @@ class WorkerSide:
         """Store the parts whose KV this step's forward has completed."""
         for order in orders.saves:
             woven = self._woven.get(order.request_id)
-            spans = [
-                span
-                for part, span in zip(order.request.prompt.parts, order.request.prompt.spans(), strict=True)
-                if part.id is not None and order.saved < span.stop <= order.computed
-            ]
-            self._store_parts(order.request, order.block_ids, spans, order.exact if woven is None else woven.exact)
+            exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
+            parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
+            self._save_parts(order.request_id, parts, order.block_ids, exact_to)
 
     def forget(self, finished: Collection[str]) -> None:
         """Requests that have ended need no plan any more."""
@@ -141,7 +141,7 @@ class WorkerSide:
             order.request.prompt.token_ids,
             first=order.first,
             stop=order.stop,
-            chosen=self._choices.get((order.request.salt(None), woven.plan.segments())),
+            chosen=self._choices.get(_same(order.request, woven.plan)),
         )
 
     def _plan(self, order: WeaveOrder) -> _Woven:
@@ -159,8 +159,8 @@ class WorkerSide:
                 pinned.close()
                 raise SegmentLost(part.segment, "it is not in the store any more")
             sources.append((part.span, source))
-        exact = not order.first and not plan.spans(Fate.REUSED)
-        return _Woven(plan, sources, pinned, exact)
+        approximate = [0] if order.first else [span.start for span in plan.spans(Fate.REUSED)]
+        return _Woven(plan, sources, pinned, min(approximate, default=plan.prompt_tokens))
 
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
@@ -170,38 +170,42 @@ class WorkerSide:
         for part in woven.plan.parts:
             if part.segment is not None:
                 self._store.note_reuse(part.segment, 0.0 if part.fate is Fate.EXACT else 1.0)
-        spans = [
-            part.span
-            for part in woven.plan.parts
-            if part.fate is Fate.COMPUTED
-            and part.part.id is not None
-            and order.first <= part.span.start
-            and part.span.stop <= order.stop
+        fresh = {part.span for part in woven.plan.parts if part.fate is Fate.COMPUTED}
+        parts = [
+            part
+            for part in order.request.stored_parts()
+            if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
-        self._store_parts(order.request, order.block_ids, spans, woven.exact)
+        self._save_parts(order.request_id, parts, order.block_ids, woven.exact_to)
 
     def _remember(self, order: WeaveOrder, job: WeaveJob) -> None:
         """Keep what a whole weave chose, for requests like it of which a part lies in vLLM's own cache."""
         if order.first:
             return
-        key = (order.request.salt(None), self._woven[order.request_id].plan.segments())
+        key = _same(order.request, self._woven[order.request_id].plan)
         self._choices[key] = job.chosen
         self._choices.move_to_end(key)
         if len(self._choices) > _CHOICES:
             self._choices.popitem(last=False)
 
-    def _store_parts(
-        self, request: WeaveRequest, block_ids: tuple[int, ...], spans: Collection[Span], exact: bool
+    def _save_parts(
+        self, request_id: str, parts: Sequence[StoredPart], block_ids: tuple[int, ...], exact_to: int
     ) -> None:
-        if not spans:
+        """Copy parts out of a request's blocks into the store; what cannot be stored costs time later.
+
+        Those that end at `exact_to` or before are exact.
+        """
+        if not parts:
             return
-        prompt, table = request.prompt, BlockTable(block_ids, self._layers.paged)
-        for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
-            if span not in spans or part.id is None:
-                continue
-            kv = self._read(table, span)
-            record = SegmentRecord.of(part.id, context, part.token_ids, exact=exact, nbytes=kv.nbytes)
-            self._store.insert(record, kv)
+        try:
+            table = BlockTable(block_ids, self._layers.paged)
+            for part in parts:
+                kv = self._read(table, part.span)
+                exact = part.span.stop <= exact_to
+                record = SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes)
+                self._store.insert(record, kv)
+        except Exception:  # a cache may cost time, never the engine
+            logger.exception("what request %s computed is not stored", request_id)
         self._tell_scheduler()
 
     def _read(self, table: BlockTable, span: Span) -> SegmentKV:
@@ -240,6 +244,11 @@ class WorkerSide:
         self._outcome.results.failed.add(order.request_id)
         first = order.first // self._layers.paged.block_size
         self._outcome.broken_blocks |= set(order.block_ids[first:])
+
+
+def _same(request: WeaveRequest, plan: Plan) -> _Same:
+    woven_from = (part.segment for part in plan.parts if part.fate is Fate.REUSED)
+    return request.salt(None), tuple(segment for segment in woven_from if segment is not None)
 
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:

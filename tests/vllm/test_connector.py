@@ -1,0 +1,54 @@
+"""The connector's configuration, as vLLM hands it over."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from chunkweave.errors import UsageError
+from chunkweave.vllm import connector
+from chunkweave.vllm.connector import ChunkweaveConnector
+
+
+def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
+    monkeypatch.setattr(connector, "model_fingerprint", lambda _: "model")
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, kv_load_failure_policy="fail"),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)),
+    )
+    return ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, None)
+
+
+def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
+    request = SimpleNamespace(
+        request_id="a",
+        kv_transfer_params={"chunkweave": {"chunks": [[0, 8]], "method": "cacheblend", "check_layers": [layer]}},
+        prompt_token_ids=list(range(10)),
+        cache_salt=None,
+        block_hashes=[],
+        update_block_hashes=lambda: None,
+    )
+    made.on_new_request(request)
+    return request
+
+
+def test_layers_are_checked_against_the_model(monkeypatch):
+    made = connect(monkeypatch, num_hidden_layers=4)
+    answer = made.request_finished(ask(made, 4), [])[1]
+    assert "4 layers" in answer["chunkweave"]["error"]
+
+
+def test_a_model_that_does_not_tell_its_layers_is_served(monkeypatch):
+    made = connect(monkeypatch)
+    assert "error" not in made.request_finished(ask(made, 40), [])[1]["chunkweave"]
+
+
+@pytest.mark.parametrize("layers", [0, -1, 1.5, True, "four"])
+def test_layers_per_step_must_be_a_whole_number(monkeypatch, layers):
+    with pytest.raises(UsageError, match="layers_per_step"):
+        connect(monkeypatch, {"layers_per_step": layers})
+
+
+def test_unknown_keys_are_named_with_those_there_are(monkeypatch):
+    with pytest.raises(UsageError, match=r"budgets.*check_layers.*host_budget.*recompute_ratio"):
+        connect(monkeypatch, {"budgets": 1})
