@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
+    from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.engine.answer import Answer, Request, StreamEvent
     from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+    from chunkweave.engine.conversation import Conversation
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
@@ -26,6 +27,8 @@ __all__ = [
     "BatchingConfig",
     "Chunk",
     "ChunkweaveError",
+    "Conversation",
+    "ConversationConfig",
     "Corpus",
     "CorpusDocument",
     "Engine",
@@ -49,6 +52,8 @@ _HOMES = {
     "BatchingConfig": "chunkweave.scheduling.batching_config",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
+    "Conversation": "chunkweave.engine.conversation",
+    "ConversationConfig": "chunkweave.config",
     "Corpus": "chunkweave.retrieval.corpus",
     "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",

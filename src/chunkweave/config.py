@@ -231,6 +231,37 @@ class ReuseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationConfig:
+    """How long conversations may get and how many there may be.
+
+    A turn's prompt has at most `max_tokens` (None: as many as the model's context leaves room for, its answer counted).
+    Where it would have more, the oldest turns are cut off: as many latest ones stay as fit, and have at most the share
+    `keep` of those tokens. The less stays, the more turns go by until the next cut, which makes exact mode compute
+    again what is kept: with a half, all cuts together about double what a long conversation computes.
+
+    With `deduplicate` a chunk that is in the context already is not sent again (CRAFT §4.3). There are at most
+    `max_conversations`; one that was idle for `idle_s` seconds (None: never) is forgotten, and of too many the one that
+    was idle longest.
+    """
+
+    max_tokens: int | None = None
+    keep: float = 0.5
+    deduplicate: bool = True
+    max_conversations: int = 1024
+    idle_s: float | None = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens of a conversation must be at least 1, not {self.max_tokens}")
+        if not 0.0 <= self.keep <= 1.0:
+            raise UsageError(f"keep must be a share between 0 and 1, not {self.keep}")
+        if self.max_conversations < 1:
+            raise UsageError(f"at least one conversation must be allowed, not {self.max_conversations}")
+        if self.idle_s is not None and not self.idle_s > 0.0:
+            raise UsageError(f"idle_s must be positive, not {self.idle_s}; None keeps conversations for good")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. `temperature=0` is greedy and deterministic."""
 

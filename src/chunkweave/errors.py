@@ -6,7 +6,9 @@ ChunkweaveError
 │   ├── PromptTooLongError     prompt or chunk does not fit the model's context: send less
 │   ├── TopKError              more chunks are asked for than there are: ask for fewer
 │   ├── UnknownDocumentError   no document of that id in the corpus
-│   └── UnknownRequestError    no request of that id is under way: it never was, or it has ended
+│   ├── UnknownRequestError    no request of that id is under way: it never was, or it has ended
+│   ├── ConversationBusyError  the conversation's last question is still being answered: wait for it
+│   └── ConversationEndedError the conversation was idle for too long, or was closed: begin another
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
@@ -53,6 +55,14 @@ class UnknownDocumentError(UsageError):
 
 class UnknownRequestError(UsageError):
     """No request of that id is waiting or running."""
+
+
+class ConversationBusyError(UsageError):
+    """A conversation is asked something while its last question is still being answered."""
+
+
+class ConversationEndedError(UsageError):
+    """A conversation that was idle for too long, or was closed, is asked something."""
 
 
 class ModelError(ChunkweaveError):

@@ -9,7 +9,7 @@ from chunkweave.types import ChunkId, SegmentId, Span
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """The fate of one part of the prompt (a chunk, or the system part).
+    """The fate of one part of the prompt (a chunk, the system part, or an earlier turn of a conversation).
 
     `fate` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where it
     came from. `recomputed` are the prompt positions of this chunk that were active at the last layer.
@@ -35,6 +35,10 @@ class ReuseReport:
     Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
     `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told, by
     the loading controller where that raised it.
+
+    Of a conversation, `history_tokens` of the prompt are those of its earlier turns: exact, or `reused` as the answers
+    before saw them, which counts as reused and is never recomputed. `chunks_not_sent` of the request's chunks, with
+    `tokens_not_sent`, were there already; `turns_cut` were cut off for want of room.
     """
 
     method: str
@@ -56,6 +60,10 @@ class ReuseReport:
     chunks: tuple[ChunkReport, ...] = ()
     why: str = ""
     parameters: Mapping[str, float] = field(default_factory=dict)
+    history_tokens: int = 0
+    chunks_not_sent: int = 0
+    tokens_not_sent: int = 0
+    turns_cut: int = 0
 
     @property
     def flops_limit(self) -> float:

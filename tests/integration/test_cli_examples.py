@@ -38,6 +38,13 @@ def test_ten_lines(monkeypatch, capsys):
     assert not last.startswith("0 tokens")
 
 
+def test_conversation(monkeypatch, capsys):
+    run_example("conversation.py", monkeypatch)
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert (first.strip(), second.strip()) == ("Otto Gunmark", "230")
+    assert last.startswith("1 chunk not sent again")
+
+
 def test_the_readme_shows_the_example_that_is_tested():
     body = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
     assert f"```python\n{body}```" in (ROOT / "README.md").read_text(encoding="utf-8")

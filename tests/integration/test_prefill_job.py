@@ -125,7 +125,7 @@ def test_requests_of_every_kind_share_one_step(bench):
     decoding = bench.runner.prefill(prompts[0], methods[0], new_tokens=4)
     expected = bench.decode(alone_[0], 2)
     jobs = [bench.runner.start(p, m, PrefillOptions(4)) for p, m in zip(prompts, methods, strict=True)]
-    one = Decoding(decoding.cache, expected[0], len(prompts[0]))
+    one = Decoding(decoding.cache, (expected[0],), len(prompts[0]))
     while waiting := [job for job in jobs if job.prefilled is None]:
         logits = bench.runner.step([one], [(job, 30) for job in waiting])
         assert int(logits[0].argmax()) == expected[1]

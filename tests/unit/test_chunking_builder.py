@@ -141,3 +141,24 @@ def test_the_cache_forgets_the_least_recently_used() -> None:
     cache.put("long", tuple(range(6)))
     assert cache.get("long") is None
     assert (len(cache), cache.held_tokens) == (2, 3)
+
+
+@pytest.mark.parametrize("tokenizer", FAMILIES, ids=["bundled", "llama", "chatml", "mistral", "plain"])
+def test_a_turn_is_the_question_the_answers_tokens_and_the_break(tokenizer: HuggingFaceTokenizer) -> None:
+    builder = builder_for(tokenizer)
+    question = builder.question_part("Why?")
+    assert question == builder.build("Why?").parts[-1]
+    turn = builder.turn_part(question, (5, 6), cache_salt="tenant")
+    assert turn.kind is PartKind.TURN
+    assert turn.token_ids == (*question.token_ids, 5, 6, *builder.turn_break_ids)
+    assert builder.turn_break_ids
+    assert turn.id != builder.turn_part(question, (5, 6)).id
+
+
+def test_turns_as_the_bundled_reader_was_trained_on_them() -> None:
+    """training/reader_data.py: question, a space and the answer, EOS, and the next question right behind it."""
+    tokenizer = without_template()
+    builder = PromptBuilder(tokenizer, plain_template(), "reader")
+    turn = builder.turn_part(builder.question_part("Why?"), tokenizer.encode(" So it is."))
+    trained = [*tokenizer.encode("Question: Why?\nAnswer:"), *tokenizer.encode(" So it is."), *tokenizer.end_ids]
+    assert list(turn.token_ids) == trained

@@ -90,3 +90,38 @@ def test_the_plain_template_reads_as_text() -> None:
 def test_a_format_holds_its_placeholder_once(form: str) -> None:
     with pytest.raises(UsageError, match="exactly once"):
         PromptTemplate(chunk_format=form)
+
+
+@pytest.mark.parametrize("tokenizer", [llama(), chatml(), mistral()], ids=["llama", "chatml", "mistral"])
+def test_two_turns_put_together_are_what_the_template_renders(tokenizer: HuggingFaceTokenizer) -> None:
+    template = chat_template(tokenizer)
+    first = "A passage.\n\nQuestion: Why?"
+    opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": first}]
+    if tokenizer is mistral():  # which has no system role, and writes a space before an answer
+        opening = [{"role": "user", "content": "Be brief.\n\n" + first}]
+    second = [{"role": "assistant", "content": "So."}, {"role": "user", "content": "Next.\n\nQuestion: When?"}]
+    rendered = tokenizer.render_chat([*opening, *second])
+    space = " " if tokenizer is mistral() else ""
+    assert rendered == (
+        filled(template, "Be brief.", "A passage.", "Why?")
+        + f"{space}So."
+        + (template.turn_break or "")
+        + template.chunk_text("Next.")
+        + template.question_text("When?")
+        + template.tail
+    )
+
+
+def test_a_template_that_takes_no_second_turn_says_so_by_an_empty_break() -> None:
+    refusing = (
+        "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    assert chat_template(family(refusing)).turn_break == ""
+    dropping = "{% for m in messages %}{% if m['role'] != 'assistant' %}[U]{{ m['content'] }}{% endif %}{% endfor %}"
+    assert chat_template(family(dropping)).turn_break == ""
+
+
+def test_the_plain_template_ends_a_turn_with_the_models_end_of_text() -> None:
+    assert plain_template().turn_break is None
+    assert without_template().end_ids == tuple(without_template().encode("</s>", control_tokens=True))

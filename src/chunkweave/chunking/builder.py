@@ -1,6 +1,7 @@
 """Instruction, chunks and question into a `Prompt`, every part tokenized apart."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
@@ -49,9 +50,8 @@ class PromptBuilder:
             UsageError: the question or a chunk is empty, or nothing at all was asked for.
         """
         parts = [
-            *self._start,
-            *self._system_parts(self._template.instruction if system is None else system, cache_salt),
-            *(self._chunk_part(chunk, cache_salt, place) for place, chunk in enumerate(chunks)),
+            *self.opening(system=system, cache_salt=cache_salt),
+            *self.chunk_parts(chunks, cache_salt=cache_salt),
         ]
         if question is not None:
             parts.append(self._question_part(question))
@@ -74,6 +74,50 @@ class PromptBuilder:
             UsageError: the chunk is empty.
         """
         return Prompt((*self._start, self.chunk_part(chunk, cache_salt=cache_salt)))
+
+    def opening(self, *, system: str | None = None, cache_salt: str = "") -> tuple[PromptPart, ...]:
+        """What every prompt begins with: START and SYSTEM, those that have tokens."""
+        instruction = self._template.instruction if system is None else system
+        return (*self._start, *self._system_parts(instruction, cache_salt))
+
+    def chunk_parts(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> tuple[PromptPart, ...]:
+        """The chunks in the order given, as they stand in every prompt.
+
+        Raises:
+            UsageError: one is empty; the message says which.
+        """
+        return tuple(self._chunk_part(chunk, cache_salt, place) for place, chunk in enumerate(chunks))
+
+    def question_part(self, question: str) -> PromptPart:
+        """The question as it stands in every prompt.
+
+        Raises:
+            UsageError: it is empty.
+        """
+        return self._question_part(question)
+
+    @cached_property
+    def turn_break_ids(self) -> tuple[int, ...]:
+        """What stands between an answer and the next turn.
+
+        Raises:
+            UsageError: the model's chat template takes no second turn.
+        """
+        text = self._template.turn_break
+        if text is None:
+            return self._tokenizer.end_ids
+        if not text:
+            raise UsageError("the model's chat template takes no second turn: it cannot hold a conversation")
+        return tuple(self._tokenizer.encode(text, control_tokens=True))
+
+    def turn_part(self, question: PromptPart, answer_ids: Sequence[int], *, cache_salt: str = "") -> PromptPart:
+        """A question with the tokens of its answer, as they were generated, and what ends a turn.
+
+        Raises:
+            UsageError: the model's chat template takes no second turn.
+        """
+        token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
+        return PromptPart(PartKind.TURN, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids))
 
     def _system_parts(self, instruction: str, cache_salt: str) -> tuple[PromptPart, ...]:
         text_ids = self._tokenizer.encode(self._template.instruction_text(instruction))

@@ -47,6 +47,11 @@ class HuggingFaceTokenizer:
                 return tuple(framed[:start])
         return ()
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's EOS."""
+        return () if self._tokenizer.eos_token_id is None else (self._tokenizer.eos_token_id,)
+
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """EOS, what the chat template writes after an answer, and the ids given by the caller."""

@@ -14,8 +14,13 @@ class PartKind(StrEnum):
     SYSTEM = "system"
     """Instruction and everything else before the first chunk. Stored like a chunk."""
     CHUNK = "chunk"
+    TURN = "turn"
+    """An earlier question of a conversation with the answer that was given. Stored like a chunk."""
     QUESTION = "question"
     """The question and what follows it (the header of the assistant's turn). Never stored, always computed."""
+
+
+_PLACES = {PartKind.START: 0, PartKind.SYSTEM: 1, PartKind.CHUNK: 2, PartKind.TURN: 2, PartKind.QUESTION: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +47,16 @@ class PromptPart:
 class Prompt:
     """Parts in order: at most one START, at most one SYSTEM, any number of CHUNKs, at most one QUESTION.
 
+    In a conversation each TURN stands behind the chunks that were new to it; those behind the last TURN are new now.
     A prompt without a question is one to precompute. Empty parts are not allowed.
     """
 
     parts: tuple[PromptPart, ...]
 
     def __post_init__(self) -> None:
-        order = [list(PartKind).index(part.kind) for part in self.parts]
+        order = [_PLACES[part.kind] for part in self.parts]
         if order != sorted(order):
-            raise ValueError("parts must come in the order start, system, chunks, question")
+            raise ValueError("parts must come in the order start, system, chunks and turns, question")
         for kind in (PartKind.START, PartKind.SYSTEM, PartKind.QUESTION):
             if sum(part.kind is kind for part in self.parts) > 1:
                 raise ValueError(f"more than one {kind} part")

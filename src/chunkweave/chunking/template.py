@@ -14,14 +14,19 @@ INSTRUCTION = (
 _INSTRUCTION_MARK = "CHUNKWEAVE-INSTRUCTION-MARK"
 _CHUNKS_MARK = "CHUNKWEAVE-CHUNKS-MARK"
 _QUESTION_MARK = "CHUNKWEAVE-QUESTION-MARK"
+_ANSWER_MARK = "CHUNKWEAVE-ANSWER-MARK"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
     """A prompt is `head` instruction `lead` chunk... question `tail`.
 
-    `head`, `lead` and `tail` come from the model's template: control tokens in them count as such. The three
-    formats are ordinary text around what a user gives, tokenized together with it and never read as control
+    In a conversation each answer follows its question's `tail`, and `turn_break` ends it: chunks or the question of the
+    next turn come right behind that. None is the model's end of text (EOS), which is what a base model ends an answer
+    with; a chat template whose `turn_break` is not known cannot be used for conversations.
+
+    `head`, `lead`, `tail` and `turn_break` come from the model's template: control tokens in them count as such. The
+    three formats are ordinary text around what a user gives, tokenized together with it and never read as control
     tokens. `instruction` is used where a request gives none. A BOS at the start of `head` is dropped by the
     builder, which places BOS itself.
 
@@ -36,6 +41,7 @@ class PromptTemplate:
     chunk_format: str = "{text}\n\n"
     question_format: str = "Question: {question}\nAnswer:"
     tail: str = ""
+    turn_break: str | None = None
 
     def __post_init__(self) -> None:
         for form, placeholder in (
@@ -68,7 +74,8 @@ def chat_template(tokenizer: TextTokenizer, instruction: str | None = None) -> P
     """The tokenizer's chat template, rendered once with marks where the parts go, and cut there.
 
     The instruction is the system message. If the template has no system role (it refuses one, or leaves it
-    out), the instruction opens the user's turn instead.
+    out), the instruction opens the user's turn instead. What ends a turn is cut out of a second rendering, of two
+    turns, in which templates may put a system message where they like.
 
     Raises:
         UsageError: there is no chat template, or a mark does not come back exactly once and in order.
@@ -89,6 +96,7 @@ def chat_template(tokenizer: TextTokenizer, instruction: str | None = None) -> P
         lead=lead,
         question_format="Question: {question}",
         tail=tail,
+        turn_break=_turn_break(tokenizer),
     )
 
 
@@ -124,6 +132,27 @@ def _cut(tokenizer: TextTokenizer, messages: list[dict[str, str]]) -> tuple[str,
     if not found:
         raise _NotCuttableError("the chat template cannot be cut: it puts the instruction after the user's message")
     return head, lead, tail
+
+
+def _turn_break(tokenizer: TextTokenizer) -> str:
+    """What the template writes between an answer and the next user's message; "" if it takes no second turn.
+
+    No template ends a turn with nothing, so that "" can stand for that.
+    """
+    messages = [
+        {"role": "user", "content": _CHUNKS_MARK},
+        {"role": "assistant", "content": _ANSWER_MARK},
+        {"role": "user", "content": _QUESTION_MARK},
+    ]
+    try:
+        rendered = tokenizer.render_chat(messages) or ""
+    except UsageError:
+        return ""
+    if any(rendered.count(mark) != 1 for mark in (_ANSWER_MARK, _QUESTION_MARK)):
+        return ""
+    behind = rendered.partition(_ANSWER_MARK)[2]
+    between, found, _ = behind.partition(_QUESTION_MARK)
+    return between if found else ""
 
 
 def _has_chat_template(tokenizer: TextTokenizer) -> bool:

@@ -22,6 +22,10 @@ class TextTokenizer(Protocol):
         """What the model expects at the head of every prompt (BOS), or nothing."""
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What a base model ends a text with (EOS), or nothing."""
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer: EOS and the end of the assistant's turn."""
 

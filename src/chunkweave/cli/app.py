@@ -12,6 +12,7 @@ from chunkweave.cli import bench, cache, corpus
 from chunkweave.cli.advise import advise
 from chunkweave.cli.ask import ask
 from chunkweave.cli.calibrate import calibrate
+from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
 from chunkweave.cli.ingest import ingest
@@ -49,6 +50,7 @@ app = typer.Typer(
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and company.",
 )
 app.command()(ask)
+app.command()(chat)
 app.command()(demo)
 app.command()(ingest)
 app.command()(calibrate)

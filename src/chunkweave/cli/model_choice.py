@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkweave.cli.console import status, stderr
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import ConversationConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class ModelChoice:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        conversations: ConversationConfig | None = None,
     ) -> Iterator["Engine"]:
         """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
 
@@ -59,7 +60,7 @@ class ModelChoice:
             UsageError: no such shape, method, quality or codec, a quality that was not calibrated, or a remote URL that
                 cannot be used.
         """
-        engine = self.load(store=store, method=method, quality=quality, reuse=reuse)
+        engine = self.load(store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
         try:
             yield engine
         finally:
@@ -76,6 +77,7 @@ class ModelChoice:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        conversations: ConversationConfig | None = None,
     ) -> "Engine":
         """Load the model and put an engine around it.
 
@@ -87,7 +89,13 @@ class ModelChoice:
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
 
-            wanted: dict[str, Any] = {"store": store, "method": method, "quality": quality, "reuse": reuse}
+            wanted: dict[str, Any] = {
+                "store": store,
+                "method": method,
+                "quality": quality,
+                "reuse": reuse,
+                "conversations": conversations,
+            }
             if self.folder is not None:
                 return Engine.load(self.folder, device=self.device, dtype=self.dtype, **wanted)
             shape = self.shape or ""

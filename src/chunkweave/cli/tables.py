@@ -36,6 +36,15 @@ def token_line(report: ReuseReport) -> str:
     )
 
 
+def conversation_line(report: ReuseReport) -> str:
+    """One line: what of a conversation was in the prompt already, and what was cut off it."""
+    cut = f"; {report.turns_cut} turns cut off" if report.turns_cut else ""
+    return (
+        f"history {report.history_tokens} tokens; {report.chunks_not_sent} chunks ({report.tokens_not_sent} tokens) "
+        f"not sent again{cut}"
+    )
+
+
 def times(report: ReuseReport) -> str:
     """One line: time to first token with its phases, and decoding."""
     return (

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import SamplingParams
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.ordering.conversation import NextTurn
 from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method_choice import MethodChoice
@@ -19,7 +19,8 @@ class Request:
     """One question over chunks, as `Engine.generate_batch` takes them.
 
     `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt
-    are never found under another.
+    are never found under another. With a `conversation_id`, one among those of the same salt, the question is the next
+    turn of that conversation, or the first of a new one; `system=None` is then the conversation's own instruction.
     """
 
     question: str
@@ -27,6 +28,7 @@ class Request:
     system: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
+    conversation_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,13 @@ def make_report(
     new_tokens: int,
     tiers: Mapping[SegmentId, str] | None = None,
     choice: MethodChoice | None = None,
+    *,
+    content: NextTurn | None = None,
 ) -> ReuseReport:
     """Tokens by fate and time by phase of one answer.
 
-    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken.
+    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken, `content` what the
+    turn of a conversation put into the prompt.
     """
     plan = prefilled.plan
     reused = plan.tokens(Fate.REUSED)
@@ -93,12 +98,14 @@ def make_report(
         prefill_flops=prefill_flops(geometry, list(prefilled.work)),
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
         chunks=tuple(
-            _chunk_report(part, prefilled.recomputed, tiers or {})
-            for part in plan.parts
-            if part.part.kind in (PartKind.SYSTEM, PartKind.CHUNK)
+            _chunk_report(part, prefilled.recomputed, tiers or {}) for part in plan.parts if part.part.id is not None
         ),
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
+        history_tokens=0 if content is None else content.history_tokens,
+        chunks_not_sent=0 if content is None else len(content.not_sent),
+        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
+        turns_cut=0 if content is None else content.cut,
     )
 
 
@@ -108,7 +115,7 @@ def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:
 
 
 def _chunk_report(part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str]) -> ChunkReport:
-    assert part.part.id is not None, "system and chunk parts have ids"
+    assert part.part.id is not None, "parts that are stored have ids"
     inside = spans_of(p for span in recomputed for p in _overlap(span, part.span).positions())
     return ChunkReport(
         id=part.part.id,

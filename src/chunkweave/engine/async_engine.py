@@ -15,6 +15,7 @@ from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.batching_stats import BatchingStats
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.preparation import Prepared
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import Wish
 from chunkweave.scheduling.batching_config import BatchingConfig
@@ -101,6 +102,7 @@ class AsyncEngine:
         self._preparing = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[int, AnswerStream] = {}
+        self._prepared: dict[int, Prepared] = {}
         self._numbers = itertools.count()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="chunkweave-steps", daemon=True)
@@ -145,13 +147,21 @@ class AsyncEngine:
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full()
         with self._preparing:  # tokenizers are not made for several threads at once
-            prepared = self._preparation.prepare(request, Wish.of(method, quality, recompute_ratio))
-        prepared = self._core.fitting(prepared)
+            wish = Wish.of(method, quality, recompute_ratio)
+            prepared = self._preparation.prepare(request, wish, most_tokens=self._core.pool.tokens)
+        try:
+            return self._submit(self._core.fitting(prepared), arrived_s, limit_s)
+        except BaseException:
+            self._preparation.abandon(prepared)
+            raise
+
+    def _submit(self, prepared: Prepared, arrived_s: float, limit_s: float | None) -> AnswerStream:
         with self._changed:
             self._refuse_if_full()
             number = next(self._numbers)
             stream = AnswerStream(number, self.abort)
             self._open[number] = stream
+            self._prepared[number] = prepared
             deadline = None if limit_s is None else arrived_s + limit_s
             self._commands.append(
                 lambda: self._core.submit(
@@ -203,6 +213,9 @@ class AsyncEngine:
         if isinstance(event, Exception) or event.answer is not None:
             with self._changed:
                 self._open.pop(stream.id, None)
+                prepared = self._prepared.pop(stream.id, None)
+            if prepared is not None:
+                self._preparation.abandon(prepared)
         stream.deliver(event)
 
     def _work(self) -> None:

@@ -84,7 +84,7 @@ class BatchingCore:
         Raises:
             PromptTooLongError: not even its prompt has.
         """
-        room = self.pool.tokens - len(prepared.prompt)
+        room = self.pool.tokens - len(prepared.prompt) - len(prepared.closing)
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {len(prepared.prompt)} tokens, but the engine's KV memory holds {self.pool.tokens}; "
@@ -175,7 +175,9 @@ class BatchingCore:
     def _start(self, ticket: Ticket) -> None:
         prompt = ticket.prepared.prompt
         room = self.pool.capacity(ticket) - len(prompt)
-        options = PrefillOptions(new_tokens=room, generated=ticket.generated, plan=ticket.plan)
+        options = PrefillOptions(
+            new_tokens=room, generated=ticket.generated, plan=ticket.plan, history=ticket.prepared.history
+        )
         ticket.passed_over = 0
         ticket.job = self._runner.start(prompt, ticket.prepared.method, options)
 
@@ -201,7 +203,7 @@ class BatchingCore:
         for ticket in sorted(self._running, key=lambda ticket: ticket.number):
             while ticket.job is None and ticket in self._running:
                 assert ticket.running is not None, "who decodes has a token"
-                if self.pool.grow(ticket, ticket.running.position + 1):
+                if self.pool.grow(ticket, ticket.running.position + len(ticket.running.pending)):
                     ticket.running.prefilled.cache.grow(self.pool.capacity(ticket))
                     break
                 self._count(preempted=1)
@@ -212,7 +214,7 @@ class BatchingCore:
 
     def _compute(self, group: StepGroup) -> None:
         decodes = [
-            Decoding(ticket.running.prefilled.cache, ticket.running.token_ids[-1], ticket.running.position)
+            Decoding(ticket.running.prefilled.cache, ticket.running.pending, ticket.running.position)
             for ticket in group.decoding
             if ticket.running is not None
         ]
@@ -269,9 +271,13 @@ class BatchingCore:
 
     def _finish_if_done(self, ticket: Ticket) -> None:
         running = ticket.running
-        if running is None or running.finish_reason is None:
+        if running is None or not running.done:
             return
         rest = running.finish()
+        try:
+            self._preparation.end(ticket.prepared, running)
+        except Exception:  # what cannot be stored costs time in the conversation's next turn
+            logger.exception("what request %d said is not stored", ticket.id)
         answer = running.answer(self._runner.model.geometry, self._clock() - ticket.first_token_s)
         self._count(finished=1)
         self._end(ticket, StreamEvent(rest, answer))
@@ -317,6 +323,7 @@ class BatchingCore:
         else:
             self._queue.remove(ticket)
         del self._tickets[ticket.id]
+        self._preparation.abandon(ticket.prepared)
         ticket.deliver(last)
 
     def _stop(self, ticket: Ticket) -> None:

@@ -4,20 +4,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
+from uuid import uuid4
 
 import torch
 
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.template import PromptTemplate, template_for
-from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.engine.answer import Answer, Request, StreamEvent
+from chunkweave.engine.conversation import Conversation
+from chunkweave.engine.conversing import Conversing
 from chunkweave.engine.method_source import open_chooser, refuse_unknown
 from chunkweave.engine.preparation import Preparation, Prepared
-from chunkweave.engine.runner import Runner
+from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.engine.running import RunningRequest
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave.ordering.conversations import Conversations
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
@@ -45,6 +49,7 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        conversations: ConversationConfig | None = None,
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
     ) -> None:
@@ -58,6 +63,7 @@ class Engine:
             method: reuse method for calls that name neither method nor quality.
             quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
             reuse: what a method that is named is told; a quality target brings its own.
+            conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
             calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
 
@@ -81,7 +87,9 @@ class Engine:
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
-        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser)
+        self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
+        conversing = Conversing(self.builder, store, self.conversations, loaded.model.geometry.max_positions)
+        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser, conversing)
 
     @classmethod
     def load(
@@ -94,6 +102,7 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        conversations: ConversationConfig | None = None,
     ) -> Self:
         """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
 
@@ -104,7 +113,7 @@ class Engine:
         """
         refuse_unknown(method, quality)
         loaded = load_folder(Path(model), device=device, dtype=dtype)
-        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
+        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
 
     @classmethod
     def load_shape(
@@ -118,6 +127,7 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        conversations: ConversationConfig | None = None,
     ) -> Self:
         """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
 
@@ -127,7 +137,7 @@ class Engine:
         """
         refuse_unknown(method, quality)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
-        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse)
+        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
 
     def close(self) -> None:
         """Write what is still to be written and close the store, if the engine opened it; once is enough.
@@ -205,12 +215,16 @@ class Engine:
         Leaving the iteration early is fine: the prompt's chunks are stored by then.
         """
         prepared = self.preparation.prepare(request, Wish.of(method, quality, recompute_ratio))
-        running = self._start(prepared, time.perf_counter(), 0.0)
-        started = time.perf_counter()
-        yield StreamEvent(running.text)
-        while running.finish_reason is None:
-            yield StreamEvent(running.advance(self._decode([running])[0]))
-        rest = running.finish()
+        try:
+            running = self._start(prepared, time.perf_counter(), 0.0)
+            started = time.perf_counter()
+            yield StreamEvent(running.text)
+            while not running.done:
+                yield StreamEvent(running.advance(self._decode([running])[0]))
+            rest = running.finish()
+            self.preparation.end(prepared, running)
+        finally:
+            self.preparation.abandon(prepared)
         yield StreamEvent(rest, running.answer(self._geometry, time.perf_counter() - started))
 
     def generate_batch(
@@ -229,17 +243,30 @@ class Engine:
             UsageError: as `generate`; nothing has been computed then.
         """
         wish = Wish.of(method, quality, recompute_ratio)
-        prepared = [self.preparation.prepare(request, wish) for request in requests]
-        arrived = time.perf_counter()
-        batch = [self._start(one, arrived, time.perf_counter() - arrived) for one in prepared]
-        started = time.perf_counter()
-        while active := [running for running in batch if running.finish_reason is None]:
-            for running, logits in zip(active, self._decode(active), strict=True):
-                running.advance(logits)
-        elapsed = time.perf_counter() - started
-        for running in batch:
-            running.finish()
-        return [running.answer(self._geometry, elapsed) for running in batch]
+        prepared: list[Prepared] = []
+        try:
+            for request in requests:
+                prepared.append(self.preparation.prepare(request, wish))  # noqa: PERF401  (those begun must be ended)
+            return self._answer(prepared)
+        finally:
+            for one in prepared:
+                self.preparation.abandon(one)
+
+    def conversation(
+        self, conversation_id: str | None = None, *, system: str | None = None, cache_salt: str = ""
+    ) -> Conversation:
+        """A new conversation, or with the `conversation_id` of one that goes on, that one.
+
+        `system` is the instruction of a new one, None the template's own. An id stands for a conversation among those
+        of the same salt only. Requests with `conversation_id` go on with the same conversations.
+
+        Raises:
+            QueueFullError: there are as many conversations as may be, and all are being answered.
+        """
+        key = (cache_salt, conversation_id or uuid4().hex)
+        if self.conversations.standing(key) is None:
+            self.conversations.open(key, system)
+        return Conversation(self, *key)
 
     def precompute(
         self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", progress: Progress | None = None
@@ -273,9 +300,26 @@ class Engine:
         ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
         return self.store.forget_chunks(one for one in ids if one is not None)
 
+    def _answer(self, prepared: Sequence[Prepared]) -> list[Answer]:
+        """Prefill one after the other, decode together."""
+        arrived = time.perf_counter()
+        batch = [self._start(one, arrived, time.perf_counter() - arrived) for one in prepared]
+        started = time.perf_counter()
+        while active := [running for running in batch if not running.done]:
+            for running, logits in zip(active, self._decode(active), strict=True):
+                running.advance(logits)
+        elapsed = time.perf_counter() - started
+        for one, running in zip(prepared, batch, strict=True):
+            running.finish()
+            self.preparation.end(one, running)
+        return [running.answer(self._geometry, elapsed) for running in batch]
+
     def _start(self, prepared: Prepared, arrived: float, queue_s: float) -> RunningRequest:
         """Prefill one request, choose its first token, and store what was computed."""
-        prefilled = self.runner.prefill(prepared.prompt, prepared.method, new_tokens=prepared.room)
+        new_tokens = prepared.room + len(prepared.closing)
+        prefilled = self.runner.prefill(
+            prepared.prompt, prepared.method, new_tokens=new_tokens, history=prepared.history
+        )
         running = self.preparation.running(prepared, prefilled, queue_s=queue_s)
         running.advance(prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
@@ -283,8 +327,5 @@ class Engine:
         return running
 
     def _decode(self, active: Sequence[RunningRequest]) -> torch.Tensor:
-        return self.runner.decode(
-            [running.prefilled.cache for running in active],
-            [running.token_ids[-1] for running in active],
-            [running.position for running in active],
-        )
+        rows = [Decoding(running.prefilled.cache, running.pending, running.position) for running in active]
+        return self.runner.step(rows, [])

@@ -37,6 +37,14 @@ def parts_to_keep(
             yield part, WovenFrom(sources[part.span], _attention_of(part, store), least)
 
 
+def parts_that_weave(plan: Plan, placements: Sequence[Placement]) -> Iterator[tuple[PartPlan, WovenFrom]]:
+    """Each reused part of which tokens may be recomputed, however few, with its origin. History is none."""
+    sources = {placement.span: placement.segment for placement in placements}
+    for part in plan.parts:
+        if part.fate is Fate.REUSED and len(part.fresh) < len(part.span):
+            yield part, WovenFrom(sources[part.span], None, 0.0)
+
+
 def segments_of(
     prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:

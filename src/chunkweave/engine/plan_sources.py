@@ -11,10 +11,12 @@ from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.history import with_history
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Fate, Plan
 from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId
@@ -38,9 +40,15 @@ def make_plan(
     *,
     given_up: Collection[SegmentId] = (),
     earlier: Turn | None = None,
+    history: Mapping[int, SegmentId] | None = None,
 ) -> Plan:
-    """Plan with what is stored, but for what was given up or takes longer to load than to compute."""
+    """Plan with what is stored, but for what was given up or takes longer to load than to compute.
+
+    `history` has the segments of a conversation's earlier turns by the place of their part.
+    """
     lookup = without(here.store.lookup(prompt), given_up)
+    if history:
+        lookup = with_history(lookup, dict(_stored(history, here.store, given_up)))
     if here.cost is not None:
         lookup = without(lookup, too_slow(lookup, here.cost, here.store.tier_of))
     if earlier is not None:
@@ -48,6 +56,15 @@ def make_plan(
     plan = method.plan(lookup, here.model.geometry)
     plan.validate(here.model.geometry.num_layers)
     return plan
+
+
+def _stored(
+    history: Mapping[int, SegmentId], store: TieredStore[SegmentSource], given_up: Collection[SegmentId]
+) -> Iterator[tuple[int, SegmentRecord]]:
+    for place, segment in history.items():
+        record = None if segment in given_up else store.record(segment)
+        if record is not None:
+            yield place, record
 
 
 class PlanSources:

@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.engine.new_segments import parts_to_keep
+from chunkweave.engine.new_segments import parts_that_weave, parts_to_keep
 from chunkweave.engine.plan_sources import PlanSources, Surroundings, make_plan
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefilled import Prefilled
@@ -40,6 +40,9 @@ class PrefillOptions:
     A prefill that was given up during decoding is made again with what it had `generated` by then, computed behind the
     prompt as decoding would have; nothing is captured then. `plan` is what it was executed by, and will be again unless
     a segment of it is gone: methods that approximate give other tokens if the plan is another.
+
+    `history` makes the prompt one of a conversation: the segments of its earlier turns by the place of their part. Then
+    what was woven is kept for the turns to come, and what the last part, the question, and all behind it hold.
     """
 
     new_tokens: int = 0
@@ -49,6 +52,7 @@ class PrefillOptions:
     prefetched: Prefetch | None = None
     generated: tuple[int, ...] = ()
     plan: Plan | None = None
+    history: Mapping[int, SegmentId] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ class PrefillJob:
             recomputed=self._progress.recomputed,
             answers=len(self._steps) == 1,
         )
-        captures = (*(self._captures if step.captures else ()), *(self._kept if step.turns else ()))
+        captures = (*(self._captures if step.captures else ()), *((*self._kept, *self._woven) if step.turns else ()))
         if captures:
             rows.keep(captures, self._attention if step.captures else None, in_slices=step.in_slices)
         self._progress.weave_s += time.perf_counter() - started
@@ -183,7 +187,14 @@ class PrefillJob:
     def _open(self, plan: Plan | None = None) -> None:
         options, model = self._options, self._here.model
         earlier = options.earlier
-        self.plan = plan or make_plan(self._here, self._prompt, self._method, given_up=self._given_up, earlier=earlier)
+        self.plan = plan or make_plan(
+            self._here,
+            self._prompt,
+            self._method,
+            given_up=self._given_up,
+            earlier=earlier,
+            history=options.history,
+        )
         held = earlier.segments if earlier is not None else {}
         self._sources = PlanSources(self._here, self.plan, prefetched=options.prefetched, held=held)
         started = time.perf_counter()
@@ -191,9 +202,17 @@ class PrefillJob:
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
         capacity = len(self._prompt) + options.new_tokens
         placements = self._sources.placements
-        self._cache = RequestCache(model.geometry, capacity, placements, dtype=model.dtype, device=model.device)
+        self._cache = RequestCache(
+            model.geometry,
+            capacity,
+            placements,
+            dtype=model.dtype,
+            device=model.device,
+            kept_from=None if options.history is None else self._prompt.spans()[-1].start,
+        )
         self._captures, self._attention = self._new_captures()
         self._kept = self._turn_captures() if options.keep_turn else ()
+        self._woven = self._woven_captures() if options.history is not None else ()
         self._steps = deque(_steps_of(self.plan, behind=len(options.generated)))
         self._progress = _Progress(weave_s=time.perf_counter() - started)
 
@@ -201,8 +220,9 @@ class PrefillJob:
         if not self._options.capture or self._options.generated:
             return (), None
         model, config = self._here.model, self._here.capture
+        fraction = config.woven_fraction if self._options.history is None else None
         parts = parts_to_keep(
-            self._prompt, self.plan, self._sources.placements, self._here.store, woven_fraction=config.woven_fraction
+            self._prompt, self.plan, self._sources.placements, self._here.store, woven_fraction=fraction
         )
         captures = [PartCapture(part, model.geometry, model.dtype, woven_from=origin) for part, origin in parts]
         if not captures or not config.profile:
@@ -217,6 +237,14 @@ class PrefillJob:
             for segment in self.plan.segments()
         }
         return tuple(turn_captures(self.plan, self._sources.placements, records, self._here.model))
+
+    def _woven_captures(self) -> Sequence[PartCapture]:
+        """For all that may be recomputed: a conversation goes on from it as it is woven now."""
+        if self._options.generated:
+            return ()
+        model = self._here.model
+        parts = parts_that_weave(self.plan, self._sources.placements)
+        return [PartCapture(part, model.geometry, model.dtype, woven_from=origin) for part, origin in parts]
 
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -239,6 +267,7 @@ class PrefillJob:
             weave_s=self._progress.weave_s + time.perf_counter() - started,
             loaded=tuple(self._sources.loaded()),
             turn=turn,
+            woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
         )
         self.close()
 

@@ -26,6 +26,7 @@ class Prefilled:
     it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
     `loaded` are the segments that came from a slower tier, `turn` what the conversation's next turn can go on from.
+    `woven` are the reused parts that a conversation keeps as they were recomputed.
     """
 
     prompt: Prompt
@@ -43,3 +44,4 @@ class Prefilled:
     weave_s: float
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
     turn: Turn | None = None
+    woven: tuple[PartCapture, ...] = ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.answer import Request
+from chunkweave.engine.conversing import Conversing, TurnUnderWay, history_after
 from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Runner
@@ -27,31 +28,67 @@ class Prepared:
     choice: MethodChoice
     method: ReuseMethod
     room: int
+    turn: TurnUnderWay | None = None
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """Tokens that are computed behind its answer."""
+        return () if self.turn is None else self.turn.closing
+
+    @property
+    def history(self) -> Mapping[int, SegmentId] | None:
+        """Of a conversation, the segments of its earlier turns by the place of their part."""
+        return None if self.turn is None else self.turn.places(self.prompt)
 
 
 class Preparation:
     """Makes prompts and chooses methods with one model's parts; has no state of its own."""
 
-    def __init__(self, loaded: LoadedModel, builder: PromptBuilder, runner: Runner, chooser: MethodChooser) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        builder: PromptBuilder,
+        runner: Runner,
+        chooser: MethodChooser,
+        conversing: Conversing,
+    ) -> None:
         self.loaded = loaded
         self.runner = runner
         self.chooser = chooser
+        self.conversing = conversing
         self._builder = builder
 
-    def prepare(self, request: Request, wish: Wish) -> Prepared:
-        """Everything that can be said about a request before anything is computed.
+    def prepare(self, request: Request, wish: Wish, *, most_tokens: int | None = None) -> Prepared:
+        """Everything that can be said about a request before anything is computed. `end` or `abandon` it.
+
+        A conversation is cut down to `most_tokens`, its answer among them.
 
         Raises:
-            UsageError: an empty question or chunk, or a wish that cannot be met.
+            UsageError: an empty question or chunk, a conversation that is still being answered, or a wish that cannot
+                be met.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         choice = self.chooser.choose(wish)
         method = self._make_method(choice, wish.recompute_ratio)
-        prompt = self._builder.build(
-            request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
-        )
-        room = min(request.sampling.max_new_tokens, self.runner.room_for_new_tokens(prompt))
-        return Prepared(request, prompt, choice, method, room)
+        turn: TurnUnderWay | None = None
+        if request.conversation_id is None:
+            prompt = self._builder.build(
+                request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
+            )
+        else:
+            turn, prompt = self.conversing.begin(request, most_tokens=most_tokens)
+        room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
+        return Prepared(request, prompt, choice, method, min(request.sampling.max_new_tokens, room), turn)
+
+    def end(self, prepared: Prepared, running: RunningRequest) -> None:
+        """Keep a complete answer for its conversation, if it is one's."""
+        if prepared.turn is not None:
+            self.conversing.end(prepared.turn, running)
+
+    def abandon(self, prepared: Prepared) -> None:
+        """A request ends without an answer; harmless behind `end`."""
+        if prepared.turn is not None:
+            self.conversing.abandon(prepared.turn)
 
     def running(self, prepared: Prepared, prefilled: Prefilled, *, queue_s: float) -> RunningRequest:
         """A prefilled request without a token yet. Call it before what was loaded is promoted and what is new stored:
@@ -67,6 +104,9 @@ class Preparation:
             choice=prepared.choice,
             tiers=self._tiers(prefilled),
             records=self._records(prefilled),
+            history=() if prepared.turn is None else history_after(prefilled, prepared.turn),
+            content=None if prepared.turn is None else prepared.turn.content,
+            closing=prepared.closing,
         )
 
     def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:

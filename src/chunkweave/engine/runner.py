@@ -1,7 +1,7 @@
 """Runs prompts through the model: look up, plan, weave, first logits; then decode steps over many requests."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,13 @@ __all__ = ["Decoding", "Prefilled", "Runner"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """A request that decodes: its cache, its last token and that token's position."""
+    """A request that decodes: its cache, the tokens that it holds no KV of, and the first one's position.
+
+    That is its last token; behind an answer of a conversation also what ends the turn.
+    """
 
     cache: RequestCache
-    token_id: int
+    token_ids: tuple[int, ...]
     position: int
 
 
@@ -90,15 +93,17 @@ class Runner:
         prefetched: Prefetch | None = None,
         earlier: Turn | None = None,
         keep_turn: bool = False,
+        history: Mapping[int, SegmentId] | None = None,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
         nothing can be stored afterwards. With `keep_turn` the result has a `turn`; given as `earlier` to a prompt that
-        goes on from this one, its parts are taken as they were woven, and what was recomputed in them stays.
+        goes on from this one, its parts are taken as they were woven, and what was recomputed in them stays. `history`
+        makes it the prompt of a conversation (`PrefillOptions`).
         """
         self.room_for_new_tokens(prompt)
-        options = PrefillOptions(new_tokens, capture, keep_turn, earlier, prefetched)
+        options = PrefillOptions(new_tokens, capture, keep_turn, earlier, prefetched, history=history)
         with self.start(prompt, method, options) as job:
             while job.prefilled is None:
                 try:
@@ -152,7 +157,8 @@ class Runner:
         self, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor:
         """One more token for each request: its last token at its position -> logits `[requests, vocab]`."""
-        return self.step([Decoding(*one) for one in zip(caches, token_ids, positions, strict=True)], [])
+        rows = zip(caches, token_ids, positions, strict=True)
+        return self.step([Decoding(cache, (token,), position) for cache, token, position in rows], [])
 
     def store_new(self, prefilled: Prefilled) -> int:
         """Store what the prefill computed and promote what it loaded; returns how many new segments the store took.
@@ -163,16 +169,17 @@ class Runner:
         for segment, kv in prefilled.loaded:
             self.store.promote(segment, kv)
         new = segments_of(prefilled.prompt, prefilled.plan, prefilled.captures, prefilled.attention)
-        return sum(self.store.insert(record, kv) for record, kv in new)
+        woven = segments_of(prefilled.prompt, prefilled.plan, prefilled.woven, None)
+        return sum(self.store.insert(record, kv) for record, kv in (*new, *woven))
 
     @property
     def _surroundings(self) -> Surroundings:
         return Surroundings(self.model, self.store, self.cost, self.load_order, self.capture)
 
     def _row(self, one: Decoding) -> ActiveRows:
-        device = self.model.device
-        token, position = torch.tensor([one.token_id], device=device), torch.tensor([one.position], device=device)
-        return ActiveRows(one.cache, token, position, dtype=self.model.dtype)
+        tokens = torch.tensor(one.token_ids, device=self.model.device)
+        positions = torch.arange(one.position, one.position + len(tokens), device=self.model.device)
+        return ActiveRows(one.cache, tokens, positions, dtype=self.model.dtype)
 
     def _preload_depth(self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]]) -> int:
         if self.cost is None:

@@ -9,6 +9,7 @@ from chunkweave.engine.answer import Answer, Durations, Request, make_report
 from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.sampling import Sampler
+from chunkweave.ordering.conversation import HistoryPart, NextTurn
 from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.store.records import SegmentRecord
@@ -30,6 +31,9 @@ class RunningRequest:
         choice: MethodChoice,
         tiers: Mapping[SegmentId, str],
         records: Mapping[SegmentId, SegmentRecord],
+        history: tuple[HistoryPart, ...] = (),
+        content: NextTurn | None = None,
+        closing: tuple[int, ...] = (),
     ) -> None:
         """A request without a token yet.
 
@@ -43,12 +47,16 @@ class RunningRequest:
             choice: why it was prefilled by which method.
             tiers: where each reused segment was found.
             records: what was known of the segments that were taken.
+            history: of a conversation, what its next turn goes on from, but for this question and answer.
+            content: of a conversation, what its turn put into the prompt.
+            closing: of a conversation, the tokens that end the turn, computed behind the last one of the answer.
         """
         self.prefilled = prefilled
         self.ttft_s = 0.0
         """Seconds from its arrival to its first token; set by who measures them."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.history = history
         self._sampler = Sampler(request.sampling)
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
@@ -57,6 +65,9 @@ class RunningRequest:
         self._choice = choice
         self._tiers = tiers
         self._records = records
+        self._content = content
+        self._closing = closing
+        self._computed = 0
 
     @property
     def text(self) -> str:
@@ -64,12 +75,38 @@ class RunningRequest:
         return self._detokenizer.text
 
     @property
+    def generated(self) -> tuple[int, ...]:
+        """All that stands or will stand behind the prompt, as far as it is known."""
+        return (*self.token_ids, *self._behind)
+
+    @property
+    def _behind(self) -> tuple[int, ...]:
+        return self._closing if self.finish_reason is not None else ()
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """What its cache holds no KV of yet, and the next step is to compute."""
+        behind = max(0, self._computed - len(self.token_ids))
+        return (*self.token_ids[self._computed :], *self._behind[behind:])
+
+    @property
     def position(self) -> int:
-        """Position of the last token."""
-        return len(self.prefilled.prompt) + len(self.token_ids) - 1
+        """Position of the first token pending."""
+        return len(self.prefilled.prompt) + self._computed
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete, and of a conversation the KV of its turn too."""
+        return self.finish_reason is not None and (self._content is None or not self.pending)
 
     def advance(self, logits: torch.Tensor) -> str:
-        """Choose the next token from its logits `[vocab]`; returns the text that may be shown now."""
+        """Choose the next token from its logits `[vocab]`; returns the text that may be shown now.
+
+        They are those behind all that is known; once the answer is complete no more is chosen.
+        """
+        self._computed = len(self.token_ids) + len(self._behind)
+        if self.finish_reason is not None:
+            return ""
         token = self._sampler.choose(logits)
         if token in self._stop_ids:
             self.finish_reason = "stop"
@@ -102,7 +139,9 @@ class RunningRequest:
     def answer(self, geometry: Geometry, decode_s: float) -> Answer:
         """The whole answer, after `decode_s` seconds of decoding, with its report and the reasons for its plan."""
         durations = Durations(self.ttft_s, decode_s, self._queue_s)
-        report = make_report(self.prefilled, geometry, durations, len(self.token_ids), self._tiers, self._choice)
+        report = make_report(
+            self.prefilled, geometry, durations, len(self.token_ids), self._tiers, self._choice, content=self._content
+        )
         explanation = explain_plan(
             self.prefilled.plan,
             num_layers=geometry.num_layers,

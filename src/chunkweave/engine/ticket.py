@@ -47,7 +47,7 @@ class Ticket:
     @property
     def generated(self) -> tuple[int, ...]:
         """Its tokens so far."""
-        return () if self.running is None else tuple(self.running.token_ids)
+        return () if self.running is None else self.running.generated
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,7 @@
-"""Keeps a conversation's woven chunks from one turn for the next, in memory."""
+"""Keeps a prompt's woven chunks, in memory, for one that goes on from it and may recompute more of them.
+
+A `Conversation` is something else (`engine.conversing`): it goes on from segments in the store, and leaves them alone.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

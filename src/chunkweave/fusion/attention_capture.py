@@ -80,7 +80,7 @@ class AttentionCapture:
             return None
         own = self._parts.index(part)
         earlier = range(own)
-        chunks = [index for index in earlier if self._parts[index].part.kind is PartKind.CHUNK]
+        chunks = [index for index in earlier if self._parts[index].part.kind in (PartKind.CHUNK, PartKind.TURN)]
         others = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)

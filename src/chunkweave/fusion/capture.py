@@ -88,6 +88,11 @@ class PartCapture:
         return tuple(torch.nonzero(self._fresh[-1]).squeeze(1).tolist())
 
     @property
+    def changed(self) -> bool:
+        """Whether a token was active at any layer but the first, where KV depends on the token alone."""
+        return bool(self._fresh[1:].any())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the finished segment."""
         assert self._kv is not None, "a part that was given up has no segment"

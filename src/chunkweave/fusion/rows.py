@@ -175,6 +175,8 @@ class ActiveRows:
         if self._hidden is not None:
             self.cache.clear(layer, self._hidden)
         self.cache.write(layer, self.positions, rotated, values)
+        if self._first_kept < len(self):
+            self.cache.keep(layer, self.positions[self._first_kept :], keys[self._first_kept :])
         for capture, rows in self._captured:
             capture.take(keys[rows], values[rows])
 
@@ -242,6 +244,7 @@ class ActiveRows:
         self.positions = positions
         self._queries = ScatteredQueries(positions, self._dtype, hidden=self._hidden)
         self._finishing = positions
+        self._first_kept = len(self) if self.cache.kept_from is None else self._row_of(self.cache.kept_from)
         if self._watch is not None:
             self._question_row = self._row_of(self._watch.rule.question.start)
         self._follow()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkweave.kv.segment import SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.types import Geometry, Span
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -25,6 +25,9 @@ class RequestCache:
 
     Owned and written by one request; segments are only read. Token-major, so that scattered rows are written with
     one index copy; attention reads it through a transposed view.
+
+    The keys of positions from `kept_from` on are kept before RoPE too, `[layers][capacity - kept_from, kv_heads,
+    head_dim]`, so that what is said there, question and answer, can be taken out as a segment.
     """
 
     def __init__(
@@ -35,9 +38,12 @@ class RequestCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kept_from: int | None = None,
     ) -> None:
         self.capacity = capacity
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
+        self.kept_from = kept_from
+        self._kept: list[torch.Tensor | None] = [None] * geometry.num_layers
         self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device
         self._placements = tuple(placements)
@@ -70,6 +76,22 @@ class RequestCache:
         cache[0].index_copy_(0, positions, keys)
         cache[1].index_copy_(0, positions, values)
 
+    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
+        """Keep `keys` before RoPE `[tokens, kv_heads, head_dim]` of `positions` `[tokens]`, none below `kept_from`."""
+        assert self.kept_from is not None, "nothing is kept of this request"
+        self._kept_layer(layer).index_copy_(0, positions - self.kept_from, keys)
+
+    @torch.inference_mode()
+    def segment(self, tokens: int) -> SegmentKV:
+        """What the `tokens` positions from `kept_from` on hold, all of them written: a copy in host memory."""
+        assert self.kept_from is not None, "nothing is kept of this request"
+        start, layers = self.kept_from, len(self._layers)
+        kv = torch.empty((layers, 2, tokens, *self._shape[2:]), dtype=self._dtype)
+        for layer in range(layers):
+            kv[layer, 0] = self._kept_layer(layer)[:tokens]
+            kv[layer, 1] = self._layer(layer)[1, start : start + tokens]
+        return SegmentKV(kv)
+
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
         """Make the rows that `hidden` `[at most capacity]` flags finite: what nobody sees is still multiplied by 0."""
         self._layer(layer)[:, : len(hidden)][:, hidden] = 0
@@ -93,11 +115,16 @@ class RequestCache:
             if old is not None:
                 self._layers[layer] = None
                 self._layer(layer)[:, :before] = old
+        for layer, kept in enumerate(self._kept):
+            if kept is not None:
+                self._kept[layer] = None
+                self._kept_layer(layer)[: len(kept)] = kept
 
     def free(self) -> None:
         """Give the memory back; the cache is of no use afterwards."""
         self.capacity = 0
         self._layers = [None] * len(self._layers)
+        self._kept = [None] * len(self._kept)
         self.release_segments()
 
     def release_segments(self) -> None:
@@ -110,6 +137,14 @@ class RequestCache:
             cache = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._layers[layer] = cache
         return cache
+
+    def _kept_layer(self, layer: int) -> torch.Tensor:
+        kept = self._kept[layer]
+        if kept is None:
+            shape = (self.capacity - (self.kept_from or 0), *self._shape[2:])
+            kept = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._kept[layer] = kept
+        return kept
 
     def _gather(self, layer: int) -> torch.Tensor:
         """All placed segments' rows of one layer; the last one asked for is kept, since a check reads it again."""

@@ -77,6 +77,13 @@ def exact_part(entry: PartLookup) -> PartPlan | None:
     return PartPlan(entry.part, entry.span, Fate.EXACT, entry.exact.id) if entry.exact else None
 
 
+def settled_part(entry: PartLookup) -> PartPlan | None:
+    """The part as it is taken if there is nothing to choose or to recompute: exact prefix and history; else None."""
+    if entry.settled:
+        return PartPlan(entry.part, entry.span, Fate.REUSED, entry.variants[0].id, fresh=entry.fresh)
+    return exact_part(entry)
+
+
 def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """Every part computed."""
     return tuple(PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
@@ -90,13 +97,16 @@ def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
 def reuse_every_hit(
     lookup: PromptLookup, choose: Callable[[Sequence[SegmentRecord]], SegmentRecord | None]
 ) -> tuple[PartPlan, ...]:
-    """The longest exact prefix, then for each other part the variant that `choose` picks; the rest computed."""
+    """The longest exact prefix, then history as it is, and for each other part the variant that `choose` picks.
+
+    The rest is computed.
+    """
     parts: list[PartPlan] = []
     for entry in lookup.parts:
-        exact = exact_part(entry)
-        variant = None if exact or is_computed_always(entry.part) else choose(entry.variants)
-        if exact is not None:
-            parts.append(exact)
+        settled = settled_part(entry)
+        variant = None if settled or is_computed_always(entry.part) else choose(entry.variants)
+        if settled is not None:
+            parts.append(settled)
         elif variant is not None:
             parts.append(PartPlan(entry.part, entry.span, Fate.REUSED, variant.id, fresh=entry.fresh))
         else:
@@ -115,8 +125,8 @@ def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple
 
 
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
-    """The spans of reused (not exact) parts: where recomputation can help."""
-    return tuple(part.span for part in parts if part.fate is Fate.REUSED)
+    """The spans of reused (not exact) parts: where recomputation can help. It cannot where all tokens are fresh."""
+    return tuple(part.span for part in parts if part.fate is Fate.REUSED and len(part.fresh) < len(part.span))
 
 
 def stale_offsets(part: PartPlan) -> tuple[int, ...]:

@@ -23,6 +23,11 @@ class PartLookup:
     variants: tuple[SegmentRecord, ...] = ()
     fresh: frozenset[int] = frozenset()
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is reused as it is: a conversation's history, of which no token is to be recomputed."""
+        return self.exact is None and len(self.fresh) == len(self.part) and bool(self.variants)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:

@@ -203,6 +203,16 @@ class TieredStore(Generic[PayloadT]):
         if record is not None:
             self._keeper.note_reuse(record, impact)
 
+    def hold(self, segments: Iterable[SegmentId]) -> None:
+        """Count these as no variants of their chunks: somebody goes on from them. They are evicted as all others."""
+        self._keeper.hold(segments)
+
+    def let_go(self, segments: Iterable[SegmentId]) -> None:
+        """Drop what was held and is good for nobody else, on every level."""
+        gone = tuple(segments)
+        self._keeper.let_go(gone)
+        self._moves.remove_where(lambda record: record.id in gone, among=gone)
+
     def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
         """Keep in faster memory what was read, whole, from a level below. Never needed for an answer: call it after.
 

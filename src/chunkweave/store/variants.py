@@ -22,8 +22,9 @@ class VariantLimits:
     """Most variants of one chunk (M of the paper) and most segments in all (its N x M); None: as many as fit.
 
     A node of the path index is no variant: it is there for exact prefixes, as many as the byte budgets hold, and
-    counts only in all. An exact segment whose ancestors are gone has left the path index and is a variant (DESIGN
-    §3.4). A segment counts once, on however many levels it is. The instruction counts as a chunk of its own.
+    counts only in all. Neither is what a conversation goes on from. An exact segment whose ancestors are gone has left
+    the path index and is a variant (DESIGN §3.4). A segment counts once, on however many levels it is. The instruction
+    counts as a chunk of its own.
 
     Raises:
         UsageError: a limit below 1.
@@ -100,6 +101,7 @@ class VariantKeeper(Generic[PayloadT]):
         self._placing = Lock()
         self._lock = Lock()
         self._frequencies = ReuseFrequencies()
+        self._held: set[SegmentId] = set()
         self.dropped = 0
         """Variants dropped because there were too many."""
 
@@ -107,6 +109,16 @@ class VariantKeeper(Generic[PayloadT]):
         """Count one reuse of a stored segment whose CCI (1 - beta') was `impact`."""
         with self._lock:
             self._frequencies.note(record, impact)
+
+    def hold(self, segments: Iterable[SegmentId]) -> None:
+        """From now on these count as no variants of their chunks: somebody goes on from them."""
+        with self._lock:
+            self._held.update(segments)
+
+    def let_go(self, segments: Iterable[SegmentId]) -> None:
+        """They are variants again as all others."""
+        with self._lock:
+            self._held.difference_update(segments)
 
     @contextmanager
     def place_for(self, record: SegmentRecord) -> Iterator[bool]:
@@ -127,7 +139,9 @@ class VariantKeeper(Generic[PayloadT]):
         if self._limits.per_chunk is not None and not self._on_path(new):
             siblings = [level.records_of(new.chunk_id) for level in self._levels]
             siblings.append(tuple(record for record in waiting if record.chunk_id == new.chunk_id))
-            variants = [record for record in union(*siblings) if not self._on_path(record)]
+            variants = [
+                record for record in union(*siblings) if record.id not in self._held and not self._on_path(record)
+            ]
             if not self._drop_beyond(self._limits.per_chunk - 1, new, variants):
                 return False
         if self._limits.in_all is not None:

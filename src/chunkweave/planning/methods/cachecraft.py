@@ -9,7 +9,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.budget import ALPHA_BUDGET
 from chunkweave.planning.focus import LEAST_CHUNKS
-from chunkweave.planning.method import exact_part, required_spans
+from chunkweave.planning.method import required_spans, settled_part
 from chunkweave.planning.plan import Fate, Fix, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
 from chunkweave.planning.scores import coverage, fix_overhead, order_penalty, prefix_overlap
 from chunkweave.store.attention_profile import LEAST_CCI
@@ -20,13 +20,13 @@ from chunkweave.types import ChunkId, Geometry, Scattered
 
 @dataclass(slots=True)
 class _Prefix:
-    """The different chunks before a part: the place where each first stood, and its tokens."""
+    """The different chunks, and turns of a conversation, before a part: where each first stood, and its tokens."""
 
     places: dict[ChunkId, int]
     tokens: dict[ChunkId, int]
 
     def add(self, entry: PartLookup) -> None:
-        if entry.part.kind is PartKind.CHUNK and entry.part.id is not None:
+        if entry.part.kind in (PartKind.CHUNK, PartKind.TURN) and entry.part.id is not None:
             self.places.setdefault(entry.part.id, len(self.places))
             self.tokens[entry.part.id] = len(entry.part)
 
@@ -57,7 +57,7 @@ class CacheCraft:
         parts: list[PartPlan] = []
         candidates: list[Scattered] = []
         for entry in lookup.parts:
-            part = exact_part(entry)
+            part = settled_part(entry)
             if part is None and entry.variants and not is_computed_always(entry.part):
                 record, fix = self._choose(entry.variants, prefix)
                 part = PartPlan(entry.part, entry.span, Fate.REUSED, record.id, fix)

@@ -33,7 +33,7 @@ class HeavyHitters:
         hitters = [
             position
             for part in parts
-            if part.fate is Fate.REUSED and part.segment is not None
+            if part.fate is Fate.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
             for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
         ]
         return Plan(self.name, parts, (Pass(required_spans(parts, hitters)),))

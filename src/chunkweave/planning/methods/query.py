@@ -14,6 +14,9 @@ from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Geometry, Span, joined
 
+_LATER = (PartKind.CHUNK, PartKind.TURN)
+"""What is computed after the question was asked where it is not stored."""
+
 
 class QueryAware:
     """Two passes: the question alone over the reused KV, then the question and the tokens that it read most.
@@ -59,8 +62,8 @@ class QueryAware:
             over_tokens=query.over_tokens,
             over_layers=query.over_layers,
         )
-        missing = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind is PartKind.CHUNK)
-        seen = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind is not PartKind.CHUNK)
+        missing = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind in _LATER)
+        seen = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind not in _LATER)
         watching = Pass(joined(seen), watch=watch, depth=watch.layers[-1] + 1, hidden=missing)
         weights = _weights(parts, profiles) if query.factor is DeviationFactor.STORED else ()
         rounds = self._rounds(replace(last, candidates=candidates), budget - len(always), weights, watch)

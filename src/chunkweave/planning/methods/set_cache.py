@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import exact_part, required_spans
+from chunkweave.planning.method import required_spans, settled_part
 from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -36,7 +36,7 @@ class SetCache:
             here = left.get(entry.part.id, []) if entry.part.id is not None else []
             record = here.pop(0) if here else None
             reused = record and PartPlan(entry.part, entry.span, Fate.REUSED, record.id)
-            parts.append(exact_part(entry) or reused or PartPlan(entry.part, entry.span, Fate.COMPUTED))
+            parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, Fate.COMPUTED))
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts)),))
 
 

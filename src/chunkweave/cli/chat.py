@@ -1,0 +1,133 @@
+"""`chunkweave chat`: a conversation over documents, a question a line."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from chunkweave.cli import options
+from chunkweave.cli.ask import answer_dict
+from chunkweave.cli.console import Output, stderr
+from chunkweave.cli.corpus_options import AskedCorpus, TopK, open_corpus
+from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
+from chunkweave.cli.tables import conversation_line, times, token_line
+from chunkweave.config import ConversationConfig, SamplingParams
+from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.types import Chunk
+
+if TYPE_CHECKING:
+    from chunkweave.engine.conversation import Conversation
+
+READER = Path("reader")
+_PROMPT = "> "
+
+ChunksFor = Callable[[str], Sequence[Chunk]]
+
+
+@with_blocks
+def chat(
+    *,
+    corpus: AskedCorpus = None,
+    top_k: TopK = None,
+    documents: DocumentOptions,
+    model: ModelOptions,
+    how: MethodOptions,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
+    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of a turn's prompt; older turns are cut off.", show_default="the model's context"
+        ),
+    ] = None,
+    store: StoreOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
+    out: options.Out = None,
+) -> None:
+    """Hold a conversation: every line of standard input is a question, which may go on from those before.
+
+    What was said stays in the context with its KV cache, and chunks that are there already are not sent again. With
+    --docs all documents are; with --corpus the nearest chunks to each question. The model is the bundled reader unless
+    another is named. An empty line is passed over, the end of the input (Ctrl-D) ends it.
+    """
+    output = Output(as_json, out)
+    if model.model is None and model.shape is None:
+        model = replace(model, model=READER)
+    choice, reuse, config = model.choice(), how.reuse(), store.config()
+    sampling = SamplingParams(max_new_tokens, temperature)
+    if (corpus is not None and documents.docs) or (corpus is None and top_k is not None):
+        raise UsageError("give either --docs, or --corpus with or without --top-k")
+    read = documents.read(documents.docs or [])
+    limits = ConversationConfig(max_tokens=max_tokens)
+    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse, conversations=limits) as engine:
+        if choice.random_weights:
+            stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing.[/yellow]")
+        if corpus is not None:
+            chunks_for = _nearest(corpus, top_k)
+        else:
+            fixed = documents.chunks(engine, read)
+            chunks_for = lambda _: fixed  # noqa: E731
+        conversation = engine.conversation(system=system)
+        turns = list(_hold(conversation, chunks_for, sampling, output))
+    output.save({"model": choice.name, "turns": turns})
+
+
+def _hold(
+    conversation: "Conversation", chunks_for: ChunksFor, sampling: SamplingParams, output: Output
+) -> Iterator[dict[str, Any]]:
+    """Answer line after line. At a terminal a question that cannot be answered is not the end."""
+    interactive = sys.stdin.isatty()
+    for question in _questions(interactive and not output.json):
+        try:
+            yield _answer(conversation, question, chunks_for(question), sampling, output)
+        except ChunkweaveError as error:
+            if not interactive:
+                raise
+            stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+
+
+def _questions(prompted: bool) -> Iterator[str]:
+    lines = iter(_prompted_line, None) if prompted else sys.stdin
+    return (line.strip() for line in lines if line.strip())
+
+
+def _prompted_line() -> str | None:
+    try:
+        return input(_PROMPT)
+    except EOFError:
+        return None
+
+
+def _answer(
+    conversation: "Conversation",
+    question: str,
+    chunks: Sequence[Chunk],
+    sampling: SamplingParams,
+    output: Output,
+) -> dict[str, Any]:
+    answer = None
+    for event in conversation.stream(question, chunks, sampling=sampling):
+        output.show_text(event.text)
+        answer = event.answer
+    assert answer is not None, "the last event of a stream carries the answer"
+    output.show_text("\n")
+    output.show(token_line(answer.report), conversation_line(answer.report), times(answer.report), "")
+    told = answer_dict(question, answer)
+    if output.json:
+        sys.stdout.write(json.dumps(told, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.flush()
+    return told
+
+
+def _nearest(folder: Path, top_k: int | None) -> ChunksFor:
+    from chunkweave.retrieval.stages import usual_top_k
+
+    corpus = open_corpus(folder)
+    k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
+    return lambda question: [one.chunk for one in corpus.search(question, k)]

@@ -1,0 +1,153 @@
+"""Turns of conversations: what goes into a turn's prompt, and what of its answer the next one goes on from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.engine.answer import Request
+from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.running import RunningRequest
+from chunkweave.errors import PromptTooLongError
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.ordering.conversation import HistoryPart, NextTurn, PastTurn, next_turn
+from chunkweave.ordering.conversations import Conversations, Key, Standing
+from chunkweave.planning.plan import Fate
+from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.tiered import TieredStore
+from chunkweave.types import SegmentId
+
+_ANSWER_SHARE = 4
+"""At most the context over this is kept free for an answer; history is not cut for one that may be longer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnUnderWay:
+    """A question of a conversation that is being answered.
+
+    `before` is how the conversation stood, `system` its instruction, `content` what of it and of the new chunks stands
+    in the prompt. `closing` are the tokens that end the turn behind its answer.
+    """
+
+    key: Key
+    before: Standing
+    system: str | None
+    content: NextTurn
+    closing: tuple[int, ...]
+
+    def places(self, prompt: Prompt) -> Mapping[int, SegmentId]:
+        """The segments of the history by the place of their part in the turn's prompt."""
+        first = next(
+            (place for place, part in enumerate(prompt.parts) if part.kind not in (PartKind.START, PartKind.SYSTEM)), 0
+        )
+        return {first + place: one.segment for place, one in enumerate(self.content.history)}
+
+
+class Conversing:
+    """Begins and ends turns with one model's builder and store. What has been said is in `conversations`."""
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        store: TieredStore[SegmentSource],
+        conversations: Conversations,
+        max_positions: int,
+    ) -> None:
+        self.conversations = conversations
+        self._builder = builder
+        self._store = store
+        self._max_positions = max_positions
+
+    def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
+        """The turn that `request` asks for and its prompt; `end` or `abandon` it.
+
+        The oldest turns are cut off where prompt and answer would have more than `most_tokens` or the model's context.
+
+        Raises:
+            UsageError: an empty question or chunk, or a chat template that takes no second turn.
+            PromptTooLongError: not even the new turn fits.
+            ConversationBusyError: the conversation's last question is still being answered.
+            QueueFullError: too many conversations are being answered.
+        """
+        assert request.conversation_id is not None, "a turn is one of a conversation"
+        closing = self._builder.turn_break_ids
+        question = self._builder.question_part(request.question)
+        chunks = self._builder.chunk_parts(request.chunks, cache_salt=request.cache_salt)
+        key = (request.cache_salt, request.conversation_id)
+        before = self.conversations.begin(key)
+        try:
+            system = before.system if request.system is None else request.system
+            opening = self._builder.opening(system=system, cache_salt=request.cache_salt)
+            context = min(self._max_positions, most_tokens or self._max_positions) - len(closing)
+            config = self.conversations.config
+            most = context - 1 if config.max_tokens is None else min(context - 1, config.max_tokens)
+            limit = min(most, context - min(request.sampling.max_new_tokens, context // _ANSWER_SHARE))
+            fixed = sum(map(len, opening)) + len(question)
+            content = next_turn(
+                before.turns,
+                chunks,
+                room=limit - fixed,
+                keep_tokens=int(config.keep * limit),
+                deduplicate=config.deduplicate,
+            )
+            if fixed + content.tokens > most:
+                raise PromptTooLongError(
+                    f"the new turn alone has {fixed + content.tokens} tokens, but a turn of a conversation may have "
+                    f"{most} here; send fewer or smaller chunks"
+                )
+        except BaseException:
+            self.conversations.abandon(key, before)
+            raise
+        parts = (*opening, *(one.part for one in content.history), *content.new, question)
+        return TurnUnderWay(key, before, system, content, closing), Prompt(parts)
+
+    def end(self, turn: TurnUnderWay, running: RunningRequest) -> None:
+        """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
+        prefilled = running.prefilled
+        context = prefilled.prompt.contexts()[-1]
+        said = self._builder.turn_part(prefilled.prompt.parts[-1], running.token_ids, cache_salt=turn.key[0])
+        assert said.id is not None, "a turn has an id"
+        turns = split_turns((*running.history, HistoryPart(said, segment_id(said.id, context), own=True)))
+        after = Standing(turns, turn.system, turn.before.asked + 1)
+        try:
+            exact = all(part.fate is not Fate.REUSED for part in prefilled.plan.parts)
+            kv = prefilled.cache.segment(len(said))
+            record = SegmentRecord.of(said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes)
+            self._store.insert(record, kv)
+        finally:  # what cannot be stored is computed again; what was said stays said
+            self.conversations.commit(turn.key, turn.before, after)
+
+    def abandon(self, turn: TurnUnderWay) -> None:
+        """Let the conversation be as it was before; harmless once the turn has ended."""
+        self.conversations.abandon(turn.key, turn.before)
+
+
+def history_after(prefilled: Prefilled, turn: TurnUnderWay) -> tuple[HistoryPart, ...]:
+    """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing."""
+    woven = {capture.part.span for capture in prefilled.woven}
+    was_own = {one.segment for one in turn.content.history if one.own}
+    history: list[HistoryPart] = []
+    behind_turn = False
+    for part, context in zip(prefilled.plan.parts, prefilled.prompt.contexts(), strict=True):
+        if part.part.id is None or part.part.kind is PartKind.SYSTEM:
+            continue
+        in_context = segment_id(part.part.id, context)
+        segment = in_context if part.segment is None or part.span in woven else part.segment
+        behind_turn = behind_turn or part.part.kind is PartKind.TURN
+        own = part.span in woven or segment in was_own or (behind_turn and segment == in_context)
+        history.append(HistoryPart(part.part, segment, own))
+    return tuple(history)
+
+
+def split_turns(history: Sequence[HistoryPart]) -> tuple[PastTurn, ...]:
+    """`history`, whose last part is a turn, cut behind each turn."""
+    return tuple(PastTurn(parts) for parts in _runs(history))
+
+
+def _runs(history: Sequence[HistoryPart]) -> Iterator[tuple[HistoryPart, ...]]:
+    run: list[HistoryPart] = []
+    for one in history:
+        run.append(one)
+        if one.part.kind is PartKind.TURN:
+            yield tuple(run)
+            run = []
