@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
+    from chunkweave.ordering.ordering_config import OrderingConfig
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
@@ -32,6 +33,7 @@ __all__ = [
     "Corpus",
     "CorpusDocument",
     "Engine",
+    "OrderingConfig",
     "RagAnswer",
     "RagPipeline",
     "Request",
@@ -57,6 +59,7 @@ _HOMES = {
     "Corpus": "chunkweave.retrieval.corpus",
     "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",
+    "OrderingConfig": "chunkweave.ordering.ordering_config",
     "RagAnswer": "chunkweave.retrieval.pipeline",
     "RagPipeline": "chunkweave.retrieval.pipeline",
     "Request": "chunkweave.engine.answer",

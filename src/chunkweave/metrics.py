@@ -12,7 +12,8 @@ class ChunkReport:
     """The fate of one part of the prompt (a chunk, the system part, or an earlier turn of a conversation).
 
     `fate` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where it
-    came from. `recomputed` are the prompt positions of this chunk that were active at the last layer.
+    came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
+    chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none.
     """
 
     id: ChunkId
@@ -23,6 +24,7 @@ class ChunkReport:
     tokens: int
     recomputed_tokens: int
     recomputed: tuple[Span, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class ReuseReport:
     tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
     Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
     `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told, by
-    the loading controller where that raised it.
+    the loading controller where that raised it. `order` is the ordering that put the chunks in their places;
+    `original` left them where the caller had them.
 
     Of a conversation, `history_tokens` of the prompt are those of its earlier turns: exact, or `reused` as the answers
     before saw them, which counts as reused and is never recomputed. `chunks_not_sent` of the request's chunks, with
@@ -60,6 +63,7 @@ class ReuseReport:
     chunks: tuple[ChunkReport, ...] = ()
     why: str = ""
     parameters: Mapping[str, float] = field(default_factory=dict)
+    order: str = "original"
     history_tokens: int = 0
     chunks_not_sent: int = 0
     tokens_not_sent: int = 0

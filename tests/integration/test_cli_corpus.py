@@ -138,7 +138,8 @@ def test_list_search_and_remove(corpus):
 
 def test_ask_takes_its_documents_from_the_corpus(corpus):
     ask = ("ask", "--shape", "demo", "--max-new-tokens", 3, "--corpus", corpus)
-    answers = told(*ask, "--top-k", 2, "Where is the ferry?", "Where is the storm?")["answers"]
+    two = ("--top-k", 2, "--order", "fixed")
+    answers = told(*ask, *two, "Where is the ferry?", "Where is the storm?")["answers"]
     assert [answer["retrieved"][0]["document"] for answer in answers] == ["ferry.md", "storm.md"]
     assert [chunk["source"] for chunk in answers[0]["report"]["chunks"][1:]] == [
         one["document"] for one in answers[0]["retrieved"]
@@ -146,6 +147,23 @@ def test_ask_takes_its_documents_from_the_corpus(corpus):
     assert len(told(*ask, "Why?")["answers"][0]["retrieved"]) == 6
     warm = told(*ask, "--top-k", 2, "--precompute", "--method", "full-reuse", "Where is the ferry?")["answers"][0]
     assert [chunk["fate"] for chunk in warm["report"]["chunks"][1:]] == ["reused", "reused"]
+
+
+def test_ask_orders_what_it_retrieved_and_nothing_else(corpus, notes):
+    ask = ("ask", "--shape", "demo", "--max-new-tokens", 2)
+    found = told(*ask, "--corpus", corpus, "--top-k", 3, "Where is the ferry?", "And the ferry?")["answers"]
+    assert [answer["report"]["order"] for answer in found] == ["frequency"] * 2
+    for answer in found:
+        stood = [answer["retrieved"][chunk["rank"]]["document"] for chunk in answer["report"]["chunks"][1:]]
+        assert stood == [chunk["source"] for chunk in answer["report"]["chunks"][1:]]
+    shown = invoke(*ask, "--corpus", corpus, "--top-k", 3, "--order", "free", "Where is the ferry?")
+    assert "rank" in shown.stdout
+    fixed = told(*ask, "--corpus", corpus, "--top-k", 3, "--order", "fixed", "Where is the ferry?")["answers"][0]
+    assert [chunk["rank"] for chunk in fixed["report"]["chunks"]] == [None, 0, 1, 2]
+    documents = told(*ask, "--docs", notes / "ferry.md", "Where is the ferry?")["answers"][0]
+    assert documents["report"]["order"] == "original"
+    for wrong in (("--order", "loose"), ("--ordering", "alphabetical"), ("--promote", 0)):
+        assert invoke(*ask, "--corpus", corpus, *wrong, "Why?").exit_code == 2
 
 
 def test_ask_wants_documents_or_a_corpus(corpus, notes):

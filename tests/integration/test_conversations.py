@@ -372,3 +372,13 @@ def test_an_answer_that_ends_early_is_kept_whole(engine, stop, rows):
     assert rows.take()[1] == len(answer.token_ids) + len(engine.builder.turn_break_ids)
     later = conversation.ask("And?", sampling=sampling)
     assert later.report.prefix_exact_tokens == later.report.history_tokens + later.report.chunks[0].tokens
+
+
+def test_a_free_order_costs_a_conversation_none_of_its_history(model):
+    """What is not worth keeping for others, by CRAFT's threshold, is kept for the conversation's next turn."""
+    engine = Engine(model, method="prefix", order="free")
+    conversation = engine.conversation()
+    conversation.ask("When does the ferry leave?", [FERRY, PILOTS], sampling=SHORT)
+    report = conversation.ask("And who boards ships?", [PILOTS, HARBOUR], sampling=SHORT).report
+    assert report.history_tokens
+    assert report.prefix_exact_tokens >= report.history_tokens

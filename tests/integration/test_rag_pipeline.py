@@ -27,7 +27,13 @@ def pipeline(loaded):
         yield RagPipeline(engine, corpus, top_k=3)
 
 
-def test_an_answer_is_that_of_the_engine_over_what_was_retrieved(pipeline):
+@pytest.fixture
+def best_first(pipeline):
+    return RagPipeline(pipeline.engine, pipeline.corpus, top_k=3, order="fixed")
+
+
+def test_an_answer_is_that_of_the_engine_over_what_was_retrieved(best_first):
+    pipeline = best_first
     answer = pipeline.answer("What of the storm and the ferry?", sampling=FEW)
     found = pipeline.corpus.search("What of the storm and the ferry?", 3)
     assert answer.retrieved == found
@@ -72,6 +78,21 @@ def test_the_order_in_the_prompt_is_the_callers(loaded, pipeline):
             RagPipeline(pipeline.engine, pipeline.corpus, top_k=3, order=wrong).answer("The storm?")
 
 
+def test_unless_told_otherwise_chunks_stand_as_reuse_wants_them(pipeline, best_first):
+    found = pipeline.corpus.search("The storm and the ferry?", 3)
+    events = list(pipeline.stream("The storm and the ferry?", sampling=FEW))
+    assert events[0].retrieved == found
+    answer = events[-1].answer
+    assert answer.report.order == "frequency"
+    assert best_first.answer("The storm and the ferry?", sampling=FEW).report.order == "original"
+    ids = [chunk.id for chunk in answer.report.chunks[1:]]
+    assert ids == sorted(ids), "nothing was asked for before: by id"
+    assert answer.retrieved == tuple(found[chunk.rank] for chunk in answer.report.chunks[1:])
+    assert [one.chunk.source for one in answer.retrieved] == [chunk.source for chunk in answer.report.chunks[1:]]
+    with pytest.raises(UsageError, match="unknown order 'loose'"):
+        RagPipeline(pipeline.engine, pipeline.corpus, order="loose")
+
+
 def test_how_many_chunks(pipeline):
     assert len(pipeline.retrieve("storm", top_k=5).chunks) == 5
     assert len(RagPipeline(pipeline.engine, pipeline.corpus).retrieve("storm").chunks) == 6
@@ -95,7 +116,8 @@ def test_few_documents_are_all_given_and_none_is_plain_generation(loaded):
         assert len(pipeline.answer("The storm?", sampling=FEW).retrieved) == 2
 
 
-def test_removing_a_document_removes_its_kv_and_what_was_computed_after_it(pipeline):
+def test_removing_a_document_removes_its_kv_and_what_was_computed_after_it(best_first):
+    pipeline = best_first
     pipeline.precompute()
     pipeline.answer("The storm and the ferry?", sampling=FEW)
     store, builder = pipeline.engine.store, pipeline.engine.builder

@@ -96,3 +96,42 @@ def test_names_that_mean_nothing_are_refused():
         KnowledgeTree(TIERS).placed("a", "tape", 1)
     with pytest.raises(UsageError):
         KnowledgeTree(TIERS).placed("", "host", 1)
+
+
+@given(moves)
+def test_a_follower_knows_every_placement(moves):
+    tree = KnowledgeTree(TIERS)
+    early: set[tuple[str, str]] = set()
+    late: set[tuple[str, str]] = set()
+
+    def into(known):
+        return lambda path, tier, tokens: (known.discard if tokens is None else known.add)(("".join(path), tier))
+
+    tree.follow(into(early))
+    for number, (place, path, tier) in enumerate(moves):
+        if number == 10:
+            tree.follow(into(late))
+        if place:
+            tree.placed(path, tier, len(path))
+        else:
+            tree.displaced(path, tier)
+    placed = {("".join(path), tier) for tier in TIERS for path in tree.paths(tier)}
+    assert early == placed
+    assert len(moves) <= 10 or late == placed
+
+
+def test_places_are_walked_as_far_as_something_is_stored():
+    tree = KnowledgeTree(TIERS)
+    for path in ("a", "ab", "abc"):
+        tree.placed(path, "host", len(path))
+    tree.displaced("ab", "host")
+    place = tree.at("a")
+    assert place is not None
+    assert place.tokens == 1
+    assert place.child("b") is None
+    assert tree.at("ab") is None
+    assert tree.at("abc") is None
+    tree.placed("ab", "disk", 2)
+    deep = tree.at("ab").child("c")
+    assert deep is not None
+    assert deep.tokens == 3

@@ -10,6 +10,7 @@ from rich.markup import escape
 import chunkweave
 from chunkweave.cli import bench, cache, corpus
 from chunkweave.cli.advise import advise
+from chunkweave.cli.analyze import analyze
 from chunkweave.cli.ask import ask
 from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.chat import chat
@@ -57,6 +58,7 @@ app.command()(calibrate)
 app.command()(profile)
 app.command()(advise)
 app.command()(simulate)
+app.command()(analyze)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")

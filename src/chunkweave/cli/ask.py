@@ -12,7 +12,14 @@ from chunkweave.cli.console import Output, stderr
 from chunkweave.cli.corpus_options import AskedCorpus, TopK, retrieve
 from chunkweave.cli.explain import explanation
 from chunkweave.cli.model_choice import ModelChoice
-from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
+from chunkweave.cli.option_blocks import (
+    DocumentOptions,
+    MethodOptions,
+    ModelOptions,
+    OrderOptions,
+    StoreOptions,
+    with_blocks,
+)
 from chunkweave.cli.tables import reuse_summary
 from chunkweave.config import SamplingParams
 from chunkweave.errors import UsageError
@@ -40,6 +47,7 @@ def ask(
     documents: DocumentOptions,
     model: ModelOptions,
     how: MethodOptions,
+    stand: OrderOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
@@ -56,6 +64,7 @@ def ask(
     choice = model.choice()
     sampling = SamplingParams(max_new_tokens, temperature)
     reuse, config = how.reuse(), store.config()
+    order, ordering = stand.said(retrieved=corpus is not None), stand.config()
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
@@ -63,14 +72,14 @@ def ask(
     read = documents.read(paths)
     from chunkweave.engine.answer import Request
 
-    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse) as engine:
+    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse, ordering=ordering) as engine:
         chunks = documents.chunks(engine, read)
         if not output.json or choice.random_weights:
             _hint(engine, choice, how)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if precompute:
             precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
-        base = Request("", (), system, sampling)
+        base = Request("", (), system, sampling, order=order)
         answers = [
             answer_aloud(engine, replace(base, question=question, chunks=own), output, explain=explain)
             for question, own in zip(asked, given, strict=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from chunkweave.cli.console import status, stderr
 from chunkweave.config import ConversationConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.ordering.ordering_config import OrderingConfig
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
@@ -51,16 +52,19 @@ class ModelChoice:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        ordering: OrderingConfig | None = None,
         conversations: ConversationConfig | None = None,
     ) -> Iterator["Engine"]:
         """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
 
         Raises:
             ModelError: the model cannot be loaded or driven.
-            UsageError: no such shape, method, quality or codec, a quality that was not calibrated, or a remote URL that
-                cannot be used.
+            UsageError: no such shape, method, quality, ordering or codec, a quality that was not calibrated, or a
+                remote URL that cannot be used.
         """
-        engine = self.load(store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
+        engine = self.load(
+            store=store, method=method, quality=quality, reuse=reuse, ordering=ordering, conversations=conversations
+        )
         try:
             yield engine
         finally:
@@ -77,13 +81,14 @@ class ModelChoice:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        ordering: OrderingConfig | None = None,
         conversations: ConversationConfig | None = None,
     ) -> "Engine":
         """Load the model and put an engine around it.
 
         Raises:
             ModelError: the model cannot be loaded or driven.
-            UsageError: no such shape, method or quality, or a quality that was not calibrated.
+            UsageError: no such shape, method, quality or ordering, or a quality that was not calibrated.
         """
         with status(f"loading {self.name}"):
             _quiet_transformers()
@@ -94,6 +99,7 @@ class ModelChoice:
                 "method": method,
                 "quality": quality,
                 "reuse": reuse,
+                "ordering": ordering,
                 "conversations": conversations,
             }
             if self.folder is not None:

@@ -13,6 +13,8 @@ from chunkweave.cli import options
 from chunkweave.cli.model_choice import ModelChoice
 from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
+from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
+from chunkweave.ordering.registry import make_ordering
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
@@ -171,6 +173,47 @@ class DocumentOptions:
 
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
         return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOptions:
+    """In which order chunks stand."""
+
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="free: chunks stand as is best for reuse; fixed: as they come.",
+            show_default="free for what is retrieved, else fixed",
+        ),
+    ] = None
+    ordering: Annotated[str, typer.Option(help="How a free order is chosen: frequency, tree-greedy or original.")] = (
+        "frequency"
+    )
+    promote: Annotated[
+        int | None,
+        typer.Option(
+            help="With a free order, keep and grow exact prefixes over chunks that this many questions took.",
+            show_default="off: a command counts its own questions only",
+        ),
+    ] = None
+
+    def config(self) -> OrderingConfig:
+        """How a free order is chosen.
+
+        Raises:
+            UnknownMethodError: there is no such ordering.
+            UsageError: a threshold below 1.
+        """
+        make_ordering(self.ordering)
+        return OrderingConfig(self.ordering, promotion_threshold=self.promote, continuation_threshold=self.promote)
+
+    def said(self, *, retrieved: bool) -> str:
+        """What requests say, whose chunks were retrieved or not.
+
+        Raises:
+            UsageError: there is no such order.
+        """
+        return ChunkOrder.parse(self.order or ("free" if retrieved else "fixed"))
 
 
 @dataclass(frozen=True, slots=True)

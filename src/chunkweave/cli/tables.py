@@ -11,17 +11,20 @@ from chunkweave.metrics import ReuseReport
 
 
 def reuse_summary(report: ReuseReport) -> RenderableType:
-    """What happened to the tokens and chunks of one prompt, and how long it took."""
+    """What happened to the tokens and chunks of one prompt, and how long it took; reordered chunks with their rank."""
+    reordered = report.order != "original"
     table = Table()
+    if reordered:
+        table.add_column("rank", justify="right")
     table.add_column("chunk", overflow="fold")
     table.add_column("fate")
     table.add_column("tokens", justify="right")
     table.add_column("recomputed", justify="right")
     table.add_column("tier")
     for chunk in report.chunks:
-        table.add_row(
-            escape(chunk.source), chunk.fate, str(chunk.tokens), str(chunk.recomputed_tokens), chunk.tier or "-"
-        )
+        rank = "" if chunk.rank is None else str(chunk.rank + 1)
+        cells = (escape(chunk.source), chunk.fate, str(chunk.tokens), str(chunk.recomputed_tokens), chunk.tier or "-")
+        table.add_row(*((rank, *cells) if reordered else cells))
     return Group(token_line(report), table, times(report))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from chunkweave.config import SamplingParams
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.ordering.arrangement import Arranged
 from chunkweave.ordering.conversation import NextTurn
 from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
@@ -19,8 +20,10 @@ class Request:
     """One question over chunks, as `Engine.generate_batch` takes them.
 
     `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt
-    are never found under another. With a `conversation_id`, one among those of the same salt, the question is the next
-    turn of that conversation, or the first of a new one; `system=None` is then the conversation's own instruction.
+    are never found under another. `order` is `free` if the chunks may stand in any order, the given one being how well
+    they fit, the best first; `fixed` if they stand as given; None leaves it to the engine. With a `conversation_id`,
+    one among those of the same salt, the question is the next turn of that conversation, or the first of a new one;
+    `system=None` is then the conversation's own instruction.
     """
 
     question: str
@@ -28,6 +31,7 @@ class Request:
     system: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
+    order: str | None = None
     conversation_id: str | None = None
 
 
@@ -69,17 +73,19 @@ def make_report(
     new_tokens: int,
     tiers: Mapping[SegmentId, str] | None = None,
     choice: MethodChoice | None = None,
+    arranged: Arranged | None = None,
     *,
     content: NextTurn | None = None,
 ) -> ReuseReport:
     """Tokens by fate and time by phase of one answer.
 
-    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken, `content` what the
-    turn of a conversation put into the prompt.
+    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken, `arranged` how the
+    chunks came to stand where they do, `content` what the turn of a conversation put into the prompt.
     """
     plan = prefilled.plan
     reused = plan.tokens(Fate.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
+    arranged = arranged or Arranged(prefilled.prompt)
     return ReuseReport(
         method=plan.method,
         prompt_tokens=plan.prompt_tokens,
@@ -98,10 +104,13 @@ def make_report(
         prefill_flops=prefill_flops(geometry, list(prefilled.work)),
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
         chunks=tuple(
-            _chunk_report(part, prefilled.recomputed, tiers or {}) for part in plan.parts if part.part.id is not None
+            _chunk_report(part, prefilled.recomputed, tiers or {}, arranged.ranks.get(number))
+            for number, part in enumerate(plan.parts)
+            if part.part.id is not None
         ),
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
+        order=arranged.ordering,
         history_tokens=0 if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
@@ -114,7 +123,9 @@ def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:
     return {name: value if plan.raised_to is None else plan.raised_to for name, value in choice.parameters.items()}
 
 
-def _chunk_report(part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str]) -> ChunkReport:
+def _chunk_report(
+    part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str], rank: int | None
+) -> ChunkReport:
     assert part.part.id is not None, "parts that are stored have ids"
     inside = spans_of(p for span in recomputed for p in _overlap(span, part.span).positions())
     return ChunkReport(
@@ -126,6 +137,7 @@ def _chunk_report(part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[Seg
         tokens=len(part.span),
         recomputed_tokens=sum(len(span) for span in inside),
         recomputed=inside,
+        rank=rank,
     )
 
 

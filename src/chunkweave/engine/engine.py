@@ -21,7 +21,10 @@ from chunkweave.engine.running import RunningRequest
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.conversations import Conversations
+from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
+from chunkweave.ordering.registry import make_ordering
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
@@ -49,6 +52,8 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        order: str = "fixed",
+        ordering: OrderingConfig | None = None,
         conversations: ConversationConfig | None = None,
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
@@ -63,17 +68,21 @@ class Engine:
             method: reuse method for calls that name neither method nor quality.
             quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
             reuse: what a method that is named is told; a quality target brings its own.
+            order: `free` or `fixed` for requests that do not say: whether their chunks may be put in another order.
+            ordering: in which, and what is promoted; None = CRAFT's.
             conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
             calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
 
         Raises:
-            UnknownMethodError: no such method, eviction policy or codec.
-            UsageError: the store's remote URL cannot be used, a record of another model, or a quality target without
-                a record; the message says how to make one.
+            UnknownMethodError: no such method, ordering, eviction policy or codec.
+            UsageError: no such order, the store's remote URL cannot be used, a record of another model, or a quality
+                target without a record; the message says how to make one.
         """
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
+        ordering, usual_order = ordering or OrderingConfig(), ChunkOrder.parse(order)
+        make_ordering(ordering.ordering)  # refused now, not after a store is open
         cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
         self._chooser = open_chooser(
             loaded, Wish.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
@@ -89,7 +98,8 @@ class Engine:
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         conversing = Conversing(self.builder, store, self.conversations, loaded.model.geometry.max_positions)
-        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser, conversing)
+        arranger = Arranger(ordering, store.tree, order=usual_order)
+        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser, arranger, conversing)
 
     @classmethod
     def load(
@@ -102,6 +112,8 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        order: str = "fixed",
+        ordering: OrderingConfig | None = None,
         conversations: ConversationConfig | None = None,
     ) -> Self:
         """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
@@ -109,11 +121,20 @@ class Engine:
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
-            UsageError: device, dtype, method or quality do not exist here, or the quality needs a calibration.
+            UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
         refuse_unknown(method, quality)
         loaded = load_folder(Path(model), device=device, dtype=dtype)
-        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
+        return cls(
+            loaded,
+            store=store,
+            method=method,
+            quality=quality,
+            reuse=reuse,
+            order=order,
+            ordering=ordering,
+            conversations=conversations,
+        )
 
     @classmethod
     def load_shape(
@@ -127,17 +148,28 @@ class Engine:
         method: str | None = None,
         quality: str | None = None,
         reuse: ReuseConfig | None = None,
+        order: str = "fixed",
+        ordering: OrderingConfig | None = None,
         conversations: ConversationConfig | None = None,
     ) -> Self:
         """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
 
         Raises:
-            UnknownMethodError: no such shape or method.
-            UsageError: no such quality, or it needs a calibration.
+            UnknownMethodError: no such shape, method or ordering.
+            UsageError: no such quality or order, or the quality needs a calibration.
         """
         refuse_unknown(method, quality)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
-        return cls(loaded, store=store, method=method, quality=quality, reuse=reuse, conversations=conversations)
+        return cls(
+            loaded,
+            store=store,
+            method=method,
+            quality=quality,
+            reuse=reuse,
+            order=order,
+            ordering=ordering,
+            conversations=conversations,
+        )
 
     def close(self) -> None:
         """Write what is still to be written and close the store, if the engine opened it; once is enough.
@@ -184,6 +216,7 @@ class Engine:
         seed: int | None = None,
         stop: Sequence[str] = (),
         cache_salt: str = "",
+        order: str | None = None,
         method: str | None = None,
         quality: str | None = None,
         recompute_ratio: float | None = None,
@@ -191,15 +224,16 @@ class Engine:
         """Answer one question over chunks; what was computed for it is stored.
 
         `method` says how chunks are reused, `quality` (`exact`, `balanced`, `fast`) how close to full prefill the
-        answer is to be; a method wins over the last two. With neither it is what the engine was made with.
+        answer is to be; a method wins over the last two. With neither it is what the engine was made with. With
+        `order="free"` the chunks may stand in another order; the report has their ranks.
 
         Raises:
-            UsageError: an empty question or chunk, a ratio outside [0, 1], an unknown method or quality, a quality
-                target without a calibration record, quality `exact` with an approximate method.
+            UsageError: an empty question or chunk, no such order, a ratio outside [0, 1], an unknown method or quality,
+                a quality target without a calibration record, quality `exact` with an approximate method.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
-        request = Request(question, tuple(chunks), system, sampling, cache_salt)
+        request = Request(question, tuple(chunks), system, sampling, cache_salt, order)
         return self.generate_batch([request], method=method, quality=quality, recompute_ratio=recompute_ratio)[0]
 
     def stream(

@@ -21,15 +21,15 @@ def parts_to_keep(
     *,
     woven_fraction: float | None,
 ) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
-    """Each computed part, and with its origin each reused one that may turn out to be worth storing as woven.
+    """Each computed part that is to be kept, and with its origin each reused one that may be worth storing as woven.
 
-    That is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this context
-    is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
+    The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
+    context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
     """
     sources = {placement.span: placement.segment for placement in placements}
     least = woven_fraction if len(plan.passes) == 1 else None
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        if part.part.id is None:
+        if part.part.id is None or not part.kept:
             continue
         if part.fate is Fate.COMPUTED:
             yield part, None

@@ -12,9 +12,12 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.running import RunningRequest
 from chunkweave.models.loading import LoadedModel
+from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.planning.adaptive import HiddenLoading
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Wish
+from chunkweave.planning.promotion import Promoting
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -24,7 +27,7 @@ class Prepared:
     """A request with its prompt, the method that was chosen for it, and how many tokens it may generate."""
 
     request: Request
-    prompt: Prompt
+    arranged: Arranged
     choice: MethodChoice
     method: ReuseMethod
     room: int
@@ -40,9 +43,17 @@ class Prepared:
         """Of a conversation, the segments of its earlier turns by the place of their part."""
         return None if self.turn is None else self.turn.places(self.prompt)
 
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt with its chunks in order."""
+        return self.arranged.prompt
+
 
 class Preparation:
-    """Makes prompts and chooses methods with one model's parts; has no state of its own."""
+    """Makes prompts, puts their chunks in order, and chooses methods, with one model's parts.
+
+    Its only state is what the arranger has counted. One caller at a time.
+    """
 
     def __init__(
         self,
@@ -50,24 +61,27 @@ class Preparation:
         builder: PromptBuilder,
         runner: Runner,
         chooser: MethodChooser,
+        arranger: Arranger,
         conversing: Conversing,
     ) -> None:
         self.loaded = loaded
         self.runner = runner
         self.chooser = chooser
+        self.arranger = arranger
         self.conversing = conversing
         self._builder = builder
 
     def prepare(self, request: Request, wish: Wish, *, most_tokens: int | None = None) -> Prepared:
-        """Everything that can be said about a request before anything is computed. `end` or `abandon` it.
+        """Everything that can be said about a request before anything is computed. It counts as asked for then.
 
-        A conversation is cut down to `most_tokens`, its answer among them.
+        `end` or `abandon` it. A conversation is cut down to `most_tokens`, its answer among them.
 
         Raises:
-            UsageError: an empty question or chunk, a conversation that is still being answered, or a wish that cannot
-                be met.
+            UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
+                wish that cannot be met.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
+        order = None if request.order is None else ChunkOrder.parse(request.order)
         choice = self.chooser.choose(wish)
         method = self._make_method(choice, wish.recompute_ratio)
         turn: TurnUnderWay | None = None
@@ -78,7 +92,10 @@ class Preparation:
         else:
             turn, prompt = self.conversing.begin(request, most_tokens=most_tokens)
         room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
-        return Prepared(request, prompt, choice, method, min(request.sampling.max_new_tokens, room), turn)
+        arranged = self.arranger.arrange(prompt, order)
+        if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
+            method = Promoting(method, arranged.promotion)
+        return Prepared(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
 
     def end(self, prepared: Prepared, running: RunningRequest) -> None:
         """Keep a complete answer for its conversation, if it is one's."""
@@ -102,6 +119,7 @@ class Preparation:
             room=prepared.room,
             queue_s=queue_s,
             choice=prepared.choice,
+            arranged=prepared.arranged,
             tiers=self._tiers(prefilled),
             records=self._records(prefilled),
             history=() if prepared.turn is None else history_after(prefilled, prepared.turn),

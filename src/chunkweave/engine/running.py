@@ -9,6 +9,7 @@ from chunkweave.engine.answer import Answer, Durations, Request, make_report
 from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.sampling import Sampler
+from chunkweave.ordering.arrangement import Arranged
 from chunkweave.ordering.conversation import HistoryPart, NextTurn
 from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method_choice import MethodChoice
@@ -29,6 +30,7 @@ class RunningRequest:
         room: int,
         queue_s: float,
         choice: MethodChoice,
+        arranged: Arranged,
         tiers: Mapping[SegmentId, str],
         records: Mapping[SegmentId, SegmentRecord],
         history: tuple[HistoryPart, ...] = (),
@@ -45,6 +47,7 @@ class RunningRequest:
             room: most tokens that it may generate.
             queue_s: seconds that it waited before its prefill.
             choice: why it was prefilled by which method.
+            arranged: how its chunks came to stand where they do.
             tiers: where each reused segment was found.
             records: what was known of the segments that were taken.
             history: of a conversation, what its next turn goes on from, but for this question and answer.
@@ -63,6 +66,7 @@ class RunningRequest:
         self._room = room
         self._queue_s = queue_s
         self._choice = choice
+        self._arranged = arranged
         self._tiers = tiers
         self._records = records
         self._content = content
@@ -140,7 +144,14 @@ class RunningRequest:
         """The whole answer, after `decode_s` seconds of decoding, with its report and the reasons for its plan."""
         durations = Durations(self.ttft_s, decode_s, self._queue_s)
         report = make_report(
-            self.prefilled, geometry, durations, len(self.token_ids), self._tiers, self._choice, content=self._content
+            self.prefilled,
+            geometry,
+            durations,
+            len(self.token_ids),
+            self._tiers,
+            self._choice,
+            self._arranged,
+            content=self._content,
         )
         explanation = explain_plan(
             self.prefilled.plan,

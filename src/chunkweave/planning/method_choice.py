@@ -13,7 +13,8 @@ from chunkweave.planning.method import parameter_of
 EXACT_METHOD = "prefix"
 """What answers unless something else was asked for or calibrated: nothing can go wrong with it."""
 
-_EXACT_METHODS = ("full", EXACT_METHOD)
+EXACT_METHODS = ("full", EXACT_METHOD)
+"""Methods that reuse nothing but exact prefixes."""
 
 
 class Why(StrEnum):
@@ -87,7 +88,7 @@ class MethodChooser:
         ratio = wish.recompute_ratio
         reuse = self.reuse if ratio is None else replace(self.reuse, recompute_ratio=ratio)
         if wish.method is not None:
-            if wish.quality is Quality.EXACT and wish.method not in _EXACT_METHODS:
+            if wish.quality is Quality.EXACT and wish.method not in EXACT_METHODS:
                 raise UsageError(f"quality 'exact' and method {wish.method!r} contradict each other: give one of them")
             return MethodChoice(wish.method, reuse, Why.ASKED_FOR)
         if wish.quality is Quality.EXACT or (wish.quality is None and self.record is None):

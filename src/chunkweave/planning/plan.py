@@ -127,7 +127,8 @@ class PartPlan:
     """One part of the prompt with its fate and, if it is taken from the store, the segment.
 
     `fix` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens of
-    a reused part whose KV is that of this very context already: to recompute them gains nothing.
+    a reused part whose KV is that of this very context already: to recompute them gains nothing. A computed part is
+    stored afterwards unless it is not to be `kept`.
     """
 
     part: PromptPart
@@ -136,6 +137,7 @@ class PartPlan:
     segment: SegmentId | None = None
     fix: Fix | None = None
     fresh: frozenset[int] = frozenset()
+    kept: bool = True
 
     def __post_init__(self) -> None:
         if (self.segment is None) != (self.fate is Fate.COMPUTED):

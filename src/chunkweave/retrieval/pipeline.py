@@ -11,6 +11,7 @@ from chunkweave.engine.answer import Answer, Request
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
+from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.retrieval.stages import usual_top_k
@@ -21,7 +22,7 @@ Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Chunks in the order of the prompt, with the seconds that embedding the question and searching took."""
+    """Chunks as they are asked about, with the seconds that embedding the question and searching took."""
 
     chunks: tuple[RetrievedChunk, ...]
     embed_s: float
@@ -64,7 +65,10 @@ class RagAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RagEvent:
-    """A piece of an answer as it comes. The first has no text, but the chunks; the last has the whole `answer`."""
+    """A piece of an answer as it comes. The first has no text, but the chunks; the last has the whole `answer`.
+
+    The answer has the chunks in the order of the prompt, the first event as they were found.
+    """
 
     text: str
     retrieved: tuple[RetrievedChunk, ...] | None = None
@@ -83,7 +87,7 @@ class RagPipeline:
         corpus: Corpus,
         *,
         top_k: int | None = None,
-        order: Order | None = None,
+        order: Order | str = "free",
         system: str | None = None,
         cache_salt: str = "",
     ) -> None:
@@ -93,24 +97,26 @@ class RagPipeline:
             engine: answers; its method and quality hold for calls that name none.
             corpus: is searched.
             top_k: chunks a question gets; None = 6, or all there are.
-            order: in which order they stand in the prompt; None = the best first.
+            order: in which order they stand in the prompt: `free` = as is best for reuse, `fixed` = the best first, or
+                what puts them in order.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.
 
         Raises:
-            UsageError: `top_k` is not positive.
+            UsageError: `top_k` is not positive, or there is no such order.
         """
         if top_k is not None and top_k < 1:
             raise UsageError(f"top-k must be at least 1, not {top_k}")
         self.engine = engine
         self.corpus = corpus
         self._top_k = top_k
-        self._order = order
+        self._order = None if isinstance(order, str) else order
+        self._said = ChunkOrder.parse(order) if isinstance(order, str) else ChunkOrder.FIXED
         self._system = system
         self._cache_salt = cache_salt
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> Retrieved:
-        """The chunks for a question, in the order of the prompt. An empty corpus has none.
+        """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
 
         Raises:
             TopKError: more chunks are asked for than there are.
@@ -196,7 +202,7 @@ class RagPipeline:
 
     def _request(self, question: str, retrieved: Retrieved, sampling: SamplingParams | None) -> Request:
         chunks = [found.chunk for found in retrieved.chunks]
-        return Request(question, chunks, self._system, sampling or SamplingParams(), self._cache_salt)
+        return Request(question, chunks, self._system, sampling or SamplingParams(), self._cache_salt, self._said)
 
     def _ordered(self, found: tuple[RetrievedChunk, ...]) -> tuple[RetrievedChunk, ...]:
         if self._order is None:
@@ -208,4 +214,6 @@ class RagPipeline:
 
 
 def _answered(answer: Answer, retrieved: Retrieved) -> RagAnswer:
-    return RagAnswer(answer, retrieved.chunks, retrieved.embed_s, retrieved.search_s)
+    ranks = [chunk.rank for chunk in answer.report.chunks if chunk.rank is not None]
+    chunks = tuple(retrieved.chunks[rank] for rank in ranks)
+    return RagAnswer(answer, chunks, retrieved.embed_s, retrieved.search_s)

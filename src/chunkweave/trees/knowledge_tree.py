@@ -1,7 +1,7 @@
 """RAGCache's knowledge tree: which chunk sequences are stored exactly, and on which tiers each chunk of them lies."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
@@ -10,6 +10,9 @@ from typing import Generic, TypeVar
 from chunkweave.errors import StoreError, UsageError
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+Follower = Callable[[tuple[KeyT, ...], str, int | None], None]
+"""Told of a path whose last node lies on a tier now, with its tokens, or does so no longer (None)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,40 @@ class _Node(Generic[KeyT]):
         return tuple(reversed(keys))
 
 
+class TreePlace(Generic[KeyT]):
+    """A place in a tree to walk down from, node by node.
+
+    Looks without the tree's lock: what it says may be overtaken by the time it is read, so it is a hint.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: _Node[KeyT]) -> None:
+        self._node = node
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the node alone; 0 at the root."""
+        return self._node.tokens
+
+    @property
+    def has_children(self) -> bool:
+        """Whether anything may be stored below."""
+        return bool(self._node.children)
+
+    def child(self, key: KeyT) -> "TreePlace[KeyT] | None":
+        """The stored node of `key` right below; None if nothing is stored there."""
+        node = self._node.children.get(key)
+        return TreePlace(node) if node is not None and node.tiers else None
+
+    def children_among(self, keys: Set[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
+        """The stored nodes right below whose keys are among `keys`, in no order."""
+        nodes = self._node.children
+        return [
+            (key, TreePlace(node)) for key in nodes.keys() & keys if (node := nodes.get(key)) is not None and node.tiers
+        ]
+
+
 class KnowledgeTree(Generic[KeyT]):
     """Placement of every stored path node over the tiers (RAGCache §5.1, Figure 8).
 
@@ -73,6 +110,7 @@ class KnowledgeTree(Generic[KeyT]):
         self._lock = RLock()
         self._root: _Node[KeyT] = _Node(None, None)  # type: ignore[arg-type]
         self._listeners: list[Callable[[tuple[KeyT, ...]], None]] = []
+        self._followers: list[Follower[KeyT]] = []
         self._placed = 0
 
     def __len__(self) -> int:
@@ -86,6 +124,28 @@ class KnowledgeTree(Generic[KeyT]):
     def unsubscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
         """Call `listener` no more; one that does not listen is ignored."""
         self._listeners = [other for other in self._listeners if other != listener]
+
+    def follow(self, follower: "Follower[KeyT]") -> None:
+        """Tell `follower` of what is placed already and then of each change, in the order in which they happen.
+
+        For that it is called with the lock held, so it may do no more than take note.
+        """
+        with self._lock:
+            for node in self._walk():
+                for tier in node.tiers:
+                    follower(node.path(), tier, node.tokens)
+            self._followers = [*self._followers, follower]
+
+    def unfollow(self, follower: "Follower[KeyT]") -> None:
+        """Tell `follower` nothing more; one that does not follow is ignored."""
+        self._followers = [other for other in self._followers if other != follower]
+
+    def at(self, path: Iterable[KeyT]) -> TreePlace[KeyT] | None:
+        """The place at the end of `path` (the root's, if it is empty); None if it is not stored as far as that."""
+        place: TreePlace[KeyT] | None = TreePlace(self._root)
+        for key in path:
+            place = None if place is None else place.child(key)
+        return place
 
     def match(self, keys: Iterable[KeyT]) -> PathMatch:
         """How far the path `keys` is stored, O(its length): RAGCache's prefix matching."""
@@ -158,6 +218,7 @@ class KnowledgeTree(Generic[KeyT]):
                 self._placed += appeared
                 if node.parent is not None:
                     node.parent.children_on[tier] = node.parent.children_on.get(tier, 0) + 1
+                self._report(path, tier, tokens)
         if appeared:
             self._tell(path)
 
@@ -173,6 +234,7 @@ class KnowledgeTree(Generic[KeyT]):
             if node.parent is not None:
                 _count_down(node.parent.children_on, tier)
             self._prune(node)
+            self._report(path, tier, None)
         if vanished:
             self._tell(path)
 
@@ -241,6 +303,10 @@ class KnowledgeTree(Generic[KeyT]):
             node = pending.pop()
             yield node
             pending.extend(node.children.values())
+
+    def _report(self, path: Sequence[KeyT], tier: str, tokens: int | None) -> None:
+        for follower in self._followers:
+            follower(tuple(path), tier, tokens)
 
     def _tell(self, path: Sequence[KeyT]) -> None:
         for listener in tuple(self._listeners):

@@ -21,12 +21,19 @@ class Arrival:
     """A request as a trace file has it: its parts in prompt order, with the tokens of the question behind them.
 
     With `has_system` the first part is the system part, which is no document and counts in no hit rate of documents.
+    Requests of one `conversation` are its turns; one of none stands alone.
     """
 
     arrival_s: float
     parts: tuple[Part, ...]
     question_tokens: int = 0
     has_system: bool = False
+    conversation: str = ""
+
+    @property
+    def documents(self) -> tuple[Part, ...]:
+        """The parts without the system part."""
+        return self.parts[int(self.has_system) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +74,44 @@ class Trace:
         return sum({record.id: record.nbytes for request in self.requests for record in request.path}.values())
 
 
+class PathRecords:
+    """Records of parts in contexts, one object for each node, sized for a model of `bytes_per_token`."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._nodes: dict[tuple[SegmentId | None, str], SegmentRecord] = {}
+        self._ids: dict[int, tuple[int, ...]] = {}
+
+    def path(self, parts: Iterable[Part]) -> tuple[SegmentRecord, ...]:
+        """The records of `parts` one behind the other."""
+        path: list[SegmentRecord] = []
+        context: Context = ()
+        for part in parts:
+            key = (path[-1].id if path else None, part.name)
+            if key not in self._nodes:
+                tokens = self._ids.setdefault(part.tokens, tuple([0] * part.tokens))
+                nbytes = part.tokens * self._bytes_per_token
+                self._nodes[key] = SegmentRecord.of(key_of(part), context, tokens, exact=True, nbytes=nbytes)
+            path.append(self._nodes[key])
+            context = (*context, self._nodes[key].chunk_id)
+        return tuple(path)
+
+
+def key_of(part: Part) -> ChunkId:
+    """The name of a part as an id, which has ASCII alone."""
+    return ChunkId(part.name.encode("unicode_escape").decode("ascii"))
+
+
 def build_trace(name: str, arrivals: Iterable[Arrival], bytes_per_token: int) -> Trace:
     """Records for every part in every context, one object for each node: `bytes_per_token` is the model's KV.
 
     A node's size is that of its first arrival. Requests are sorted by time; those of equal times keep their order.
     """
-    nodes: dict[tuple[SegmentId | None, str], SegmentRecord] = {}
-    ids: dict[int, tuple[int, ...]] = {}
-    requests = []
-    for arrival in sorted(arrivals, key=lambda one: one.arrival_s):
-        path: list[SegmentRecord] = []
-        context: Context = ()
-        for part in arrival.parts:
-            key = (path[-1].id if path else None, part.name)
-            if key not in nodes:
-                chunk = ChunkId(part.name.encode("unicode_escape").decode("ascii"))
-                tokens = ids.setdefault(part.tokens, tuple([0] * part.tokens))
-                nodes[key] = SegmentRecord.of(chunk, context, tokens, exact=True, nbytes=part.tokens * bytes_per_token)
-            path.append(nodes[key])
-            context = (*context, nodes[key].chunk_id)
-        first = int(arrival.has_system)
-        requests.append(TraceRequest(arrival.arrival_s, tuple(path), arrival.question_tokens, first))
+    nodes = PathRecords(bytes_per_token)
+    requests = [
+        TraceRequest(arrival.arrival_s, nodes.path(arrival.parts), arrival.question_tokens, int(arrival.has_system))
+        for arrival in sorted(arrivals, key=lambda one: one.arrival_s)
+    ]
     return Trace(name, tuple(requests))
 
 
@@ -104,6 +128,6 @@ def poisson_times(count: int, rate_per_s: float, seed: int) -> list[float]:
 def at_times(arrivals: Sequence[Arrival], times: Sequence[float]) -> list[Arrival]:
     """The same requests at other times, in the same order."""
     return [
-        Arrival(time_s, one.parts, one.question_tokens, one.has_system)
+        Arrival(time_s, one.parts, one.question_tokens, one.has_system, one.conversation)
         for one, time_s in zip(arrivals, times, strict=True)
     ]

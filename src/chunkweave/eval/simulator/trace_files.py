@@ -18,7 +18,7 @@ def read_trace(path: Path) -> list[Arrival]:
       512 tokens behind all blocks before it, so each is a part; a last, shorter block counts as a whole one, as
       KV memory is allotted in blocks.
     - Our own: `{"arrival_s": 0.5, "system": {"id": "s", "tokens": 90}, "chunks": [{"id": "a", "tokens": 512}, ..],
-      "question_tokens": 30}`, `system` and `question_tokens` being optional.
+      "question_tokens": 30, "conversation_id": "c"}`, only time and chunks being needed.
 
     Raises:
         DocumentError: the file cannot be read or a line is not a request; the message has file, line and reason.
@@ -72,7 +72,8 @@ def _own(entry: dict[str, Any]) -> Arrival:
     if system is not None:
         parts.insert(0, _part(system, "system"))
     question_tokens = _whole(entry, "question_tokens") if "question_tokens" in entry else 0
-    return Arrival(_number(entry, "arrival_s"), tuple(parts), question_tokens, system is not None)
+    conversation = str(entry.get("conversation_id") or "")
+    return Arrival(_number(entry, "arrival_s"), tuple(parts), question_tokens, system is not None, conversation)
 
 
 def _part(entry: object, what: str) -> Part:

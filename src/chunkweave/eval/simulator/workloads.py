@@ -1,7 +1,7 @@
 """Generated workloads: which documents requests ask for when nobody has a trace."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import log
 from random import Random
@@ -92,6 +92,27 @@ def draw_requests(corpus: Corpus, times: Sequence[float], seed: int) -> list[Arr
     return arrivals
 
 
+def recurring(examples: Sequence[Example], count: int, *, top_k: int, exponent: float, seed: int) -> Iterator[Example]:
+    """`count` times one of `examples` by Zipf's law, with `top_k` of its passages as a noisy retrieval ranks them.
+
+    A passage at rank r of its question scores -log r plus Gumbel noise of scale 1/4: rephrased, a question finds mostly
+    the same passages, now and then in another order.
+
+    Raises:
+        UsageError: a question has fewer passages.
+    """
+    if not 1 <= top_k <= min(len(example.chunks) for example in examples):
+        raise UsageError(f"top-k {top_k} is more than the passages of some question, or none")
+    rng = Random(f"workload {seed}")
+    order = rng.sample(range(len(examples)), len(examples))
+    draw = _zipf(len(examples), exponent, rng)
+    for _ in range(count):
+        example = examples[order[draw()]]
+        scores = [-log(rank) - 0.25 * log(rng.expovariate(1.0)) for rank in range(1, len(example.chunks) + 1)]
+        found = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:top_k]
+        yield replace(example, chunks=tuple(example.chunks[place] for place in found))
+
+
 def ask_again(
     examples: Sequence[Example],
     count_tokens: Callable[[str], int],
@@ -103,24 +124,16 @@ def ask_again(
 ) -> list[Arrival]:
     """A data set's questions asked again and again, each over the `top_k` passages that a noisy retrieval ranks first.
 
-    Questions are popular by Zipf's law with `exponent`. A passage at rank r of its question scores -log r plus Gumbel
-    noise of scale 1/4: rephrased, a question finds mostly the same passages, now and then in another order.
+    They are those of `recurring` as arrivals.
 
     Raises:
         UsageError: a question has fewer passages.
     """
-    if not 1 <= top_k <= min(len(example.chunks) for example in examples):
-        raise UsageError(f"top-k {top_k} is more than the passages of some question, or none")
-    rng = Random(f"workload {seed}")
-    order = rng.sample(range(len(examples)), len(examples))
-    draw = _zipf(len(examples), exponent, rng)
     lengths: dict[str, int] = {}
     arrivals = []
-    for time_s in times:
-        example = examples[order[draw()]]
-        scores = [-log(rank) - 0.25 * log(rng.expovariate(1.0)) for rank in range(1, len(example.chunks) + 1)]
-        found = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:top_k]
-        texts = [example.chunks[place].text for place in found]
+    asked = recurring(examples, len(times), top_k=top_k, exponent=exponent, seed=seed)
+    for time_s, example in zip(times, asked, strict=True):
+        texts = [chunk.text for chunk in example.chunks]
         parts = [Part(text, lengths.setdefault(text, 0) or _count(text, lengths, count_tokens)) for text in texts]
         question = count_tokens(example.question)
         arrivals.append(Arrival(time_s, (Part("system", SYSTEM_TOKENS), *parts), question, has_system=True))

@@ -1,0 +1,247 @@
+"""CRAFT's orders in our engine and in replays: TTFT, computed tokens, quality, sensitivity.
+
+    python benchmarks/craft_ordering.py savings --dataset FILE --out docs/results/craft-savings.json
+    python benchmarks/craft_ordering.py sensitivity --dataset FILE --out docs/results/craft-sensitivity.json
+    python benchmarks/craft_ordering.py serve --shape qwen2.5-0.5b --out docs/results/craft-ttft-worlds.json
+    python benchmarks/craft_ordering.py serve --shape qwen2.5-0.5b --dataset FILE --out docs/results/craft-ttft-set.json
+    python benchmarks/craft_ordering.py serve --model reader --answers --alone --out docs/results/craft-quality.json
+
+`savings` replays requests through an unlimited cache in every order, beside a clairvoyant one and a bound.
+`sensitivity` does so for windows and thresholds, over documents whose popularity drifts (CRAFT's Figures 14 and 15).
+`serve` lets engines with stores of their own serve one sequence of requests, taking turns: with random weights for
+times, with `--model reader --answers` for F1. The store is warmed by the first `--warm-up` requests, the same for all;
+with `--alone` every chunk is computed context-free before. Without `--dataset` questions are about generated worlds.
+A contender is a method, an ordering behind `+`, and a threshold of promotion or continuation behind `/` (0: none).
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from craft_serving import Contender, close, contenders, dataset_requests, row, serve_all, zipf_worlds
+from docs_tables import markdown_table, put_into_page
+from rich.console import Console
+
+from chunkweave.cli.console import progress
+from chunkweave.config import GIB, ReuseConfig
+from chunkweave.eval.chunk_order.overlap import overlap_of
+from chunkweave.eval.chunk_order.replay import ORACLE, ReplayConfig, replay, saving_bound
+from chunkweave.eval.datasets import Example
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.simulator.sources import bundled_token_count
+from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
+from chunkweave.eval.simulator.workloads import Corpus, draw_requests
+from chunkweave.models.loading import load_folder, load_shape
+
+ORDERINGS = ("frequency", "tree-greedy")
+METHODS = ("prefix", "cacheblend", "cachecraft", "query")
+WINDOWS = (10, 30, 100, 300, 1000, 3000, 1_000_000)
+THRESHOLDS = (1, 2, 3, 5)
+
+
+def examples_of(arguments: argparse.Namespace) -> list[Example]:
+    """The requests that are asked for, in order."""
+    count = arguments.warm_up + arguments.requests
+    if arguments.dataset is not None:
+        return dataset_requests(arguments.dataset, count, arguments.k, exponent=arguments.zipf, seed=arguments.seed)
+    return zipf_worlds(
+        count,
+        arguments.k,
+        questions=arguments.questions,
+        worlds=arguments.worlds,
+        exponent=arguments.zipf,
+        seed=arguments.seed,
+    )
+
+
+def as_arrivals(examples: Sequence[Example]) -> list[Arrival]:
+    """Their chunks with tokens counted."""
+    count = bundled_token_count()
+    lengths = {chunk.text: max(1, count(chunk.text)) for one in examples for chunk in one.chunks}
+    return [
+        Arrival(float(number), tuple(Part(chunk.text, lengths[chunk.text]) for chunk in one.chunks))
+        for number, one in enumerate(examples)
+    ]
+
+
+def savings(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Document tokens that each order saves, an unlimited cache given; with each threshold of ours."""
+    arrivals = as_arrivals(examples_of(arguments))
+    rows = []
+    for name in ("original", *ORDERINGS, ORACLE):
+        for threshold in (None, 2):
+            with progress(f"{name}, threshold {threshold}") as report:
+                found = replay(arrivals, name, ReplayConfig(arguments.window, threshold), progress=report)
+            rows.append({**found.as_dict(), "promotion_threshold": threshold})
+    overlap = overlap_of([[part.name for part in one.documents] for one in arrivals])
+    total = rows[0]["document_tokens"]
+    more = {"prefix_overlap": overlap.prefix, "total_overlap": overlap.total, "bound": saving_bound(arrivals) / total}
+    return rows, more
+
+
+def sensitivity(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Savings by window and by threshold, over documents whose popularity drifts, and over the data set if given."""
+    count = arguments.warm_up + arguments.requests
+    corpus = Corpus(1000, arguments.zipf, arguments.k, mean_tokens=128, spread=0.3, max_tokens=256, drift=0.5)
+    workloads = {"drifting": draw_requests(corpus, poisson_times(count, 1.0, arguments.seed), arguments.seed)}
+    if arguments.dataset is not None:
+        workloads["data set"] = as_arrivals(examples_of(arguments))
+    rows = []
+    for workload, arrivals in workloads.items():
+        configs = [ReplayConfig(window, 2) for window in WINDOWS]
+        configs += [ReplayConfig(arguments.window, threshold) for threshold in THRESHOLDS]
+        for config in dict.fromkeys(configs):
+            for name in ORDERINGS:
+                found = replay(arrivals, name, config)
+                rows.append(
+                    {
+                        "workload": workload,
+                        "ordering": name,
+                        "window": config.window,
+                        "promotion_threshold": config.promotion_threshold,
+                        "saved_share": found.saved_share,
+                    }
+                )
+    return rows, {}
+
+
+def serve(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """TTFT, tokens and F1 of every contender."""
+    names = arguments.contenders or [f"{m}{o}" for m in METHODS for o in ("", *(f"+{name}" for name in ORDERINGS))]
+    loaded = load_folder(arguments.model) if arguments.model else load_shape(arguments.shape, dtype=arguments.dtype)
+    reuse = ReuseConfig(recompute_ratio=arguments.recompute_ratio)
+    partners = [name.partition("+")[0] for name in names]
+    budget = int(arguments.budget_gib * GIB)
+    field_of = contenders(loaded, [*partners, *names], reuse, window=arguments.window, budget_bytes=budget)
+    requests = examples_of(arguments)
+    tokens = arguments.max_new_tokens if arguments.answers else 1
+    with progress("serving") as report:
+        steps = serve_all(field_of, requests, warm_up=arguments.warm_up, max_new_tokens=tokens, alone=arguments.alone)
+        for done in steps:
+            report(done, len(requests))
+    named = {one.name: one for one in field_of}
+    rows = [row(one, field_of[0], named[one.spec.method]) for one in field_of]
+    best, ratio = combination(field_of, rows)
+    close(field_of)
+    return rows, {"combination": best, "threads": torch.get_num_threads(), **ratio}
+
+
+def combination(
+    field_of: Sequence[Contender], rows: Sequence[dict[str, Any]]
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Reorder + exact prefix + weaving against the best that uses one of these: by mean and by median TTFT.
+
+    A single method is one in the caller's order, or `prefix` in a free one. Approximate methods of which F1 is known to
+    be more than 0.02 below full prefill's, at the interval's lower end, are left out.
+    """
+    fine = [
+        (one, own)
+        for one, own in zip(field_of, rows, strict=True)
+        if one.name != "full" and ("f1" not in own or own["f1_minus_full"]["low"] > -0.02)
+    ]
+    combined = [own for one, own in fine if one.spec.ordering and one.spec.method != "prefix"]
+    single = [own for one, own in fine if not one.spec.ordering or one.spec.method == "prefix"]
+    if not combined or not single:
+        return {}, {}
+    ours, theirs = (min(rows_of, key=lambda own: own["ttft_mean_s"]) for rows_of in (combined, single))
+    return {"ours": ours["method"], "best_single": theirs["method"]}, {
+        "ttft_ratio_of_means": theirs["ttft_mean_s"] / ours["ttft_mean_s"],
+        "ttft_ratio_of_medians": theirs["ttft_median_s"] / ours["ttft_median_s"],
+    }
+
+
+def table(part: str, rows: Sequence[dict[str, Any]], more: dict[str, Any]) -> str:
+    """Markdown of one part's rows."""
+    if part == "savings":
+        heads = ["order", "stored from count", "tokens saved", "of all documents'", "requests found whole"]
+        cells = [
+            [
+                one["ordering"],
+                str(one["promotion_threshold"] or 1),
+                f"{one['saved_tokens']:,}",
+                f"{one['saved_share']:.1%}",
+                f"{one['full_hits'] / one['requests']:.1%}",
+            ]
+            for one in rows
+        ]
+        overlap = f"prefix overlap {more['prefix_overlap']:.1%}, total overlap {more['total_overlap']:.1%}"
+        return f"{markdown_table(heads, cells)}\n\n{overlap}; no order can save more than {more['bound']:.1%}."
+    if part == "sensitivity":
+        heads = ["workload", "order", "window", "threshold", "tokens saved"]
+        names = ("workload", "ordering", "window", "promotion_threshold")
+        return markdown_table(heads, [[*(str(one[n]) for n in names), f"{one['saved_share']:.1%}"] for one in rows])
+    heads = ["contender", "TTFT mean", "median", "sooner than `full`", "exact", "computed", "FLOPs"]
+    with_f1 = any("f1" in one for one in rows)
+    heads += ["F1", "minus `full`", "minus same method, original order", "p"] if with_f1 else []
+    return markdown_table(heads, [_served(one) for one in rows])
+
+
+def _served(one: dict[str, Any]) -> list[str]:
+    cells = [
+        f"`{one['method']}`",
+        f"{one['ttft_mean_s'] * 1e3:.1f} ms",
+        f"{one['ttft_median_s'] * 1e3:.1f} ms",
+        f"{one['speedup_of_means']:.2f}x",
+        f"{one['exact_share']:.1%}",
+        f"{one['computed_share']:.1%}",
+        f"{one['flops_share']:.1%}",
+    ]
+    if "f1" in one:
+        full, own = one["f1_minus_full"], one["f1_minus_original"]
+        cells += [f"{one['f1']:.3f}", *(f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (full, own))]
+        cells.append(f"{own['p']:.2f}")
+    return cells
+
+
+def main() -> None:
+    """Measure one part, print its table, write JSON and the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["savings", "sensitivity", "serve"])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dataset", type=Path, help="MuSiQue or SQuAD JSON, or JSONL; generated worlds if left out")
+    parser.add_argument("--contenders", nargs="+", default=[])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--warm-up", type=int, default=100)
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--zipf", type=float, default=1.0)
+    parser.add_argument("--questions", type=int, default=200, help="different questions about worlds")
+    parser.add_argument("--worlds", type=int, default=20)
+    parser.add_argument("--window", type=int, default=1000)
+    parser.add_argument("--recompute-ratio", type=float, default=0.15)
+    parser.add_argument("--answers", action="store_true", help="decode answers and score them")
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    parser.add_argument("--alone", action="store_true", help="compute every chunk context-free before")
+    parser.add_argument("--budget-gib", type=float, default=1.0)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", nargs=2, metavar=("PAGE", "MARKER"))
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    rows, more = {"savings": savings, "sensitivity": sensitivity, "serve": serve}[arguments.part](arguments)
+    command = shlex.join(["python", *sys.argv])
+    shown = table(arguments.part, rows, more)
+    console = Console(width=160)
+    console.print(shown, highlight=False)
+    if "ttft_ratio_of_means" in more:
+        console.print(f"{more['combination']}: {more['ttft_ratio_of_means']:.2f}x by mean TTFT", highlight=False)
+    if arguments.out is not None:
+        config = {name: str(value) for name, value in vars(arguments).items() if name not in ("out", "update_docs")}
+        result = BenchmarkResult(f"craft-{arguments.part}", command, arguments.seed, config, rows, more)
+        write_json(arguments.out, result.as_dict())
+    if arguments.update_docs is not None:
+        page, marker = arguments.update_docs
+        put_into_page(Path(page), marker, f"    {command}\n\n{shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Requests, and engines that serve the same sequence of them in different orders: for `craft_ordering.py`."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from chunkweave.config import GIB, ReuseConfig, StoreConfig
+from chunkweave.engine.engine import Engine
+from chunkweave.eval.bootstrap import mean_interval
+from chunkweave.eval.datasets import Example, load_dataset
+from chunkweave.eval.scores import best_scores
+from chunkweave.eval.simulator.workloads import recurring
+from chunkweave.eval.worlds.examples import world_requests
+from chunkweave.metrics import ReuseReport
+from chunkweave.models.loading import LoadedModel
+from chunkweave.ordering.ordering_config import OrderingConfig
+
+FULL = "full"
+_CANDIDATES = 8
+"""Passages that a retrieval would rank for a question about a world, of which it returns k."""
+
+
+def zipf_worlds(count: int, k: int, *, questions: int, worlds: int, exponent: float, seed: int) -> list[Example]:
+    """`count` requests over `k` passages of generated worlds, the passages that an answer takes ranked first.
+
+    `questions` different ones are asked, about `worlds` worlds in turn, again and again by Zipf's law.
+    """
+    asked = world_requests(questions, max(k, _CANDIDATES), seed=seed, worlds=worlds)
+    rng = Random(f"ranks {seed}")
+    examples = []
+    for request in asked:
+        others = [place for place in range(len(request.chunks)) if place not in request.needed]
+        ranked = [*request.needed, *rng.sample(others, len(others))]
+        chunks = tuple(request.chunks[place] for place in ranked)
+        examples.append(Example(request.question, chunks, request.answers, str(request.kind)))
+    return list(recurring(examples, count, top_k=k, exponent=exponent, seed=seed))
+
+
+def dataset_requests(file: Path, count: int, k: int, *, exponent: float, seed: int) -> list[Example]:
+    """`count` requests over `k` passages of a data set's questions, which come again by Zipf's law."""
+    return list(recurring(load_dataset(file, seed=seed), count, top_k=k, exponent=exponent, seed=seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a contender is called: `cacheblend`, `prefix+frequency`, `cacheblend+tree-greedy/0`.
+
+    A method, an ordering behind `+`, and behind `/` the threshold of promotion, or where the method weaves of
+    continuation (2 or 4 if left out, 0 for none).
+    """
+
+    method: str
+    ordering: str | None = None
+    threshold: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Spec":
+        """From its name."""
+        method, _, rest = text.partition("+")
+        ordering, _, threshold = rest.partition("/")
+        return cls(method, ordering or None, int(threshold) if threshold else None)
+
+    def config(self, window: int) -> OrderingConfig:
+        """As an engine takes it."""
+        config = OrderingConfig(self.ordering or "original", window)
+        if self.threshold is None:
+            return config
+        return replace(
+            config, promotion_threshold=self.threshold or None, continuation_threshold=self.threshold or None
+        )
+
+
+@dataclass(slots=True)
+class Contender:
+    """An engine with a store of its own, and what was measured of it."""
+
+    name: str
+    spec: Spec
+    engine: Engine
+    reports: list[ReuseReport] = field(default_factory=list)
+    f1: list[float] = field(default_factory=list)
+
+    def serve(self, example: Example, max_new_tokens: int, *, counted: bool) -> None:
+        """One request; what is new is stored. Answers of more than a token are scored."""
+        order = "free" if self.spec.ordering else "fixed"
+        answer = self.engine.generate(
+            example.question, example.chunks, max_new_tokens=max_new_tokens, order=order, method=self.spec.method
+        )
+        if counted:
+            self.reports.append(answer.report)
+            if example.answers and max_new_tokens > 1:
+                self.f1.append(best_scores(answer.text, example.answers)["f1"])
+
+
+def contenders(
+    loaded: LoadedModel, names: Sequence[str], reuse: ReuseConfig, *, window: int, budget_bytes: int = GIB
+) -> list[Contender]:
+    """`full` first, then each of `names`."""
+    made = []
+    for name in dict.fromkeys((FULL, *names)):
+        spec = Spec.parse(name)
+        engine = Engine(loaded, store=StoreConfig(budget_bytes), reuse=reuse, ordering=spec.config(window))
+        made.append(Contender(name, spec, engine))
+    return made
+
+
+def serve_all(
+    field_of: Sequence[Contender], requests: Sequence[Example], *, warm_up: int, max_new_tokens: int, alone: bool
+) -> Iterator[int]:
+    """Let every contender serve every request, each in turn going first; yields how many requests are done.
+
+    The first `warm_up` are not counted. With `alone` every chunk is computed context-free in every store before.
+    """
+    if alone:
+        chunks = list(dict.fromkeys(chunk for example in requests for chunk in example.chunks))
+        for one in field_of:
+            one.engine.precompute(chunks)
+    for number, example in enumerate(requests):
+        for turn in range(len(field_of)):
+            one = field_of[(number + turn) % len(field_of)]
+            one.serve(example, max_new_tokens, counted=number >= warm_up)
+        yield number + 1
+
+
+def row(one: Contender, reference: Contender, partner: Contender) -> dict[str, Any]:
+    """What the table says of a contender; `partner` is the same method in the caller's order."""
+    times = [report.ttft_s for report in one.reports]
+    speedups = [base.ttft_s / own for base, own in zip(reference.reports, times, strict=True)]
+    prompt = sum(report.prompt_tokens for report in one.reports)
+    found: dict[str, Any] = {
+        "method": one.name,
+        "ttft_median_s": statistics.median(times),
+        "ttft_p10_s": statistics.quantiles(times, n=10)[0],
+        "ttft_p90_s": statistics.quantiles(times, n=10)[-1],
+        "ttft_mean_s": statistics.fmean(times),
+        "speedup_median": statistics.median(speedups),
+        "speedup_of_means": statistics.fmean(report.ttft_s for report in reference.reports) / statistics.fmean(times),
+        "exact_share": sum(report.prefix_exact_tokens for report in one.reports) / prompt,
+        "computed_share": sum(report.computed_tokens + report.recomputed_tokens for report in one.reports) / prompt,
+        "flops_share": sum(r.prefill_flops for r in one.reports) / sum(r.full_prefill_flops for r in one.reports),
+        "segments": len(one.engine.store),
+        "store_bytes": one.engine.store.used_bytes,
+    }
+    if one.f1:
+        found["f1"] = statistics.fmean(one.f1)
+        for name, other in (("full", reference), ("original", partner)):
+            found[f"f1_minus_{name}"] = paired(one.f1, other.f1)
+    return found
+
+
+def paired(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Mean difference with its bootstrap interval, and p of the paired t-test (as CRAFT §3.2); 1 if all are equal."""
+    from scipy.stats import ttest_rel
+
+    differences = [a - b for a, b in zip(own, other, strict=True)]
+    interval = mean_interval(differences)
+    p = float(ttest_rel(own, other).pvalue) if any(differences) else 1.0
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high, "p": p}
+
+
+def close(field_of: Sequence[Contender]) -> None:
+    """Close all engines."""
+    for one in field_of:
+        one.engine.close()

@@ -1,0 +1,119 @@
+"""Puts the chunks of prompts in order, and counts what was asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.ordering.access_table import AccessTable
+from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
+from chunkweave.ordering.registry import Unordered, make_ordering
+from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.types import ChunkId
+
+ORIGINAL = "original"
+"""The ordering that leaves chunks where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Over which chunks of one request exact prefixes may grow.
+
+    An exact method keeps exact paths over `kept` chunks only (None: over all). A method that weaves computes in full
+    what is in `continued` and comes right behind the exact prefix.
+    """
+
+    kept: frozenset[ChunkId] | None = None
+    continued: frozenset[ChunkId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A prompt whose chunks stand as they will be computed.
+
+    `ordering` put them there. `ranks` says of a part of the prompt, by its number, where the caller had it among the
+    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if the order was not free.
+    """
+
+    prompt: Prompt
+    ordering: str = ORIGINAL
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    promotion: Promotion | None = None
+
+
+class Arranger:
+    """Orders each request by what the requests before it asked for, then counts it (CRAFT §4.2).
+
+    Only chunks that stand right before the question are moved: what was said earlier in a conversation stays, since
+    its KV would have to be computed anew (§6.1). One caller at a time; the table may be read by others.
+    """
+
+    def __init__(
+        self, config: OrderingConfig, tree: KnowledgeTree[ChunkId], *, order: ChunkOrder = ChunkOrder.FIXED
+    ) -> None:
+        """An arranger that has seen no request.
+
+        Args:
+            config: how free requests are ordered.
+            tree: where exact paths are stored.
+            order: for requests that say nothing.
+
+        Raises:
+            UnknownMethodError: no such ordering.
+        """
+        self.table: AccessTable[ChunkId] = AccessTable(config.window)
+        self._begun: AccessTable[int] = AccessTable(config.window)  # by a hash of the path: a collision is harmless
+        self._config = config
+        self._ordering = make_ordering(config.ordering)
+        self._original = make_ordering(ORIGINAL)
+        self._tree = tree
+        self._order = order
+
+    def look_into(self, tree: KnowledgeTree[ChunkId]) -> None:
+        """Order by what `tree` shows from now on: a view over several engines, for one."""
+        self._tree = tree
+
+    def arrange(self, prompt: Prompt, order: ChunkOrder | None = None) -> Arranged:
+        """The prompt with its chunks in order; its request is counted from now on."""
+        free = (order or self._order) is ChunkOrder.FREE
+        first, last = _chunks_before_the_question(prompt)
+        chunks = prompt.parts[first:last]
+        ids = [part.id for part in chunks if part.id is not None]
+        ordering = self._ordering if free else self._original
+        before = (part.id for part in prompt.parts[:first] if part.id is not None)
+        places = ordering.order(
+            Unordered(ids, [self.table.count(one) for one in ids], list(map(len, chunks)), self._tree.at(before))
+        )
+        self.table.note(ids)
+        moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
+        return Arranged(
+            prompt if places == sorted(places) else Prompt(moved),
+            ordering.name,
+            {first + number: place for number, place in enumerate(places)},
+            self._promotion([ids[place] for place in places]) if free else None,
+        )
+
+    def _promotion(self, path: list[ChunkId]) -> Promotion:
+        """Count a request that begins with every prefix of `path`, and see what comes back."""
+        kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
+        begins = list(accumulate(path, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
+        self._begun.note(begins)
+        return Promotion(
+            None if kept is None else frozenset(one for one in path if self.table.count(one) >= kept),
+            frozenset(
+                chunk
+                for chunk, begin in zip(path, begins, strict=True)
+                if continued is not None and self._begun.count(begin) >= continued
+            ),
+        )
+
+
+def _chunks_before_the_question(prompt: Prompt) -> tuple[int, int]:
+    """Numbers of the first part of the last run of chunks, and of the part behind it."""
+    last = len(prompt.parts)
+    while last and prompt.parts[last - 1].kind is PartKind.QUESTION:
+        last -= 1
+    first = last
+    while first and prompt.parts[first - 1].kind is PartKind.CHUNK:
+        first -= 1
+    return first, last
