@@ -281,6 +281,11 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise UsageError("a stop text must not be empty")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.temperature == 0.0
+
 
 def resolve_device(device: str, *, cuda_available: bool) -> str:
     """`auto` becomes `cuda` where there is one, else `cpu`; anything else stays.

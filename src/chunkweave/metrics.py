@@ -35,9 +35,10 @@ class ReuseReport:
     `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
     tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
     Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
-    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`) and `parameters` what it was told, by
-    the loading controller where that raised it. `order` is the ordering that put the chunks in their places;
-    `original` left them where the caller had them.
+    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`, `switched off`) and `parameters` what
+    it was told, by the loading controller where that raised it. `lost_segments` were broken, gone or late when they
+    were to be read, so that the prompt was planned anew without them. `order` is the ordering that put the chunks in
+    their places; `original` left them where the caller had them.
 
     Of a conversation, `history_tokens` of the prompt are those of its earlier turns: exact, or `reused` as the answers
     before saw them, which counts as reused and is never recomputed. `chunks_not_sent` of the request's chunks, with
@@ -68,6 +69,7 @@ class ReuseReport:
     chunks_not_sent: int = 0
     tokens_not_sent: int = 0
     turns_cut: int = 0
+    lost_segments: int = 0
 
     @property
     def flops_limit(self) -> float:

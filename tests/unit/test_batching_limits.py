@@ -20,6 +20,27 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def open(self, blocks, block_tokens):
         self.pool = BlockPool(blocks, block_tokens)
         self.model: dict[str, int] = {}
+        self.loan = 0
+
+    @rule(tokens=st.integers(0, 30))
+    def lend(self, tokens):
+        if self.loan:
+            return
+        blocks = -(-tokens // self.pool.block_tokens)
+        assert self.pool.lend(tokens, self.take_back) == (blocks <= self.free())
+        if blocks <= self.free():
+            self.loan = blocks
+            if not blocks:
+                self.pool.give_back()
+
+    @rule()
+    def give_back(self):
+        self.pool.give_back()
+        self.loan = 0
+
+    def take_back(self):
+        assert self.loan
+        self.loan = 0
 
     def free(self) -> int:
         return self.pool.blocks - sum(self.model.values())
@@ -64,9 +85,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.pool.check()
             assert self.pool.held == self.model
             assert self.pool.use.reserved == sum(self.model.values())
+            assert self.loan <= self.free(), "a borrower holds what an owner needs"
 
 
 TestBlockPool = BlockPoolMachine.TestCase
+
+
+def test_a_loan_stays_as_long_as_no_owner_needs_it():
+    pool, taken = BlockPool(4, 8), []
+    assert pool.lend(16, lambda: taken.append(1))
+    with pytest.raises(UsageError):
+        pool.lend(8, lambda: None)
+    assert pool.reserve("a", 16)
+    assert not taken
+    assert pool.grow("a", 17)
+    assert taken == [1]
+    assert not pool.lend(16, lambda: None)
+    pool.check()
 
 
 def test_a_pool_that_does_not_add_up_is_found_out():

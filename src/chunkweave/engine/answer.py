@@ -115,6 +115,7 @@ def make_report(
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
+        lost_segments=prefilled.lost_segments,
     )
 
 

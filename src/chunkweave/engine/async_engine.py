@@ -7,7 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Self
 
@@ -163,15 +165,15 @@ class AsyncEngine:
             self._open[number] = stream
             self._prepared[number] = prepared
             deadline = None if limit_s is None else arrived_s + limit_s
-            self._commands.append(
-                lambda: self._core.submit(
-                    number,
-                    prepared,
-                    lambda event: self._deliver(stream, event),
-                    arrived_s=arrived_s,
-                    deadline_s=deadline,
-                )
+            submit = partial(
+                self._core.submit,
+                number,
+                prepared,
+                lambda event: self._deliver(stream, event),
+                arrived_s=arrived_s,
+                deadline_s=deadline,
             )
+            self._commands.append(partial(copy_context().run, submit))
             self._changed.notify()
         return stream
 
@@ -226,6 +228,8 @@ class AsyncEngine:
                     self._commands.popleft()()
                 if self._core.busy:
                     self._core.step()
+                if self._core.can_check and not self._commands:
+                    self._core.check_shadow()
         except Exception:  # a bug of ours; better ended streams than some that wait for ever
             logger.exception("the batching engine stopped")
         with self._changed:
@@ -237,5 +241,5 @@ class AsyncEngine:
     def _wait_for_work(self) -> bool:
         """Return once there is something to do, and whether it is not to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._core.busy or self._closing)
+            self._changed.wait_for(lambda: self._commands or self._core.busy or self._core.can_check or self._closing)
             return not self._closing

@@ -1,6 +1,6 @@
 """KV memory of running requests, counted in blocks, so that no load can exhaust it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from chunkweave.errors import StoreError, UsageError
@@ -21,7 +21,8 @@ class PoolUse:
 class BlockPool:
     """Says who may hold how much KV memory. It counts blocks; the memory itself belongs to the requests' caches.
 
-    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases.
+    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases. What no owner
+    needs may be lent to one borrower, who gives it up the moment that an owner does.
     """
 
     def __init__(self, blocks: int, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
@@ -36,6 +37,8 @@ class BlockPool:
         self.block_tokens = block_tokens
         self._held: dict[Hashable, int] = {}
         self._reserved = 0
+        self._lent = 0
+        self._take_back: Callable[[], None] | None = None
 
     @property
     def tokens(self) -> int:
@@ -44,7 +47,7 @@ class BlockPool:
 
     @property
     def use(self) -> PoolUse:
-        """A snapshot of the counts."""
+        """A snapshot of the counts; what is lent is free."""
         return PoolUse(self.blocks, self._reserved)
 
     @property
@@ -82,10 +85,33 @@ class BlockPool:
         more = self.blocks_for(tokens) - self._of(owner)
         if more > self.blocks - self._reserved:
             return False
+        if self._take_back is not None and more > self.blocks - self._reserved - self._lent:
+            self._take_back()
+            self.give_back()
         if more > 0:
             self._held[owner] += more
             self._reserved += more
         return True
+
+    def lend(self, tokens: int, take_back: Callable[[], None]) -> bool:
+        """Lend the blocks for `tokens`, until `give_back` or until an owner needs them; False, and nothing, if too few.
+
+        `take_back` is called in the latter case: the borrower's memory must be free when it returns. For owners the
+        blocks count as free all the time.
+
+        Raises:
+            UsageError: some are lent already.
+        """
+        if self._take_back is not None:
+            raise UsageError("the pool lends to one borrower at a time")
+        if not self.fits(tokens):
+            return False
+        self._lent, self._take_back = self.blocks_for(tokens), take_back
+        return True
+
+    def give_back(self) -> None:
+        """The borrower needs its blocks no more; without a loan nothing happens."""
+        self._lent, self._take_back = 0, None
 
     def capacity(self, owner: Hashable) -> int:
         """Tokens that the blocks of `owner` hold.
@@ -112,6 +138,8 @@ class BlockPool:
         """
         if self._reserved != sum(self._held.values()) or not 0 <= self._reserved <= self.blocks:
             raise StoreError(f"{self._reserved} of {self.blocks} blocks are reserved, but owners hold {self._held}")
+        if self._reserved + self._lent > self.blocks:
+            raise StoreError(f"{self._lent} blocks are lent, but owners need {self._reserved} of {self.blocks}")
 
     def _of(self, owner: Hashable) -> int:
         if owner not in self._held:

@@ -14,6 +14,7 @@ from chunkweave.engine.block_pool import BlockPool
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.preparation import Preparation, Prepared
 from chunkweave.engine.runner import Decoding
+from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.step_group import StepGroup, share_step
 from chunkweave.engine.ticket import Deliver, Ticket
 from chunkweave.errors import (
@@ -60,11 +61,19 @@ class BatchingCore:
         self._tickets: dict[int, Ticket] = {}
         self._running: list[Ticket] = []
         self._counts = BatchingStats()
+        shadow = preparation.shadow
+        self._checks = None if shadow is None else ShadowChecks(self._runner, shadow, self.pool)
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._tickets)
+
+    @property
+    def can_check(self) -> bool:
+        """Whether there is an answer to check in the shadow, and time for it."""
+        checks = self._checks
+        return checks is not None and bool(checks) and len(self._tickets) <= checks.beside
 
     @property
     def stats(self) -> BatchingStats:
@@ -121,6 +130,8 @@ class BatchingCore:
         for number in list(self._tickets):
             self.abort(number)
         self._queue.close()
+        if self._checks is not None:
+            self._checks.close()
 
     def step(self) -> None:
         """One round: end what is overdue, admit what fits, and run what the budget allows."""
@@ -129,6 +140,11 @@ class BatchingCore:
         self._admit()
         for group in self._groups():
             self._run(group)
+
+    def check_shadow(self) -> None:
+        """One piece of a shadow check, if there is one; whatever comes of it, no request ends by it."""
+        if self._checks is not None:
+            self._checks.step()
 
     def check(self) -> None:
         """Audit blocks and caches.
@@ -281,6 +297,8 @@ class BatchingCore:
         answer = running.answer(self._runner.model.geometry, self._clock() - ticket.first_token_s)
         self._count(finished=1)
         self._end(ticket, StreamEvent(rest, answer))
+        if self._checks is not None:
+            self._checks.offer(running, greedy=ticket.prepared.request.sampling.greedy)
 
     def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> None:
         """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
@@ -288,7 +306,10 @@ class BatchingCore:
         What fails need not be known: of those that were together only the culprit fails again.
         """
         try:
-            work()
+            if len(tickets) == 1:
+                tickets[0].context.copy().run(work)  # a copy, since one piece of work may be part of another
+            else:
+                work()
         except UsageError as error:
             for ticket in tickets:
                 self._give_up(ticket, error)

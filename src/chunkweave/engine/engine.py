@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 from uuid import uuid4
 
 import torch
@@ -14,10 +14,12 @@ from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, S
 from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.conversation import Conversation
 from chunkweave.engine.conversing import Conversing
+from chunkweave.engine.engine_options import EngineOptions
 from chunkweave.engine.method_source import open_chooser, refuse_unknown
 from chunkweave.engine.preparation import Preparation, Prepared
 from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
@@ -30,6 +32,7 @@ from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method_choice import Wish
 from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.tiered import TieredStore
 from chunkweave.types import Chunk, Geometry
 
@@ -57,6 +60,7 @@ class Engine:
         conversations: ConversationConfig | None = None,
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
+        shadow: ShadowConfig | None = None,
     ) -> None:
         """Put an engine around a loaded model.
 
@@ -73,6 +77,7 @@ class Engine:
             conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
             calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
+            shadow: how often woven answers are held against full prefill; None = never.
 
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
@@ -97,9 +102,17 @@ class Engine:
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
-        conversing = Conversing(self.builder, store, self.conversations, loaded.model.geometry.max_positions)
-        arranger = Arranger(ordering, store.tree, order=usual_order)
-        self.preparation = Preparation(loaded, self.builder, self.runner, self._chooser, arranger, conversing)
+        self.shadow = None if shadow is None else ShadowMonitor(shadow)
+        self._checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
+        self.preparation = Preparation(
+            loaded,
+            self.builder,
+            self.runner,
+            self._chooser,
+            Arranger(ordering, store.tree, order=usual_order),
+            Conversing(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
+            self.shadow,
+        )
 
     @classmethod
     def load(
@@ -108,33 +121,20 @@ class Engine:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        store: StoreConfig | TieredStore[SegmentSource] | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        reuse: ReuseConfig | None = None,
-        order: str = "fixed",
-        ordering: OrderingConfig | None = None,
-        conversations: ConversationConfig | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Self:
         """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
+
+        `options` are the constructor's.
 
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
-        refuse_unknown(method, quality)
+        refuse_unknown(options.get("method"), options.get("quality"))
         loaded = load_folder(Path(model), device=device, dtype=dtype)
-        return cls(
-            loaded,
-            store=store,
-            method=method,
-            quality=quality,
-            reuse=reuse,
-            order=order,
-            ordering=ordering,
-            conversations=conversations,
-        )
+        return cls(loaded, **options)
 
     @classmethod
     def load_shape(
@@ -144,32 +144,19 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         seed: int = 0,
-        store: StoreConfig | TieredStore[SegmentSource] | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        reuse: ReuseConfig | None = None,
-        order: str = "fixed",
-        ordering: OrderingConfig | None = None,
-        conversations: ConversationConfig | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Self:
         """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
+
+        `options` are the constructor's.
 
         Raises:
             UnknownMethodError: no such shape, method or ordering.
             UsageError: no such quality or order, or the quality needs a calibration.
         """
-        refuse_unknown(method, quality)
+        refuse_unknown(options.get("method"), options.get("quality"))
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
-        return cls(
-            loaded,
-            store=store,
-            method=method,
-            quality=quality,
-            reuse=reuse,
-            order=order,
-            ordering=ordering,
-            conversations=conversations,
-        )
+        return cls(loaded, **options)
 
     def close(self) -> None:
         """Write what is still to be written and close the store, if the engine opened it; once is enough.
@@ -257,6 +244,7 @@ class Engine:
                 yield StreamEvent(running.advance(self._decode([running])[0]))
             rest = running.finish()
             self.preparation.end(prepared, running)
+            self._offer(prepared, running)
         finally:
             self.preparation.abandon(prepared)
         yield StreamEvent(rest, running.answer(self._geometry, time.perf_counter() - started))
@@ -334,6 +322,18 @@ class Engine:
         ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
         return self.store.forget_chunks(one for one in ids if one is not None)
 
+    def check_shadows(self) -> None:
+        """Hold the answers that `shadow` sampled against full prefill, one after the other; call it when there is time.
+
+        What is found stands in `shadow.stats`, and may switch weaving off.
+        """
+        if self._checks is not None:
+            self._checks.run()
+
+    def _offer(self, prepared: Prepared, running: RunningRequest) -> None:
+        if self._checks is not None:
+            self._checks.offer(running, greedy=prepared.request.sampling.greedy)
+
     def _answer(self, prepared: Sequence[Prepared]) -> list[Answer]:
         """Prefill one after the other, decode together."""
         arrived = time.perf_counter()
@@ -346,6 +346,7 @@ class Engine:
         for one, running in zip(prepared, batch, strict=True):
             running.finish()
             self.preparation.end(one, running)
+            self._offer(one, running)
         return [running.answer(self._geometry, elapsed) for running in batch]
 
     def _start(self, prepared: Prepared, arrived: float, queue_s: float) -> RunningRequest:

@@ -268,6 +268,7 @@ class PrefillJob:
             loaded=tuple(self._sources.loaded()),
             turn=turn,
             woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
+            lost_segments=len(self._given_up),
         )
         self.close()
 

@@ -27,6 +27,7 @@ class Prefilled:
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
     `loaded` are the segments that came from a slower tier, `turn` what the conversation's next turn can go on from.
     `woven` are the reused parts that a conversation keeps as they were recomputed.
+    `lost_segments` is how many were planned with and could not be read.
     """
 
     prompt: Prompt
@@ -45,3 +46,4 @@ class Prefilled:
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
     turn: Turn | None = None
     woven: tuple[PartCapture, ...] = ()
+    lost_segments: int = 0

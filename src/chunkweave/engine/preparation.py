@@ -18,6 +18,7 @@ from chunkweave.planning.adaptive import HiddenLoading
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Wish
 from chunkweave.planning.promotion import Promoting
+from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -63,12 +64,15 @@ class Preparation:
         chooser: MethodChooser,
         arranger: Arranger,
         conversing: Conversing,
+        shadow: ShadowMonitor | None = None,
     ) -> None:
+        """Of these parts; `shadow`, if there is one, may switch to the exact method what was chosen."""
         self.loaded = loaded
         self.runner = runner
         self.chooser = chooser
         self.arranger = arranger
         self.conversing = conversing
+        self.shadow = shadow
         self._builder = builder
 
     def prepare(self, request: Request, wish: Wish, *, most_tokens: int | None = None) -> Prepared:
@@ -84,6 +88,8 @@ class Preparation:
         order = None if request.order is None else ChunkOrder.parse(request.order)
         choice = self.chooser.choose(wish)
         method = self._make_method(choice, wish.recompute_ratio)
+        if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
+            choice, method = allowed, make_method(allowed.method, allowed.reuse)
         turn: TurnUnderWay | None = None
         if request.conversation_id is None:
             prompt = self._builder.build(

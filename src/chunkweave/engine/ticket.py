@@ -1,7 +1,8 @@
 """One request of a batching engine, from its arrival to its end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 
 from chunkweave.engine.answer import StreamEvent
 from chunkweave.engine.prefill_job import PrefillJob
@@ -21,6 +22,7 @@ class Ticket:
     Times are those of the core's clock. It waits, or is prefilled (`job`), or decodes; it holds blocks unless it waits.
     `running` is there from its first token on, preempted or not. `plan` is what it was woven by, if another plan could
     give other tokens. Once it has failed it runs `apart` from all others. `shown` is how much text was delivered.
+    `context` is that of its submission: what is done for it alone is done there, so that logs tell whose it is.
     """
 
     id: int
@@ -37,6 +39,7 @@ class Ticket:
     passed_over: int = 0
     apart: bool = False
     shown: int = 0
+    context: Context = field(default_factory=copy_context)
 
     @property
     def number(self) -> int:

@@ -24,6 +24,8 @@ class Why(StrEnum):
     """Nothing approximate was asked for, or none reaches the quality that was."""
     CALIBRATED = "calibrated"
     ASKED_FOR = "asked for"
+    SWITCHED_OFF = "switched off"
+    """Something approximate was to answer, but shadow checks found that it strays too far (`scheduling.shadow`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class MethodChoice:
         """The parameter that the method takes and its value; empty if it takes none."""
         parameter = parameter_of(self.method)
         return {} if parameter is None else {parameter: getattr(self.reuse, parameter)}
+
+    def made_exact(self) -> "MethodChoice":
+        """What answers instead while approximate reuse is switched off; itself, if it is exact."""
+        return self if self.method in EXACT_METHODS else MethodChoice(EXACT_METHOD, self.reuse, Why.SWITCHED_OFF)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,58 @@
+"""A server that a benchmark starts, waits for and stops."""
+
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from chunkweave.errors import ChunkweaveError
+
+
+@contextmanager
+def serving(command: str, url: str, *, ready_path: str, log: Path, timeout_s: float = 600.0) -> Iterator[None]:
+    """Run `command` until the end of the block; inside, `url` plus `ready_path` has answered with 200.
+
+    What it prints goes to `log`. It is stopped by its id, at first politely.
+
+    Raises:
+        ChunkweaveError: somebody else answers there already, or it ended, or took too long, before it was ready.
+    """
+    if _answers(url + ready_path):
+        raise ChunkweaveError(f"a server answers at {url} already: stop it, or leave --serve out")
+    with log.open("ab") as output:
+        process = subprocess.Popen(shlex.split(command), stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - the user's own
+        try:
+            _wait_until_ready(process, url + ready_path, log, timeout_s)
+            yield
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, timeout_s: float) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not _answers(url):
+        if process.poll() is not None:
+            raise ChunkweaveError(f"the server ended with {process.returncode} before it was ready; see {log}")
+        if time.monotonic() > ends_s:
+            raise ChunkweaveError(f"the server was not ready within {timeout_s:.0f} s; see {log}")
+        time.sleep(0.2)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(60.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,179 @@
+"""Shadow checks: what full prefill would have answered, computed beside woven answers when there is time."""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import ReuseConfig
+from chunkweave.engine.block_pool import BlockPool
+from chunkweave.engine.prefill_job import PrefillOptions
+from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.runner import Runner
+from chunkweave.engine.running import RunningRequest
+from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.planning.plan import Fate
+from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
+from chunkweave.store.lookup import look_up
+
+logger = logging.getLogger(__name__)
+
+
+def kl_divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Kullback-Leibler divergence, in nats, of one token's distribution from another's, both as logits `[vocab]`."""
+    log_p, log_q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
+    return float(torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Woven:
+    """A woven answer that is to be checked: its prompt, the first token's `logits` `[vocab]`, its tokens.
+
+    `token_ids` are empty if they were sampled, for then greedy decoding need not give them.
+    """
+
+    prompt: Prompt
+    logits: torch.Tensor
+    token_ids: tuple[int, ...]
+
+
+class ShadowCheck:
+    """One answer's check, piece by piece: full prefill in slices, then greedy decoding as long as tokens agree.
+
+    The store is neither asked nor told anything. Owns its KV cache; close it.
+    """
+
+    def __init__(self, runner: Runner, woven: Woven) -> None:
+        """Nothing is computed yet."""
+        self._runner = runner
+        self._woven = woven
+        method = FullPrefill(ReuseConfig())
+        plan = method.plan(look_up(woven.prompt, (), lambda _: ()), runner.model.geometry)
+        options = PrefillOptions(new_tokens=len(woven.token_ids), capture=False, plan=plan)
+        self._job = runner.start(woven.prompt, method, options)
+        self._prefilled: Prefilled | None = None
+        self._same = 0
+
+    def step(self, slice_tokens: int) -> Divergence | None:
+        """Compute at most `slice_tokens` of the prompt, or one token of the answer; what was found, at the end."""
+        if self._prefilled is None:
+            self._runner.step([], [(self._job, slice_tokens)])
+            self._prefilled = self._job.prefilled
+            return None if self._prefilled is None else self._compare(self._prefilled.logits)
+        token, position = self._woven.token_ids[self._same - 1], len(self._woven.prompt) + self._same - 1
+        return self._compare(self._runner.decode([self._prefilled.cache], [token], [position])[0])
+
+    def close(self) -> None:
+        """Give the memory back; a second time is harmless."""
+        self._job.close()
+        if self._prefilled is not None:
+            self._prefilled.cache.free()
+
+    def _compare(self, logits: torch.Tensor) -> Divergence | None:
+        """Hold the next token against the woven answer's; None as long as there are more that may agree."""
+        tokens = self._woven.token_ids
+        if self._same < len(tokens) and int(logits.argmax()) == tokens[self._same]:
+            self._same += 1
+            if self._same < len(tokens):
+                return None
+        assert self._prefilled is not None, "there are logits"
+        expected, actual = self._prefilled.logits, self._woven.logits
+        agrees = int(expected.argmax()) == int(actual.argmax())
+        return Divergence(kl_divergence(expected, actual), agrees, self._same, len(tokens))
+
+
+class ShadowChecks:
+    """The answers that wait to be checked, and the one that is being checked. Owned by the thread that runs the model.
+
+    Whatever goes wrong with a check is counted and logged, and concerns no answer. With a `pool`, a check borrows its
+    KV memory there, and ends without a result when a request needs it.
+    """
+
+    def __init__(self, runner: Runner, monitor: ShadowMonitor, pool: BlockPool | None = None) -> None:
+        """Nothing to check yet."""
+        self._runner = runner
+        self._monitor = monitor
+        self._pool = pool
+        self._pending: deque[Woven] = deque()
+        self._check: ShadowCheck | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is left to check."""
+        return self._check is not None or bool(self._pending)
+
+    @property
+    def beside(self) -> int:
+        """How many requests may be under way while a check goes on."""
+        return self._monitor.config.beside
+
+    def offer(self, running: RunningRequest, *, greedy: bool) -> None:
+        """A request was answered; if it was woven and its turn has come, it waits to be checked."""
+        prefilled, config = running.prefilled, self._monitor.config
+        if all(part.fate is not Fate.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
+            return
+        if len(self._pending) >= config.most_pending:
+            self._monitor.drop()
+            return
+        tokens = running.token_ids[: config.compared_tokens] if greedy else ()
+        try:
+            self._pending.append(Woven(prefilled.prompt, prefilled.logits.clone(), tuple(tokens)))
+        except Exception:  # the boundary between a check and the answers
+            logger.warning("there is no shadow check of an answer", exc_info=True)
+            self._monitor.fail()
+
+    def step(self) -> None:
+        """One piece of a check, if there is one."""
+        try:
+            if self._check is None and not self._begin():
+                return
+            assert self._check is not None, "a check has begun"
+            divergence = self._check.step(self._monitor.config.slice_tokens)
+        except Exception:  # the boundary between a check and the answers
+            logger.warning("a shadow check failed; no answer is concerned", exc_info=True)
+            self._monitor.fail()
+            self._end()
+            return
+        if divergence is not None:
+            self._end()
+            self._monitor.take(divergence)
+
+    def run(self) -> None:
+        """All that is left, to its end."""
+        while self:
+            self.step()
+
+    def close(self) -> None:
+        """Drop whatever is left."""
+        for _ in self._pending:
+            self._monitor.drop()
+        self._pending.clear()
+        if self._check is not None:
+            self._taken_back()
+            self._end()
+
+    def _begin(self) -> bool:
+        if not self._pending:
+            return False
+        woven = self._pending.popleft()
+        tokens = len(woven.prompt) + len(woven.token_ids)
+        if self._pool is not None and not self._pool.lend(tokens, self._taken_back):
+            self._monitor.drop()
+            return False
+        self._check = ShadowCheck(self._runner, woven)
+        return True
+
+    def _taken_back(self) -> None:
+        """A request needs the memory."""
+        self._monitor.drop()
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+
+    def _end(self) -> None:
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+        if self._pool is not None:
+            self._pool.give_back()

@@ -1,0 +1,230 @@
+"""Open-loop load: requests arrive when they arrive, whether earlier ones are answered or not, on a real clock.
+
+A closed loop, which asks again when it has an answer, asks less of a system the slower that is, and hides what waiting
+costs. Here every time counts from the arrival that was planned, so that a generator that falls behind hides nothing
+either.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.eval.ttft_table import percentile
+
+Ask = Callable[[int], AsyncIterator[int]]
+"""Makes request number n (from 0) and yields the number of new tokens whenever some have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRequest:
+    """One request: when it was to arrive and, in seconds from then, when its first and its last tokens came.
+
+    `error` says why there is no answer, or only a part of one; None if it is whole.
+    """
+
+    arrival_s: float
+    ttft_s: float | None
+    total_s: float
+    tokens: int
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token after the first; None if there is only one."""
+        if self.ttft_s is None or self.tokens < 2:
+            return None
+        return (self.total_s - self.ttft_s) / (self.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token."""
+
+    requests: tuple[LoadedRequest, ...]
+    duration_s: float
+
+    @property
+    def answered(self) -> tuple[LoadedRequest, ...]:
+        """Requests with a whole answer; all statistics but the error rate are theirs."""
+        return tuple(request for request in self.requests if request.error is None)
+
+    @property
+    def error_rate(self) -> float:
+        """Share of the requests without a whole answer."""
+        return 1.0 - len(self.answered) / len(self.requests)
+
+    @property
+    def ttft_mean_s(self) -> float:
+        """Mean time to the first token; infinite if nothing was answered."""
+        return fmean(self._ttfts()) if self.answered else float("inf")
+
+    @property
+    def requests_per_s(self) -> float:
+        """Whole answers a second."""
+        return len(self.answered) / self.duration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of whole answers a second."""
+        return sum(request.tokens for request in self.answered) / self.duration_s
+
+    def ttft_s(self, percent: float) -> float:
+        """A percentile of the time to the first token."""
+        return percentile(self._ttfts(), percent / 100)
+
+    def tpot_s(self, percent: float) -> float:
+        """A percentile of the time per output token, over requests with more than one."""
+        return percentile([own for one in self.answered if (own := one.tpot_s) is not None], percent / 100)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; what there is no figure for is None."""
+        told: dict[str, Any] = {
+            "requests": len(self.requests),
+            "error_rate": self.error_rate,
+            "duration_s": self.duration_s,
+            "requests_per_s": self.requests_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_mean_s": self.ttft_mean_s if self.answered else None,
+        }
+        several = any(one.tpot_s is not None for one in self.answered)
+        for percent in (50, 90, 99):
+            told[f"ttft_p{percent}_s"] = self.ttft_s(percent) if self.answered else None
+            told[f"tpot_p{percent}_s"] = self.tpot_s(percent) if several else None
+        return told
+
+    def _ttfts(self) -> list[float]:
+        return [request.ttft_s for request in self.answered if request.ttft_s is not None]
+
+
+def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
+    """`count` arrival times of a Poisson process, in seconds from the start of a run.
+
+    Raises:
+        UsageError: the rate is not positive.
+    """
+    if not rate_per_s > 0:
+        raise UsageError(f"a rate must be positive, not {rate_per_s}")
+    rng = Random(f"load {seed}")
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += rng.expovariate(rate_per_s)
+        times.append(now_s)
+    return times
+
+
+async def run_load(
+    ask: Ask,
+    arrivals: Sequence[float],
+    *,
+    timeout_s: float | None = None,
+    errors: tuple[type[Exception], ...] = (ChunkweaveError,),
+    done: Callable[[int, int], None] | None = None,
+) -> LoadResult:
+    """Ask request n at `arrivals[n]` seconds from now, and return when all are answered or have failed.
+
+    Args:
+        ask: makes a request; its iterator is closed if it takes too long.
+        arrivals: from `poisson_arrivals`, or of a trace; ascending.
+        timeout_s: a request that is not answered so long after its arrival has failed.
+        errors: exceptions that are failures of a request; others end the run.
+        done: called with (ended, all) whenever a request has ended.
+
+    Raises:
+        UsageError: no arrivals, or they are not ascending.
+    """
+    if not arrivals or list(arrivals) != sorted(arrivals) or arrivals[0] < 0:
+        raise UsageError("a load needs arrivals, ascending, from 0 seconds on")
+    start = time.perf_counter()
+    ended = 0
+
+    async def one(number: int) -> LoadedRequest:
+        nonlocal ended
+        request = await _asked(ask, number, start + arrivals[number], timeout_s, errors)
+        ended += 1
+        if done is not None:
+            done(ended, len(arrivals))
+        return LoadedRequest(arrivals[number], *request)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(number)) for number in range(len(arrivals))]
+    return LoadResult(tuple(task.result() for task in tasks), time.perf_counter() - start)
+
+
+async def _asked(
+    ask: Ask, number: int, due: float, timeout_s: float | None, errors: tuple[type[Exception], ...]
+) -> tuple[float | None, float, int, str | None]:
+    """Seconds to the first token and to the last, tokens, and what went wrong."""
+    ttft_s, last_s, tokens, error = None, 0.0, 0, None
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    left_s = None if timeout_s is None else due + timeout_s - time.perf_counter()
+    try:
+        async with asyncio.timeout(left_s):
+            pieces = ask(number)
+            try:
+                async for new in pieces:
+                    if new:
+                        last_s = time.perf_counter() - due
+                        ttft_s = last_s if ttft_s is None else ttft_s
+                        tokens += new
+            finally:
+                if hasattr(pieces, "aclose"):
+                    await pieces.aclose()
+    except TimeoutError:
+        error = f"no answer within {timeout_s:g} s"
+    except errors as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    if error is None and ttft_s is None:
+        error = "an answer without a token"
+    return ttft_s, last_s if ttft_s is not None else time.perf_counter() - due, tokens, error
+
+
+@dataclass(frozen=True, slots=True)
+class SustainableRate:
+    """The greatest rate that was tried and met the objective, 0 if none did; and every run by its rate, as tried.
+
+    `bounded` says whether a greater rate was tried and did not meet it.
+    """
+
+    rate_per_s: float
+    trials: tuple[tuple[float, LoadResult], ...]
+    bounded: bool
+
+
+async def sustainable_rate(
+    run: Callable[[float], Awaitable[LoadResult]],
+    objective_s: float,
+    *,
+    low_per_s: float,
+    high_per_s: float,
+    trials: int = 6,
+) -> SustainableRate:
+    """The greatest rate whose mean TTFT stays within `objective_s` without an error, by bisection (RAGCache §7).
+
+    Args:
+        run: runs a load at a rate; the same requests each time.
+        objective_s: most seconds to the first token, on average.
+        low_per_s: a rate that is thought to be sustainable; not tried.
+        high_per_s: one that is thought not to be; tried first, and its double next, if it is.
+        trials: how many runs; each halves what is unknown.
+
+    Raises:
+        UsageError: the rates are not positive and ascending, or there are no trials.
+    """
+    if not 0 <= low_per_s < high_per_s or trials < 1:
+        raise UsageError(f"{trials} trials between {low_per_s} and {high_per_s} requests a second")
+    low, high, rate, best, bounded = low_per_s, high_per_s, high_per_s, 0.0, False
+    tried: list[tuple[float, LoadResult]] = []
+    for _ in range(trials):
+        result = await run(rate)
+        tried.append((rate, result))
+        if result.error_rate == 0.0 and result.ttft_mean_s <= objective_s:
+            best = low = rate
+        else:
+            high, bounded = rate, True
+        rate = (low + high) / 2 if bounded else 2 * rate
+    return SustainableRate(best, tuple(tried), bounded)

@@ -1,0 +1,199 @@
+"""The shadow check: which woven answers are held against full prefill, how far they strayed, and when that is too far.
+
+Tensors are others' business (`engine.shadow`); this says when, keeps the figures, and is the switch.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from math import ceil, inf, isnan
+from threading import Lock
+
+from chunkweave.errors import UsageError
+from chunkweave.planning.method_choice import MethodChoice
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowConfig:
+    """How often to check, how much room a check may take, and what makes weaving stop.
+
+    One in `every` woven answers is checked: its prompt is prefilled in full, and at most `compared_tokens` of its
+    answer are decoded again. That happens in pieces of `slice_tokens`, while at most `beside` requests are under way.
+    At most `most_pending` answers wait to be checked; what comes on top is dropped.
+
+    Once `window` checks have been made, weaving is switched off if over the last `window` of them the mean divergence
+    is above `max_divergence` (nats), or first tokens agreed less often than `min_agreement` (a share). None: never.
+    """
+
+    every: int = 100
+    window: int = 20
+    max_divergence: float | None = None
+    min_agreement: float | None = None
+    compared_tokens: int = 16
+    slice_tokens: int = 256
+    most_pending: int = 4
+    beside: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("every", "window", "slice_tokens", "most_pending"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.compared_tokens < 0 or self.beside < 0:
+            raise UsageError("compared_tokens and beside must not be negative")
+        if self.max_divergence is not None and not self.max_divergence > 0.0:
+            raise UsageError(f"max_divergence must be positive, not {self.max_divergence}")
+        if self.min_agreement is not None and not 0.0 < self.min_agreement <= 1.0:
+            raise UsageError(f"min_agreement must be a share above 0, not {self.min_agreement}")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far one woven answer strayed from full prefill.
+
+    `kl` is the Kullback-Leibler divergence of the first token's distribution, full prefill's from the woven one, in
+    nats; infinite where either was no distribution. `agrees` says whether both have the same most likely token.
+    The first `same_tokens` of `compared_tokens` of the answer are those that full prefill gives by greedy decoding.
+    """
+
+    kl: float
+    agrees: bool
+    same_tokens: int = 0
+    compared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowStats:
+    """What the checks have found so far, and the position of the switch.
+
+    Of `woven` answers `sampled` were to be checked: they were `checked`, `dropped` because there was no room, or the
+    check `failed`, or they still wait. `mean_kl` and `p99_kl` are of the last 1000 checks at most, `window_kl` and
+    `window_agreement` of those that the switch looks at. `switched_off` counts how often weaving was, `reason` says why
+    it is.
+    """
+
+    woven: int = 0
+    sampled: int = 0
+    checked: int = 0
+    dropped: int = 0
+    failed: int = 0
+    agreed: int = 0
+    same_tokens: int = 0
+    compared_tokens: int = 0
+    mean_kl: float = 0.0
+    p99_kl: float = 0.0
+    window_kl: float = 0.0
+    window_agreement: float = 1.0
+    weaving: bool = True
+    switched_off: int = 0
+    reason: str = ""
+
+
+class ShadowMonitor:
+    """Samples woven answers, sums up their checks, and switches weaving off where they stray. Thread-safe.
+
+    Off is off: only `switch_on` (an operator's word) or a new process weaves again, since there is nothing left to
+    check that could tell that things are better.
+    """
+
+    def __init__(self, config: ShadowConfig) -> None:
+        """Nothing seen yet; weaving is on."""
+        self.config = config
+        self._lock = Lock()
+        self._stats = ShadowStats()
+        self._divergences: deque[float] = deque(maxlen=_REMEMBERED)
+        self._window: deque[Divergence] = deque(maxlen=config.window)
+
+    @property
+    def stats(self) -> ShadowStats:
+        """A snapshot."""
+        with self._lock:
+            found = sorted(self._divergences)
+            if not found:
+                return self._stats
+            return replace(self._stats, mean_kl=_mean(found), p99_kl=found[ceil(0.99 * len(found)) - 1])
+
+    @property
+    def weaving(self) -> bool:
+        """Whether approximate reuse is allowed."""
+        return self._stats.weaving
+
+    def allowed(self, choice: MethodChoice) -> MethodChoice:
+        """The method that may answer: the one chosen, or the exact one while weaving is switched off."""
+        return choice if self.weaving else choice.made_exact()
+
+    def wants(self) -> bool:
+        """A woven answer was given: whether it is to be checked. Every `every`th is."""
+        with self._lock:
+            self._count(woven=1)
+            wanted = self._stats.woven % self.config.every == 0
+            if wanted:
+                self._count(sampled=1)
+            return wanted
+
+    def drop(self) -> None:
+        """An answer that was to be checked will not be: there is no room, or no time."""
+        with self._lock:
+            self._count(dropped=1)
+
+    def fail(self) -> None:
+        """A check did not come to its end."""
+        with self._lock:
+            self._count(failed=1)
+
+    def take(self, divergence: Divergence) -> None:
+        """A check found this."""
+        kl = inf if isnan(divergence.kl) else max(0.0, divergence.kl)  # a rounding error below 0 is none
+        with self._lock:
+            self._count(
+                checked=1,
+                agreed=int(divergence.agrees),
+                same_tokens=divergence.same_tokens,
+                compared_tokens=divergence.compared_tokens,
+            )
+            self._divergences.append(kl)
+            self._window.append(replace(divergence, kl=kl))
+            window_kl = _mean([one.kl for one in self._window])
+            agreement = _mean([float(one.agrees) for one in self._window])
+            self._stats = replace(self._stats, window_kl=window_kl, window_agreement=agreement)
+            reason = self._too_far(window_kl, agreement)
+        if reason is not None:
+            self.switch_off(reason)
+
+    def switch_off(self, reason: str) -> None:
+        """Only exact prefixes are reused from now on; a second time is harmless."""
+        with self._lock:
+            if not self._stats.weaving:
+                return
+            self._stats = replace(self._stats, weaving=False, switched_off=self._stats.switched_off + 1, reason=reason)
+        logger.error("weaving is switched off, answers reuse exact prefixes only: %s", reason)
+
+    def switch_on(self) -> None:
+        """Weave again, and judge by checks that are still to come; a second time is harmless."""
+        with self._lock:
+            if self._stats.weaving:
+                return
+            self._window.clear()
+            self._stats = replace(self._stats, weaving=True, reason="", window_kl=0.0, window_agreement=1.0)
+        logger.warning("weaving is switched on again")
+
+    def _too_far(self, window_kl: float, agreement: float) -> str | None:
+        config = self.config
+        if len(self._window) < config.window:
+            return None
+        last = f"over the last {config.window} shadow checks"
+        if config.max_divergence is not None and window_kl > config.max_divergence:
+            return f"the mean divergence {last} is {window_kl:.3g} nats, above {config.max_divergence:g}"
+        if config.min_agreement is not None and agreement < config.min_agreement:
+            return f"first tokens agreed in {agreement:.0%} {last}, below {config.min_agreement:.0%}"
+        return None
+
+    def _count(self, **more: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,214 @@
+"""Prometheus metrics of one server, named as vLLM names its own, with `chunkweave:` before them."""
+
+from collections import Counter as Tally
+from collections.abc import Callable, Collection
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.metrics import ReuseReport
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.scheduling.speculation import SpeculationCounts
+from chunkweave.server.figures import (
+    PREFIX,
+    FigureCollector,
+    Source,
+    batching_figures,
+    shadow_figures,
+    speculation_figures,
+    store_figures,
+)
+from chunkweave.store.tiered import TieredStore
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The classic format. prometheus_client's OpenMetrics turns the colon of every name into an underscore."""
+
+OTHER_TENANT = "other"
+"""What a tenant is called that no label is kept for."""
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_PHASE_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_SHARE = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    REJECTED = "rejected"
+    """It was never begun: a wrong request, a full queue, no leave."""
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """How a request ended that `error` ended.
+
+    >>> outcome_of(DeadlineError())
+    <Outcome.TIMED_OUT: 'timed_out'>
+    """
+    if isinstance(error, DeadlineError):
+        return Outcome.TIMED_OUT
+    if isinstance(error, RequestAbortedError):
+        return Outcome.ABORTED
+    return Outcome.REJECTED if isinstance(error, QueueFullError | UsageError) else Outcome.FAILED
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of its own. Thread-safe.
+
+    What happens to requests is told with `observe` and `ended`, one call for each request; the rest is read from engine
+    and store when somebody scrapes. No label names a tenant, unless `tenants` says which ones may be named.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batching: Callable[[], BatchingStats] | None = None,
+        store: TieredStore[SegmentSource] | None = None,
+        shadow: ShadowMonitor | None = None,
+        speculation: Callable[[], SpeculationCounts] | None = None,
+        tenants: Collection[str] | None = None,
+    ) -> None:
+        """Metrics of what is given; nothing has happened yet.
+
+        Args:
+            model: `model_name` of every metric.
+            batching: reads the engine's counters (`lambda: engine.stats`).
+            store: the engine's.
+            shadow: the engine's, if it has one.
+            speculation: reads the counters of speculative prefills.
+            tenants: names that a `tenant` label may have, all others being `other`; None = there is no such label.
+        """
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._tenants = None if tenants is None else frozenset(tenants)
+        self._make_histograms()
+        self._make_counters()
+        sources: list[Source] = []
+        if batching is not None:
+            sources.append(lambda: batching_figures(batching()))
+        if store is not None:
+            sources.append(lambda: store_figures(store))
+        if shadow is not None:
+            sources.append(lambda: shadow_figures(shadow))
+        if speculation is not None:
+            sources.append(lambda: speculation_figures(speculation()))
+        self.registry.register(FigureCollector(model, sources))
+
+    def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
+        """A request was answered in full."""
+        own, by_tenant = {"model_name": self._model}, self._by_tenant(tenant)
+        by_method = {**by_tenant, "method": report.method}
+        self._ttft.labels(**by_method).observe(report.ttft_s)
+        self._latency.labels(**own, method=report.method).observe(report.ttft_s + report.decode_s)
+        if report.new_tokens > 1:
+            self._tpot.labels(**own).observe(report.decode_s / (report.new_tokens - 1))
+        for name, seconds in (
+            ("queue", report.queue_s),
+            ("lookup", report.lookup_s),
+            ("load", report.load_s),
+            ("prefill", report.weave_s),
+            ("decode", report.decode_s),
+        ):
+            self._phases[name].labels(**own).observe(seconds)
+        self._prompt_sizes.labels(**own).observe(report.prompt_tokens)
+        self._answer_sizes.labels(**own).observe(report.new_tokens)
+        if report.reused_tokens + report.recomputed_tokens:
+            self._recomputed.labels(**own, method=report.method).observe(report.recompute_fraction)
+        self._prompt_tokens.labels(**by_tenant).inc(report.prompt_tokens)
+        for fate, tokens in (
+            ("prefix-exact", report.prefix_exact_tokens),
+            ("reused", report.reused_tokens),
+            ("recomputed", report.recomputed_tokens),
+            ("computed", report.computed_tokens),
+        ):
+            self._fates.labels(**by_method, fate=fate).inc(tokens)
+        self._new_tokens.labels(**by_tenant).inc(report.new_tokens)
+        self._successes.labels(**own, finished_reason=finish_reason).inc()
+        self._survived.labels(**own).inc(report.lost_segments)
+        self._observe_tiers(report)
+        self.ended(Outcome.FINISHED, tenant=tenant)
+
+    def ended(self, outcome: Outcome, *, tenant: str = "") -> None:
+        """A request ended without its answer; `observe` calls this itself for those that have one."""
+        self._requests.labels(**self._by_tenant(tenant), outcome=outcome.value).inc()
+
+    def exposition(self) -> bytes:
+        """All metrics as `CONTENT_TYPE`. Looks at every stored segment: call it in a thread, not in the event loop."""
+        return generate_latest(self.registry)
+
+    def _observe_tiers(self, report: ReuseReport) -> None:
+        found: Tally[str] = Tally()
+        for chunk in report.chunks:
+            if chunk.tier is not None:
+                found[chunk.tier] += chunk.tokens
+        self._asked.labels(model_name=self._model).inc(sum(chunk.tokens for chunk in report.chunks))
+        for tier, tokens in found.items():
+            self._hits.labels(model_name=self._model, tier=tier).inc(tokens)
+
+    def _by_tenant(self, tenant: str) -> dict[str, str]:
+        own = {"model_name": self._model}
+        if self._tenants is not None:
+            own["tenant"] = tenant if tenant in self._tenants else OTHER_TENANT
+        return own
+
+    def _make_histograms(self) -> None:
+        by_tenant = self._tenant_labels
+        phases = {
+            "queue": "Seconds from a request's arrival to the beginning of its prefill.",
+            "lookup": "Seconds to look up and plan.",
+            "load": "Seconds that prefill waited for stored KV (load delay).",
+            "prefill": "Seconds of prefill or weaving, without those.",
+            "decode": "Seconds from the first token to the last.",
+        }
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", _TTFT_S, *by_tenant, "method"
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean seconds a token after its first.", _TPOT_S
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", _REQUEST_S, "method"
+        )
+        self._phases = {
+            name: self._histogram(f"request_{name}_time_seconds", meaning, _PHASE_S) for name, meaning in phases.items()
+        }
+        self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._recomputed = self._histogram(
+            "request_recompute_fraction", "Share of a prompt's reused work that was done again.", _SHARE, "method"
+        )
+
+    def _make_counters(self) -> None:
+        by_tenant = self._tenant_labels
+        self._requests = self._counter("requests", "Requests by how they ended.", *by_tenant, "outcome")
+        self._successes = self._counter("request_success", "Answers by why they ended.", "finished_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.", *by_tenant)
+        self._fates = self._counter(
+            "prompt_tokens_by_fate", "Prompt tokens by what happened to them.", *by_tenant, "method", "fate"
+        )
+        self._new_tokens = self._counter("generation_tokens", "Tokens of answers.", *by_tenant)
+        self._asked = self._counter("cache_queries", "Tokens of instructions and chunks that were asked for.")
+        self._hits = self._counter("cache_hits", "Of these, tokens taken from the store.", "tier")
+        self._survived = self._counter(
+            "request_lost_segments", "Segments that were lost or late when a request was to read them."
+        )
+
+    @property
+    def _tenant_labels(self) -> tuple[str, ...]:
+        return () if self._tenants is None else ("tenant",)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, meaning, ("model_name", *labels), buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, meaning, ("model_name", *labels), registry=self.registry)

@@ -1,0 +1,332 @@
+"""What the exposition says, as Prometheus reads it, after requests whose reports are known."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.errors import (
+    ChunkweaveError,
+    DeadlineError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestAbortedError,
+    RequestFailedError,
+)
+from chunkweave.scheduling.shadow import ShadowConfig
+from chunkweave.scheduling.speculation import Speculation
+from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.testing.toys import toy_model
+from chunkweave.tiers.breaker import CircuitBreaker
+from chunkweave.tiers.host import HostTier
+from chunkweave.tiers.remote import RemoteTier
+from tests.integration.test_batching_core import CHUNKS, STORED
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(metrics: ServerMetrics) -> Samples:
+    """Every sample by its name without prefix and its labels without `model_name`."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "toy"
+            key = sample.name.removeprefix("chunkweave:"), frozenset(labels.items())
+            assert key not in samples, "a sample stands there twice"
+            samples[key] = sample.value
+    return samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Some requests of two methods, their reports, and what was exposed after them and in their midst."""
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3), shadow=ShadowConfig(every=2))
+    engine.precompute(STORED)
+    reports = []
+
+    async def main():
+        async with AsyncEngine(engine, BatchingConfig(max_running=2)) as batching:
+            metrics = ServerMetrics("toy", batching=lambda: batching.stats, store=engine.store, shadow=engine.shadow)
+            before = scrape(metrics)
+            wishes = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
+            for number, (method, tokens) in enumerate(wishes):
+                request = Request(
+                    f"When, {number}?",
+                    CHUNKS[number:] + CHUNKS[:number],
+                    sampling=SamplingParams(max_new_tokens=tokens),
+                )
+                answer = await batching.submit(request, method=method).answer()
+                metrics.observe(answer.report, finish_reason=answer.finish_reason)
+                reports.append(answer)
+            while engine.shadow.stats.checked < engine.shadow.stats.sampled:
+                await asyncio.sleep(0.001)
+            long = [batching.submit(Request(f"{n}?", (), sampling=SamplingParams(200))) for n in range(3)]
+            while batching.stats.running < 2:
+                await asyncio.sleep(0.001)
+            midst = scrape(metrics)
+            for stream in long:
+                await stream.aclose()
+            return metrics, before, midst
+
+    return engine, reports, *asyncio.run(main())
+
+
+def test_tokens_by_fate_are_those_of_the_reports(served):
+    _, answers, metrics, _, _ = served
+    samples = scrape(metrics)
+    for method in ("cacheblend", "full", "prefix"):
+        reports = [answer.report for answer in answers if answer.report.method == method]
+        for fate, field in (
+            ("prefix-exact", "prefix_exact_tokens"),
+            ("reused", "reused_tokens"),
+            ("recomputed", "recomputed_tokens"),
+            ("computed", "computed_tokens"),
+        ):
+            there = value(samples, "prompt_tokens_by_fate_total", method=method, fate=fate)
+            assert there == sum(getattr(report, field) for report in reports)
+    by_fate = sum(number for (name, _), number in samples.items() if name == "prompt_tokens_by_fate_total")
+    assert by_fate == value(samples, "prompt_tokens_total") == sum(a.report.prompt_tokens for a in answers)
+    assert value(samples, "generation_tokens_total") == sum(len(answer.token_ids) for answer in answers)
+    assert value(samples, "prompt_tokens_by_fate_total", method="cacheblend", fate="reused") > 0
+
+
+def test_times_are_those_of_the_reports(served):
+    _, answers, metrics, _, _ = served
+    samples = scrape(metrics)
+    reports = [answer.report for answer in answers]
+    woven = [report for report in reports if report.method == "cacheblend"]
+    assert value(samples, "time_to_first_token_seconds_count", method="cacheblend") == len(woven) == 2
+    there = value(samples, "time_to_first_token_seconds_sum", method="cacheblend")
+    assert there == pytest.approx(sum(report.ttft_s for report in woven))
+    there = value(samples, "e2e_request_latency_seconds_sum", method="full")
+    assert there == pytest.approx(sum(r.ttft_s + r.decode_s for r in reports if r.method == "full"))
+    for phase, field in (
+        ("queue", "queue_s"),
+        ("lookup", "lookup_s"),
+        ("load", "load_s"),
+        ("prefill", "weave_s"),
+        ("decode", "decode_s"),
+    ):
+        assert value(samples, f"request_{phase}_time_seconds_count") == len(reports)
+        there = value(samples, f"request_{phase}_time_seconds_sum")
+        assert there == pytest.approx(sum(getattr(report, field) for report in reports))
+    longer = [report for report in reports if report.new_tokens > 1]
+    assert value(samples, "request_time_per_output_token_seconds_count") == len(longer) == 3
+    there = value(samples, "request_time_per_output_token_seconds_sum")
+    assert there == pytest.approx(sum(report.decode_s / (report.new_tokens - 1) for report in longer))
+    assert value(samples, "request_recompute_fraction_count", method="cacheblend") == 2
+
+
+def test_hits_by_tier_are_tokens_of_parts_taken_from_there(served):
+    _, answers, metrics, _, _ = served
+    samples = scrape(metrics)
+    parts = [chunk for answer in answers for chunk in answer.report.chunks]
+    assert value(samples, "cache_queries_total") == sum(chunk.tokens for chunk in parts)
+    hits = sum(chunk.tokens for chunk in parts if chunk.tier == "host")
+    assert 0 < value(samples, "cache_hits_total", tier="host") == hits
+
+
+def test_gauges_show_what_goes_on_now(served):
+    _, _, _, before, midst = served
+    assert value(before, "num_requests_running") == value(before, "num_requests_waiting") == 0
+    assert value(midst, "num_requests_running") == 2
+    assert value(midst, "num_requests_waiting") == 1
+    assert 0 < value(midst, "kv_cache_usage_perc") <= 1
+    assert value(midst, "engine_steps_total") > value(before, "engine_steps_total")
+
+
+def test_the_store_is_shown_by_tier(served):
+    engine, _, metrics, before, _ = served
+    samples, stats = scrape(metrics), engine.store.stats
+    assert value(samples, "store_bytes", tier="host") == stats.levels["host"].bytes > 0
+    assert value(samples, "store_segments", tier="host") == stats.segments
+    assert value(samples, "store_evictions_total", tier="host") == 0
+    assert value(samples, "store_inserts_total", tier="host") > value(before, "store_inserts_total", tier="host")
+    assert value(samples, "store_lookups_total", result="hit") == stats.hits
+    assert value(samples, "tier_available", tier="host") == 1
+    assert value(samples, "tier_failures_total", tier="host") == 0
+
+
+def test_the_shadow_check_is_shown(served):
+    engine, _, metrics, _, _ = served
+    samples, stats = scrape(metrics), engine.shadow.stats
+    assert value(samples, "woven_answers_total") == stats.woven == 2
+    assert value(samples, "shadow_checks_total", result="checked") == stats.checked == 1
+    assert value(samples, "shadow_agreements_total") == stats.agreed
+    assert value(samples, "shadow_divergence", statistic="mean") == pytest.approx(stats.mean_kl)
+    assert value(samples, "weaving_enabled") == 1
+    engine.shadow.switch_off("a test")
+    assert value(scrape(metrics), "weaving_enabled") == 0
+    assert value(scrape(metrics), "weaving_switch_offs_total") == 1
+
+
+def test_outcomes_are_counted_once_each(served):
+    _, answers, _, _, _ = served
+    metrics = ServerMetrics("toy")
+    metrics.observe(answers[0].report, finish_reason=answers[0].finish_reason)
+    errors = [
+        DeadlineError(),
+        RequestAbortedError(),
+        RequestFailedError(),
+        QueueFullError(),
+        PromptTooLongError(),
+        ChunkweaveError(),
+        OSError(),
+    ]
+    for error in errors:
+        metrics.ended(outcome_of(error))
+    samples = scrape(metrics)
+    counted = {outcome.value: value(samples, "requests_total", outcome=outcome.value) for outcome in Outcome}
+    assert counted == {"finished": 1, "aborted": 1, "failed": 3, "timed_out": 1, "rejected": 2}
+    assert value(samples, "request_success_total", finished_reason=answers[0].finish_reason) == 1
+
+
+def test_no_label_names_a_tenant_unless_the_operator_says_which(served):
+    _, answers, _, _, _ = served
+    silent = ServerMetrics("toy")
+    named = ServerMetrics("toy", tenants=["harbour"])
+    for metrics in (silent, named):
+        for tenant in ("harbour", "lighthouse", "customer-4711"):
+            metrics.observe(answers[0].report, finish_reason="stop", tenant=tenant)
+            metrics.ended(Outcome.REJECTED, tenant=tenant)
+    told = silent.exposition().decode()
+    assert "tenant" not in told
+    assert "harbour" not in told
+    samples = scrape(named)
+    assert value(samples, "requests_total", tenant="harbour", outcome="rejected") == 1
+    assert value(samples, "requests_total", tenant="other", outcome="rejected") == 2
+    assert "lighthouse" not in named.exposition().decode()
+
+
+def test_two_servers_in_a_process_share_nothing(served):
+    _, answers, _, _, _ = served
+    one, two = ServerMetrics("toy"), ServerMetrics("toy")
+    one.observe(answers[0].report, finish_reason="stop")
+    assert value(scrape(one), "prompt_tokens_total") == answers[0].report.prompt_tokens
+    assert ("prompt_tokens_total", frozenset()) not in scrape(two)
+
+
+def test_speculation_is_counted_if_there_is_any(served):
+    speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
+    metrics = ServerMetrics("toy", speculation=lambda: speculation.counts)
+    speculation.on_stage("r", ["a"], 0)
+    speculation.on_stage("r", ["b"], 1)
+    speculation.on_final("r", ["b"])
+    samples = scrape(metrics)
+    events = {"started": 1, "terminated": 1, "deferred": 1, "matched": 0, "regenerated": 1, "late": 0}
+    assert {event: value(samples, "speculations_total", event=event) for event in events} == events
+
+
+def test_lost_segments_are_survived_and_counted(tmp_path):
+    """Half of every file on disk is overwritten between two processes: the answer is computed, and the loss shows."""
+    loaded = toy_model("llama")
+    config = StoreConfig(cache_dir=tmp_path)
+    with Engine(loaded, store=config) as engine:
+        engine.precompute(STORED)
+        expected = engine.generate("When?", STORED, method="full", max_new_tokens=4).token_ids
+        engine.store.clear()
+        engine.precompute(STORED)
+    for file in tmp_path.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        file.write_bytes(data)
+    with Engine(loaded, store=config) as engine:
+        metrics = ServerMetrics("toy", store=engine.store)
+        answer = engine.generate("When?", STORED, method="full-reuse", max_new_tokens=4)
+        metrics.observe(answer.report, finish_reason=answer.finish_reason)
+        assert answer.report.lost_segments == len(STORED)
+        assert answer.token_ids == expected
+        assert value(scrape(metrics), "request_lost_segments_total") == len(STORED)
+
+
+class DeadBlobs:
+    """A remote that nobody answers at."""
+
+    name, expires = "dead", False
+
+    def __getattr__(self, _name):
+        def call(*_args, **_kwargs):
+            raise OSError("nobody answers")
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def dead_remote():
+    """A store that has asked a remote in vain."""
+    loaded = toy_model("llama")
+    breaker = CircuitBreaker("remote", failures_to_open=1)
+    remote = RemoteTier(DeadBlobs(), loaded.fingerprint, deadline_s=0.2, breaker=breaker)
+    host = SegmentStore(HostTier(), budget_bytes=1 << 30)
+    behind = SegmentStore(remote, budget_bytes=1 << 30, shared=True, load=False)
+    store = TieredStore([Level("host", host), Level("remote", behind, background=True, patience=1)])
+    Engine(loaded, store=store).generate("When?", STORED, max_new_tokens=1)
+    store.flush(5.0)
+    yield store
+    store.close()
+
+
+def test_a_dead_remote_shows_as_failures_and_an_open_breaker(dead_remote):
+    samples = scrape(ServerMetrics("toy", store=dead_remote))
+    assert value(samples, "breaker_opens_total", tier="remote") == 1
+    assert value(samples, "tier_failures_total", tier="remote") >= 1
+    assert value(samples, "tier_available", tier="remote") == 0
+
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+LIBRARY_LABELS = {"le", "model_name"}
+
+
+def everything(answers, engine) -> Samples:
+    """What a server with all its parts exposes."""
+    speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
+    metrics = ServerMetrics(
+        "toy",
+        batching=BatchingStats,
+        store=engine.store,
+        shadow=engine.shadow,
+        speculation=lambda: speculation.counts,
+    )
+    for answer in answers:
+        metrics.observe(answer.report, finish_reason=answer.finish_reason)
+    return scrape(metrics)
+
+
+def test_the_dashboard_asks_only_for_what_there_is(served, dead_remote):
+    engine, answers, _, _, _ = served
+    samples = everything(answers, engine) | scrape(ServerMetrics("toy", store=dead_remote))
+    labels: dict[str, set[str]] = {}
+    for name, own in samples:
+        labels.setdefault(name, set()).update(label for label, _ in own)
+    board = json.loads((DEPLOY / "grafana" / "chunkweave.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    assert len(asked) > 30
+    for expression in asked:
+        names = re.findall(r"chunkweave:(\w+)", expression)
+        assert names
+        assert not set(names) - set(labels), f"{expression} asks for what no server has"
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+        assert grouped <= LIBRARY_LABELS.union(*(labels[name] for name in names)), expression
+    numbers = [panel["id"] for panel in board["panels"]]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_every_metric_stands_in_the_documentation(served, dead_remote):
+    engine, answers, _, _, _ = served
+    samples = everything(answers, engine) | scrape(ServerMetrics("toy", store=dead_remote))
+    families = {re.sub(r"_(bucket|count|sum|created|total)$", "", name) for name, _ in samples}
+    page = (DEPLOY.parent / "docs" / "observability.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+?)(?:_total)?` \|", page, flags=re.MULTILINE))
+    assert families == documented
