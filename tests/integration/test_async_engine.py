@@ -267,3 +267,67 @@ def test_a_slow_tier_keeps_only_its_own_request_waiting(engine, tmp_path):
     assert quick_s < slow_s
     store.check()
     store.close()
+
+
+def test_a_prompt_may_be_submitted_from_another_thread(engine):
+    async def main():
+        async with AsyncEngine(engine) as batching:
+            loop = asyncio.get_running_loop()
+            stream = await asyncio.to_thread(batching.submit, ask(), loop=loop)
+            return (await stream.answer()).text
+
+    assert asyncio.run(main()) == engine.generate_batch([ask()])[0].text
+
+
+def test_a_thread_without_a_loop_has_to_name_one(engine):
+    batching = AsyncEngine(engine)
+    with pytest.raises(RuntimeError, match="event loop"):
+        batching.submit(ask())
+    batching.close()
+
+
+def test_work_between_steps_has_the_engine_for_itself(engine):
+    async def main():
+        async with AsyncEngine(engine) as batching:
+            stream = batching.submit(ask(tokens=30))
+            work = batching.between_steps(
+                lambda: (threading.current_thread().name, engine.precompute(["A new chunk."]))
+            )
+            assert await asyncio.wrap_future(work) == ("chunkweave-steps", 1)
+            assert (await stream.answer()).finish_reason == "length"
+            await asyncio.to_thread(batching.check)
+
+    asyncio.run(main())
+
+
+def test_work_between_steps_may_fail_and_may_come_too_late(engine, gate):
+    async def main():
+        batching = AsyncEngine(engine)
+        failing = batching.between_steps(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wrap_future(failing)
+        stream = batching.submit(ask())
+        await asyncio.sleep(0.05)
+        never = batching.between_steps(lambda: 1)
+        closing = asyncio.create_task(asyncio.to_thread(batching.close))
+        await asyncio.sleep(0.05)
+        gate.set()
+        await closing
+        assert batching.closed
+        assert never.cancelled()
+        assert isinstance(await end_of(stream), RequestAbortedError)
+        with pytest.raises(RequestAbortedError):
+            batching.between_steps(lambda: 1)
+
+    asyncio.run(main())
+
+
+def test_prompts_may_be_bounded(engine):
+    async def main():
+        async with AsyncEngine(engine, BatchingConfig(max_prompt_tokens=20)) as batching:
+            with pytest.raises(PromptTooLongError, match="at most 20"):
+                batching.submit(ask())
+
+    asyncio.run(main())
+    with pytest.raises(UsageError, match="max_prompt_tokens"):
+        BatchingConfig(max_prompt_tokens=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import DocumentError, EmptyDocumentError
-from chunkweave.retrieval.documents import CorpusDocument, read_corpus_documents
+from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents, read_corpus_documents
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -88,3 +88,24 @@ def test_a_digest_is_that_of_all_but_the_id():
     assert one.digest == CorpusDocument("z", "text", "title", {"a": [2], "b": 1}).digest
     others = [CorpusDocument("a", "Text", "title", one.metadata), CorpusDocument("a", "text", "", one.metadata)]
     assert one.digest not in {other.digest for other in [*others, CorpusDocument("a", "text", "title")]}
+
+
+def test_bytes_become_the_documents_that_a_file_would(tmp_path):
+    lines = b'\xef\xbb\xbf{"text": "one", "id": "a"}\n\n{"text": "two", "year": 1904}\n'
+    for name, data in (("notes.md", b"\xef\xbb\xbfone\r\ntwo"), ("lines.jsonl", lines)):
+        (tmp_path / name).write_bytes(data)
+        assert parse_corpus_documents(name, data) == read_corpus_documents([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error"),
+    [
+        ("a.txt", b"\xff", DocumentError),
+        ("a.jsonl", b"{", DocumentError),
+        ("a.txt", b"  ", EmptyDocumentError),
+        ("a.jsonl", b"", EmptyDocumentError),
+    ],
+)
+def test_bytes_that_are_no_documents(name, data, error):
+    with pytest.raises(error, match=name):
+        parse_corpus_documents(name, data)

@@ -33,6 +33,9 @@ TORCH_FREE = (
     "retrieval.flat_index",
     "retrieval.index_file",
     "cli",
+    "server.keys",
+    "server.settings",
+    "server.settings_sources",
     "vllm.request",
 )
 """Everything above the torch line, and what of the rest must start fast."""

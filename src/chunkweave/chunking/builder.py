@@ -16,7 +16,8 @@ class PromptBuilder:
     """Builds prompts for one model: its tokenizer, its template, its fingerprint.
 
     A chunk's token ids depend on its text and the template alone, so they are the same wherever it stands.
-    Ids of chunks are remembered, up to `cache_tokens`.
+    Ids of chunks are remembered, up to `cache_tokens`, for each cache salt apart: how long a prompt takes to build
+    tells nobody what others asked about.
     """
 
     def __init__(
@@ -129,17 +130,18 @@ class PromptBuilder:
     def _chunk_part(self, chunk: Chunk | str, cache_salt: str, place: int | None) -> PromptPart:
         if isinstance(chunk, str):
             chunk = Chunk(chunk)
-        token_ids = self._chunk_ids(chunk.text) if chunk.text.strip() else ()
+        token_ids = self._chunk_ids(chunk.text, cache_salt) if chunk.text.strip() else ()
         if not token_ids:
             which = "the chunk" if place is None else f"chunk {place}"
             raise UsageError(f"{which}{f' ({chunk.source})' if chunk.source else ''} is empty")
         return PromptPart(PartKind.CHUNK, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), chunk.source)
 
-    def _chunk_ids(self, text: str) -> tuple[int, ...]:
-        token_ids = self._cache.get(text)
+    def _chunk_ids(self, text: str, cache_salt: str) -> tuple[int, ...]:
+        key = f"{len(cache_salt)}:{cache_salt}{text}"  # the length keeps two pairs from spelling one key
+        token_ids = self._cache.get(key)
         if token_ids is None:
             token_ids = tuple(self._tokenizer.encode(self._template.chunk_text(text)))
-            self._cache.put(text, token_ids)
+            self._cache.put(key, token_ids)
         return token_ids
 
     def _question_part(self, question: str) -> PromptPart:

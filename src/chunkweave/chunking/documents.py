@@ -75,8 +75,17 @@ def _read_text(path: Path) -> str:
         raw = path.read_bytes()
     except OSError as error:
         raise DocumentError(f"cannot read {path}: {error.strerror or error}") from error
+    return decoded_text(raw, str(path))
+
+
+def decoded_text(raw: bytes, name: str) -> str:
+    """UTF-8 bytes as text without a byte order mark, line ends as line feeds.
+
+    Raises:
+        DocumentError: not UTF-8; the message has the file's `name` and the offset of the first bad byte.
+    """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
+        raise DocumentError(f"{name} is not UTF-8: bad byte at offset {error.start}") from error
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")

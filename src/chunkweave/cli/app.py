@@ -8,7 +8,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench, cache, corpus
+from chunkweave.cli import bench, cache, config, corpus, keys
 from chunkweave.cli.advise import advise
 from chunkweave.cli.analyze import analyze
 from chunkweave.cli.ask import ask
@@ -18,6 +18,7 @@ from chunkweave.cli.console import stderr
 from chunkweave.cli.demo import demo
 from chunkweave.cli.ingest import ingest
 from chunkweave.cli.profile import profile
+from chunkweave.cli.serve import serve
 from chunkweave.cli.simulate import simulate
 from chunkweave.errors import ChunkweaveError, UsageError
 
@@ -59,9 +60,12 @@ app.command()(profile)
 app.command()(advise)
 app.command()(simulate)
 app.command()(analyze)
+app.command()(serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")
+app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 
 
 def _show_version(asked: bool) -> None:

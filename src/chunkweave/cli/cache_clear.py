@@ -13,6 +13,7 @@ from chunkweave.cli.cache_folder import CacheFolder, Selection
 from chunkweave.cli.console import Output, status, stderr
 from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import size
+from chunkweave.config import parse_duration
 from chunkweave.errors import UsageError
 from chunkweave.types import SegmentId
 
@@ -71,7 +72,7 @@ def clear(
 
     Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
     """
-    before_s = None if older_than is None else time.time() - options.parse_duration(older_than)
+    before_s = None if older_than is None else time.time() - parse_duration(older_than)
     selection = Selection(document, chunk, segment, before_s)
     if everything != (selection.everything and fingerprint is None):
         raise UsageError("say what to remove: --document, --chunk, --segment, --older-than or --fingerprint, or --all")

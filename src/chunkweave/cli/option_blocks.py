@@ -11,7 +11,7 @@ import typer
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli import options
 from chunkweave.cli.model_choice import ModelChoice
-from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes
+from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes, parse_duration
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.ordering.registry import make_ordering
@@ -142,7 +142,7 @@ class StoreOptions:
             disk_budget_bytes=parse_bytes(self.disk_budget),
             remote_url=self.remote_url,
             codec=self.codec,
-            ttl_s=None if self.ttl is None else options.parse_duration(self.ttl),
+            ttl_s=None if self.ttl is None else parse_duration(self.ttl),
         )
 
 

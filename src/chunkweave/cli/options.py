@@ -63,7 +63,6 @@ SegmentPrefix = Annotated[str | None, typer.Option("--segment", help="Only this 
 DEFAULT_STORE_BUDGET = "4GiB"
 DEFAULT_DISK_BUDGET = "64GiB"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
-_DURATION_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def kept(store: StoreConfig) -> dict[str, Any]:
@@ -75,21 +74,6 @@ def kept(store: StoreConfig) -> dict[str, Any]:
 def command_line() -> str:
     """The command as it was called, for a result that others read: URLs come without user, password and options."""
     return shlex.join(["chunkweave", *(_URL.sub(lambda url: without_secrets(url[0]), word) for word in sys.argv[1:])])
-
-
-def parse_duration(text: str) -> float:
-    """Seconds named by a text such as `90m`, `7d` or `30`.
-
-    Raises:
-        UsageError: the text is no duration.
-
-    >>> parse_duration("1.5h")
-    5400.0
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text)
-    if match is None:
-        raise UsageError(f"not a duration: {text!r}; write for example 30s, 90m, 12h or 7d")
-    return float(match[1]) * _DURATION_UNITS_S[match[2] or "s"]
 
 
 def names(text: str) -> tuple[str, ...]:

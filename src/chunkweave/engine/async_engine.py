@@ -7,11 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.batching_stats import BatchingStats
@@ -24,18 +25,20 @@ from chunkweave.scheduling.batching_config import BatchingConfig
 
 logger = logging.getLogger(__name__)
 
+ResultT = TypeVar("ResultT")
+
 
 class AnswerStream:
     """One request's answer as it comes: an asynchronous iterator whose last event carries the whole `Answer`.
 
-    Belongs to the event loop that it was made in. Leaving it early does not end the request; `aclose` does, and so does
-    leaving an `async with`.
+    Belongs to the event loop that it was made for. Leaving it early does not end the request; `aclose` does, and so
+    does leaving an `async with`.
     """
 
-    def __init__(self, number: int, abort: Callable[[int], None]) -> None:
+    def __init__(self, number: int, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
         self.id = number
         self._abort = abort
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
         self._ended = False
 
@@ -91,8 +94,8 @@ class AnswerStream:
 class AsyncEngine:
     """Answers many requests at once with one engine's model and store; one thread of its own runs the steps.
 
-    `submit`, `abort` and `stats` may be called from any thread (`submit` in one with a running event loop). The engine
-    that it was made of must not be used otherwise until this one is closed, which does not close that.
+    All methods may be called from any thread. The engine that it was made of must not be used until this one is closed,
+    which does not close that, but for what is handed to `between_steps`.
     """
 
     def __init__(self, engine: Engine, config: BatchingConfig | None = None) -> None:
@@ -105,6 +108,7 @@ class AsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[int, AnswerStream] = {}
         self._prepared: dict[int, Prepared] = {}
+        self._errands: list[Future[Any]] = []
         self._numbers = itertools.count()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="chunkweave-steps", daemon=True)
@@ -123,6 +127,11 @@ class AsyncEngine:
             stats = self._core.stats
             return replace(stats, waiting=len(self._open) - stats.running)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes nothing more: it was closed, or ended by a bug that the log tells."""
+        return self._closing
+
     def submit(
         self,
         request: Request,
@@ -131,19 +140,24 @@ class AsyncEngine:
         quality: str | None = None,
         recompute_ratio: float | None = None,
         deadline_s: float | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> AnswerStream:
         """Let a request wait for its turn; returns the stream of its answer at once.
 
         `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. After `deadline_s` seconds (None: the
-        configured ones) the request ends with `DeadlineError`, whatever it has by then.
+        configured ones) the request ends with `DeadlineError`, whatever it has by then. `loop` is the event loop that
+        will read the stream (None: the one that runs here). Name it to call this from another thread: the prompt is
+        tokenized before it returns, which takes a while for a long one.
 
         Raises:
             QueueFullError: as many requests wait as may; this is the back-pressure to pass on.
             RequestAbortedError: the engine is closed.
             UsageError: as `Engine.generate`, or a deadline that is not positive.
+            RuntimeError: no loop is named, and none runs here.
             PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
         """
         arrived_s = time.perf_counter()
+        loop = loop or asyncio.get_running_loop()
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
@@ -152,16 +166,18 @@ class AsyncEngine:
             wish = Wish.of(method, quality, recompute_ratio)
             prepared = self._preparation.prepare(request, wish, most_tokens=self._core.pool.tokens)
         try:
-            return self._submit(self._core.fitting(prepared), arrived_s, limit_s)
+            return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop)
         except BaseException:
             self._preparation.abandon(prepared)
             raise
 
-    def _submit(self, prepared: Prepared, arrived_s: float, limit_s: float | None) -> AnswerStream:
+    def _submit(
+        self, prepared: Prepared, arrived_s: float, limit_s: float | None, loop: asyncio.AbstractEventLoop
+    ) -> AnswerStream:
         with self._changed:
             self._refuse_if_full()
             number = next(self._numbers)
-            stream = AnswerStream(number, self.abort)
+            stream = AnswerStream(number, self.abort, loop)
             self._open[number] = stream
             self._prepared[number] = prepared
             deadline = None if limit_s is None else arrived_s + limit_s
@@ -189,6 +205,33 @@ class AsyncEngine:
             self._commands.append(lambda: self._abort_if_open(number))
             self._changed.notify()
 
+    def between_steps(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
+        """Have the thread that owns model and store do `work` before its next step; everything else waits meanwhile.
+
+        This is how the engine below is used while this one runs: `between_steps(lambda: engine.precompute([chunk]))`.
+        What `work` raises, the future raises. Cancelled before it began, it is not done.
+
+        Raises:
+            RequestAbortedError: the engine is closed.
+        """
+        future: Future[ResultT] = Future()
+        with self._changed:
+            if self._closing:
+                raise RequestAbortedError("the engine is closed and does no more work")
+            self._errands.append(future)
+            self._commands.append(lambda: self._run_errand(future, work))
+            self._changed.notify()
+        return future
+
+    def check(self) -> None:
+        """Audit blocks, caches and store between two steps.
+
+        Raises:
+            StoreError: an invariant does not hold.
+            RequestAbortedError: the engine is closed.
+        """
+        self.between_steps(self._check).result()
+
     def close(self) -> None:
         """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""
         with self._changed:
@@ -205,6 +248,20 @@ class AsyncEngine:
             raise QueueFullError(
                 f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"
             )
+
+    def _run_errand(self, future: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
+        self._errands.remove(future)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except Exception as error:  # whoever asked for it learns; the requests under way go on
+            logger.debug("work between two steps failed", exc_info=True)
+            future.set_exception(error)
+
+    def _check(self) -> None:
+        self._core.check()
+        self._preparation.runner.store.check()
 
     def _abort_if_open(self, number: int) -> None:
         """An abort whose request may have ended since it was asked for."""
@@ -235,6 +292,8 @@ class AsyncEngine:
         with self._changed:
             self._closing = True
         self._core.close()
+        for errand in self._errands:
+            errand.cancel()
         for number, stream in list(self._open.items()):
             self._deliver(stream, RequestAbortedError(f"request {number} ended with the engine"))
 

@@ -91,8 +91,14 @@ class BatchingCore:
         """The request with no more tokens to generate than its KV could ever have room for. From any thread.
 
         Raises:
-            PromptTooLongError: not even its prompt has.
+            PromptTooLongError: not even its prompt has, or it is longer than the configuration allows.
         """
+        most = self._config.max_prompt_tokens
+        if most is not None and len(prepared.prompt) > most:
+            raise PromptTooLongError(
+                f"the prompt has {len(prepared.prompt)} tokens, and at most {most} are allowed; "
+                f"send fewer or smaller chunks"
+            )
         room = self.pool.tokens - len(prepared.prompt) - len(prepared.closing)
         if room < 1:
             raise PromptTooLongError(

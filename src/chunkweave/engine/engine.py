@@ -36,6 +36,9 @@ from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.tiered import TieredStore
 from chunkweave.types import Chunk, Geometry
 
+_EVERY_PATH = OrderingConfig(promotion_threshold=None)
+"""CRAFT's threshold is for stores of exact paths alone; here what is stored can be woven too."""
+
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
 
@@ -73,7 +76,7 @@ class Engine:
             quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
             reuse: what a method that is named is told; a quality target brings its own.
             order: `free` or `fixed` for requests that do not say: whether their chunks may be put in another order.
-            ordering: in which, and what is promoted; None = CRAFT's.
+            ordering: in which, and what is promoted; None = by access frequency, and every exact path is kept.
             conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
             calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
@@ -86,7 +89,7 @@ class Engine:
         """
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
-        ordering, usual_order = ordering or OrderingConfig(), ChunkOrder.parse(order)
+        ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # refused now, not after a store is open
         cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
         self._chooser = open_chooser(

@@ -5,10 +5,10 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from chunkweave.chunking.documents import TEXT_SUFFIXES, read_documents
+from chunkweave.chunking.documents import TEXT_SUFFIXES, decoded_text, read_documents
 from chunkweave.errors import DocumentError, DuplicateDocumentError, EmptyDocumentError
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,24 @@ def read_corpus_documents(paths: Sequence[Path], *, on_error: OnError = "raise")
     return documents
 
 
+def parse_corpus_documents(name: str, data: bytes) -> list[CorpusDocument]:
+    """The documents in the bytes of one file called `name`, as `read_corpus_documents` would make them.
+
+    The name is an id and tells lines from text; no file is opened.
+
+    Raises:
+        DocumentError: not UTF-8, or a line is no object with a text; the message names file, line and reason.
+        EmptyDocumentError: a line's text is empty, or there is no text at all.
+    """
+    if PurePath(name).suffix.lower() in JSONL_SUFFIXES:
+        documents = list(_parsed_lines(data, name, name, "raise"))
+    else:
+        documents = [CorpusDocument(name, decoded_text(data, name))]
+    if not any(document.text.strip() for document in documents):
+        raise EmptyDocumentError(f"no document with text in {name}")
+    return documents
+
+
 def _sorted_out(paths: Sequence[Path]) -> tuple[list[tuple[Path, str]], list[Path]]:
     """JSONL files with their names, and the files and folders that hold text."""
     lines: dict[Path, tuple[Path, str]] = {}
@@ -141,11 +159,16 @@ def _read_lines(path: Path, name: str, on_error: OnError) -> Iterator[CorpusDocu
             raise reason from error
         logger.warning("documents left out: %s", reason)
         return
+    yield from _parsed_lines(raw, str(path), name, on_error)
+
+
+def _parsed_lines(raw: bytes, where: str, name: str, on_error: OnError) -> Iterator[CorpusDocument]:
+    """Documents of JSON lines; errors name the file as `where`, ids as `name`."""
     for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            yield _parsed(line, f"{path}, line {number}", f"{name}:{number}")
+            yield _parsed(line, f"{where}, line {number}", f"{name}:{number}")
         except DocumentError as error:
             if on_error == "raise":
                 raise

@@ -15,7 +15,7 @@ class BatchingConfig:
     At most `max_running` requests are worked on, `step_tokens` tokens in a step. The KV of all of them together has
     room for `kv_tokens`, shared out in blocks of `block_tokens`. At most `max_waiting` more wait, each passed over at
     most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
-    not begun within `queue_timeout_s` is given up.
+    not begun within `queue_timeout_s` is given up. A prompt has at most `max_prompt_tokens` (None: as many as fit).
     """
 
     max_running: int = 8
@@ -26,6 +26,7 @@ class BatchingConfig:
     window: int = DEFAULT_WINDOW
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
+    max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
@@ -33,6 +34,8 @@ class BatchingConfig:
             raise UsageError(f"{self.kv_tokens} tokens of KV have no block of {self.block_tokens} tokens")
         if self.max_waiting < 1 or self.window < 0:
             raise UsageError(f"room to wait ({self.max_waiting}) must be at least 1, the window ({self.window}) 0")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise UsageError(f"max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}")
         for name, limit in (("deadline_s", self.deadline_s), ("queue_timeout_s", self.queue_timeout_s)):
             if limit is not None and not (isfinite(limit) and limit > 0):
                 raise UsageError(f"{name} must be a positive number of seconds, not {limit}")

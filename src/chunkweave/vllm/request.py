@@ -9,11 +9,17 @@ from typing import Any
 from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.errors import UsageError
+from chunkweave.planning.request_field import (
+    FIELD,
+    checked_method,
+    checked_ratio,
+    checked_whole,
+    refuse_unknown_keys,
+)
 from chunkweave.types import ChunkId, Context, Span
 
-FIELD = "chunkweave"
-"""The key in a request's `kv_transfer_params`, and of the report in the answer's."""
+__all__ = ["FIELD", "METHODS", "Defaults", "WeaveRequest", "parse"]
 
 METHODS = ("prefix", "full-reuse", "epic", "random", "cacheblend")
 """Methods whose plans are one pass with rules on KV; what needs attention evidence is not here."""
@@ -105,13 +111,11 @@ def parse(
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
-    unknown = sorted(str(key) for key in params if key not in _KEYS)
-    if unknown:
-        raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
+    refuse_unknown_keys(params, _KEYS)
     chunks = _chunks(params.get("chunks"), len(token_ids))
     default_start = int(bool(token_ids) and bos is not None and token_ids[0] == bos)
     start = params.get("start_tokens", default_start)
-    if not 0 <= _whole(start, "start_tokens") <= chunks[0].start:
+    if not 0 <= checked_whole(start, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
     method, reuse = _reuse(params, defaults)
     if num_layers is not None and reuse.check_layers[-1] >= num_layers:
@@ -137,7 +141,7 @@ def parse(
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
     try:
-        chunks = [Span(_whole(start, "chunks"), _whole(stop, "chunks")) for start, stop in given]
+        chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
     except (TypeError, ValueError) as error:
         raise UsageError("chunks must be a list of [start, stop] token positions") from error
     if not chunks or not all(chunks):
@@ -150,29 +154,15 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
 
 
 def _reuse(params: Mapping[str, Any], defaults: Defaults) -> tuple[str, ReuseConfig]:
-    method = params.get("method", defaults.method)
-    if method not in METHODS:
-        raise UnknownMethodError(f"unknown reuse method {method!r}; inside vLLM there are: {', '.join(METHODS)}")
+    method = checked_method(params.get("method", defaults.method), METHODS, "inside vLLM ")
     changed: dict[str, Any] = {}
     if "recompute_ratio" in params:
-        changed["recompute_ratio"] = _ratio(params["recompute_ratio"])
+        changed["recompute_ratio"] = checked_ratio(params["recompute_ratio"])
     if "check_layers" in params:
         layers = params["check_layers"]
         if not isinstance(layers, list | tuple):
             raise UsageError("check_layers must be a list of layer numbers")
-        changed["check_layers"] = tuple(_whole(layer, "check_layers") for layer in layers)
+        changed["check_layers"] = tuple(checked_whole(layer, "check_layers") for layer in layers)
     if "seed" in params:
-        changed["seed"] = _whole(params["seed"], "seed")
+        changed["seed"] = checked_whole(params["seed"], "seed")
     return method, replace(defaults.reuse, **changed)
-
-
-def _ratio(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UsageError(f"recompute_ratio must be a number between 0 and 1, not {value!r}")
-    return float(value)
-
-
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name} must be a whole number, not {value!r}")
-    return value

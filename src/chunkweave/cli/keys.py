@@ -1,0 +1,40 @@
+"""`chunkweave keys`: API keys for the server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chunkweave.cli import options
+from chunkweave.cli.console import Output
+
+app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave serve`.")
+
+
+@app.command()
+def new(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, - and _.")],
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Add the hash to this keys file; printed if left out.", dir_okay=False)
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="May look at and empty what all tenants share.")] = False,
+    json: options.Json = False,
+    out: options.Out = None,
+) -> None:
+    """Make a key. It is shown once: the keys file has its hash only."""
+    output = Output(json, out)
+    from chunkweave.server.keys import StoredKey, Tenant, add_to_file, new_key
+
+    key = new_key()
+    stored = StoredKey.of(Tenant(tenant, admin), key)
+    if file is not None:
+        add_to_file(file, stored)
+        output.show(f"key of {tenant}, shown only now: {key}")
+    else:
+        output.show(f"key of {tenant}, shown only now: {key}", f"line for the keys file: {stored.line}")
+    output.finish({"tenant": tenant, "admin": admin, "key": key, "line": stored.line})
+
+
+@app.callback()
+def _group() -> None:
+    """A group, though it has one command."""

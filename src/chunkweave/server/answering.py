@@ -1,0 +1,285 @@
+"""From a checked body to an answer that comes: retrieval, tokenizing in a thread, the engine, and who must be told."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from chunkweave.config import SamplingParams
+from chunkweave.engine.answer import Request, StreamEvent
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.engine import Engine
+from chunkweave.errors import ChunkweaveError, RequestAbortedError, UnknownRequestError
+from chunkweave.retrieval.pipeline import RagPipeline, Retrieved
+from chunkweave.server.corpora import Corpora
+from chunkweave.server.keys import Tenant
+from chunkweave.server.limits import Slot, TenantLimits
+from chunkweave.server.observer import Asked, Observer
+from chunkweave.server.refusals import RefusalError
+from chunkweave.server.replies import TenantCounts
+from chunkweave.server.requests import Asking, Document, ReuseField
+from chunkweave.server.settings import LimitSettings
+from chunkweave.server.threads import in_thread, to_its_end
+from chunkweave.types import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: the last message, and the instruction if one was given.
+
+    `earlier` questions of the same conversation were sent along with it.
+    """
+
+    text: str
+    system: str | None = None
+    earlier: int = 0
+
+
+class RunningAnswer:
+    """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
+
+    def __init__(self, answering: "Answering", tenant: Tenant, stream: AnswerStream, slot: Slot, asked: Asked) -> None:
+        self.retrieved: Retrieved | None = None
+        self.texts: frozenset[str] = frozenset()
+        self.ended = asyncio.Event()
+        self._answering = answering
+        self._tenant = tenant
+        self._stream = stream
+        self._slot = slot
+        self._asked = asked
+        self._told = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        try:
+            event = await anext(self._stream)
+        except ChunkweaveError as error:
+            self._told = True
+            self._answering.observer.failed(self._asked, error)
+            raise
+        if event.answer is not None:
+            self._told = True
+            self._answering.counts[self._tenant.name].add(event.answer.report)
+            self._answering.observer.answered(self._asked, event.answer)
+        return event
+
+    def end(self) -> None:
+        """Have the engine end the request; whoever reads the answer learns it as an error."""
+        with suppress(UnknownRequestError):
+            self._answering.batching.abort(self._stream.id)
+
+    async def aclose(self) -> None:
+        """End the request if it runs, and free the tenant's place; a second time is harmless."""
+        if not self._told:
+            self._told = True
+            self._answering.observer.given_up(self._asked)
+        await self._stream.aclose()
+        self._slot.release()
+        self._answering.running.pop(self, None)
+        self.ended.set()
+
+
+class Answering:
+    """Starts answers and knows which are under way. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batching: AsyncEngine,
+        corpora: Corpora,
+        limits: TenantLimits,
+        settings: LimitSettings,
+        observer: Observer,
+    ) -> None:
+        self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
+        self.running: dict[RunningAnswer, None] = {}
+        self._engine = engine
+        self.batching = batching
+        self.observer = observer
+        self._corpora = corpora
+        self._limits = limits
+        self._settings = settings
+        self._sweeps: set[asyncio.Task[None]] = set()
+
+    async def start(self, tenant: Tenant, question: Question, body: Asking, asked: Asked) -> RunningAnswer:
+        """Retrieve if need be, and let the request wait for its turn.
+
+        Raises:
+            RefusalError: too many requests, too many documents, a corpus that is not there.
+            ChunkweaveError: what `AsyncEngine.submit` raises.
+        """
+        try:
+            slot = self._limits.occupy(tenant.name)
+            try:
+                return await self._started(tenant, question, body, slot, asked)
+            except BaseException:
+                slot.release()
+                raise
+        except asyncio.CancelledError:
+            self.observer.given_up(asked)
+            raise
+        except (ChunkweaveError, RefusalError) as error:
+            self.observer.failed(asked, error)
+            raise
+
+    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
+        """Remove the KV of a tenant's chunks from every tier; returns how many copies of segments there were.
+
+        A request that is computing one of them now will store it once more; it is removed again when that has ended.
+        """
+        gone = frozenset(texts)
+        if not gone:
+            return 0
+        salt = tenant.salt(cache_salt)
+        removed = await self._forget(gone, salt)
+        using = [running for running in self.running if running.texts & gone]
+        if using:
+            sweep = asyncio.create_task(self._forget_after(using, gone, salt))
+            self._sweeps.add(sweep)
+            sweep.add_done_callback(self._sweeps.discard)
+        return removed
+
+    async def warm(self, tenant: Tenant, chunks: Sequence[Chunk], cache_salt: str = "") -> int:
+        """Compute what is not stored of chunks, one between any two steps; returns how many were computed."""
+        salt = tenant.salt(cache_salt)
+        slot = self._limits.occupy(tenant.name)
+        try:
+            computed = 0
+            for chunk in chunks:
+                work = self.batching.between_steps(partial(self._engine.precompute, [chunk], cache_salt=salt))
+                computed += await asyncio.wrap_future(work)
+            return computed
+        finally:
+            slot.release()
+
+    def check_documents(self, documents: Sequence[object]) -> None:
+        """Refuse too many.
+
+        Raises:
+            RefusalError: 400, there are more than a request may have.
+        """
+        if len(documents) > (most := self._settings.max_documents):
+            told = f"a request may have {most} documents, not {len(documents)}"
+            raise RefusalError(400, told, param="documents", code="too_many_documents")
+
+    async def swept(self) -> None:
+        """Wait until what is to be removed is removed."""
+        while self._sweeps:
+            await asyncio.wait(self._sweeps)
+
+    async def _started(
+        self, tenant: Tenant, question: Question, body: Asking, slot: Slot, asked: Asked
+    ) -> RunningAnswer:
+        self.check_documents(body.documents)
+        self._check_quality(body.chunkweave)
+        self._check_earlier(question, body, tenant.salt(body.cache_salt))
+        retrieved = await self._retrieve(tenant, question, body.chunkweave)
+        chunks = chunks_of(body.documents) if retrieved is None else tuple(found.chunk for found in retrieved.chunks)
+        request = Request(
+            question.text,
+            chunks,
+            question.system,
+            SamplingParams(self._answer_tokens(body), body.temperature, body.top_p, body.seed, body.stops),
+            tenant.salt(body.cache_salt),
+            body.chunkweave.order,
+            body.chunkweave.conversation_id,
+        )
+        running = RunningAnswer(self, tenant, await self._submit(request, body.chunkweave), slot, asked)
+        running.retrieved, running.texts = retrieved, frozenset(chunk.text for chunk in chunks)
+        self.running[running] = None
+        return running
+
+    async def _submit(self, request: Request, reuse: ReuseField) -> AnswerStream:
+        """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
+        loop = asyncio.get_running_loop()
+        submitted = asyncio.ensure_future(
+            asyncio.to_thread(
+                self.batching.submit,
+                request,
+                method=reuse.method,
+                quality=reuse.quality,
+                recompute_ratio=reuse.recompute_ratio,
+                loop=loop,
+            )
+        )
+        try:
+            return await to_its_end(submitted)
+        except asyncio.CancelledError:
+            if submitted.done() and not submitted.cancelled() and submitted.exception() is None:
+                await submitted.result().aclose()
+            raise
+
+    async def _retrieve(self, tenant: Tenant, question: Question, reuse: ReuseField) -> Retrieved | None:
+        if reuse.corpus is None:
+            return None
+        served = self._corpora.get(tenant, reuse.corpus)
+        if reuse.top_k is not None and reuse.top_k > self._settings.max_documents:
+            raise RefusalError(
+                400, f"chunkweave.top_k must be at most {self._settings.max_documents}", param="chunkweave.top_k"
+            )
+        async with self._corpora.locked(served):
+            pipeline = RagPipeline(self._engine, served.corpus)
+            return await in_thread(lambda: pipeline.retrieve(question.text, top_k=reuse.top_k))
+
+    async def _forget(self, texts: frozenset[str], salt: str) -> int:
+        work = self.batching.between_steps(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
+        return await asyncio.wrap_future(work)
+
+    async def _forget_after(self, using: Sequence[RunningAnswer], texts: frozenset[str], salt: str) -> None:
+        for running in using:
+            await running.ended.wait()
+        try:
+            await self._forget(texts, salt)
+        except RequestAbortedError:
+            await in_thread(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
+
+    def _check_earlier(self, question: Question, body: Asking, salt: str) -> None:
+        """Earlier turns are kept here: what a client sends of them can only be held against that.
+
+        Raises:
+            RefusalError: 409, the conversation here has had more or fewer questions.
+        """
+        conversation = body.chunkweave.conversation_id
+        if conversation is None or not question.earlier:
+            return
+        standing = self._engine.conversations.standing((salt, conversation))
+        here = 0 if standing is None else standing.asked
+        if question.earlier != here:
+            told = (
+                f"the messages hold {question.earlier} earlier questions, but this conversation has had {here} here: "
+                f"send the last message alone to go on from those, or take a new conversation_id"
+            )
+            raise RefusalError(409, told, param="messages", code="conversation_mismatch")
+
+    def _check_quality(self, reuse: ReuseField) -> None:
+        # The engine's own words name the model's folder.
+        if reuse.quality not in (None, "exact") and reuse.method is None and self._engine.calibration is None:
+            told = "this model was not calibrated: quality can only be 'exact'; or name a method"
+            raise RefusalError(400, told, param="chunkweave.quality", code="not_calibrated")
+
+    def _answer_tokens(self, body: Asking) -> int:
+        asked, most = body.answer_tokens, self._settings.max_answer_tokens
+        if asked is not None and asked > most:
+            raise RefusalError(400, f"max_tokens must be at most {most}, not {asked}", param="max_tokens")
+        return min(self._settings.default_answer_tokens, most) if asked is None else asked
+
+
+def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
+    """Documents of a request as chunks of the prompt.
+
+    Raises:
+        RefusalError: one has no text.
+    """
+    chunks = []
+    for place, one in enumerate(documents):
+        document = Document(text=one) if isinstance(one, str) else one
+        if not document.text.strip():
+            raise RefusalError(400, f"documents[{place}] is empty", param=f"documents[{place}]")
+        text = f"{document.title}\n{document.text}" if document.title else document.text
+        chunks.append(Chunk(text, document.id or document.title or f"document {place}"))
+    return tuple(chunks)

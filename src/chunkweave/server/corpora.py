@@ -1,0 +1,224 @@
+"""The corpora of all tenants: those that the operator shares, and those that a tenant made for itself."""
+
+import asyncio
+import logging
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chunkweave.chunking.splitter import SplitConfig
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import UsageError
+from chunkweave.retrieval.corpus import Corpus, CorpusChange
+from chunkweave.retrieval.documents import CorpusDocument, checked_documents
+from chunkweave.server.keys import Tenant
+from chunkweave.server.refusals import RefusalError
+from chunkweave.server.threads import in_thread
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_AT_A_TIME = 16
+"""Documents that are embedded before a search may come in between."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedCorpus:
+    """A corpus under its name. `lock` is held by whoever searches or changes it, in whichever thread.
+
+    A `shared` one is the operator's: every tenant may search it, nobody changes it over HTTP.
+    """
+
+    name: str
+    corpus: Corpus
+    shared: bool = False
+    folder: Path | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gone: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        split = self.corpus.split
+        return {
+            "name": self.name,
+            "object": "corpus",
+            "shared": self.shared,
+            "documents": self.corpus.num_documents,
+            "chunks": len(self.corpus),
+            "embedder": self.corpus.embedder.name,
+            "index": str(self.corpus.index_config.kind),
+            "chunk_tokens": split.max_tokens,
+            "overlap_tokens": split.overlap_tokens,
+        }
+
+
+class Corpora:
+    """Finds corpora by tenant and name; belongs to the event loop's thread.
+
+    A tenant's folder is named by a hash and a corpus's by its name, which has no character that means anything in a
+    path: nothing of a request is ever read as a path.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, data_dir: Path | None, *, max_corpora: int, max_chunks: int) -> None:
+        self._tokenizer = tokenizer
+        self._data_dir = data_dir
+        self._max_corpora = max_corpora
+        self._max_chunks = max_chunks
+        self._shared: dict[str, ServedCorpus] = {}
+        self._own: dict[str, dict[str, ServedCorpus]] = {}
+        self._creating = asyncio.Lock()
+
+    def share(self, entry: str) -> None:
+        """Open a corpus for all tenants: `FOLDER`, under the folder's name, or `NAME=FOLDER`.
+
+        Raises:
+            UsageError: not a name, or there are two of that name.
+            CorpusError: there is no corpus in the folder, or it is damaged.
+        """
+        given, found, folder = entry.rpartition("=")
+        name = given if found else Path(folder).resolve().name.lower()
+        if NAME.fullmatch(name) is None:
+            raise UsageError(f"{name!r} is no name of a corpus (a-z, 0-9, - and _): give NAME={folder}")
+        if name in self._shared:
+            raise UsageError(f"two shared corpora are called {name}: give one of them another NAME=FOLDER")
+        self._shared[name] = ServedCorpus(name, Corpus.open(folder, tokenizer=self._tokenizer), shared=True)
+
+    def load(self, tenants: Iterable[Tenant]) -> None:
+        """Open what tenants created in earlier runs; one that cannot be opened is logged and not served."""
+        for tenant in tenants:
+            home = None if self._data_dir is None else self._data_dir / tenant.folder
+            own = self._own.setdefault(tenant.folder, {})
+            for folder in sorted(home.iterdir()) if home is not None and home.is_dir() else ():
+                if NAME.fullmatch(folder.name) is None or not Corpus.exists(folder):
+                    continue
+                try:
+                    own[folder.name] = ServedCorpus(folder.name, self._open(folder), folder=folder)
+                except Exception:  # one damaged corpus must not keep the others from being served
+                    logger.exception("the corpus in %s is not served", folder)
+
+    def all(self, tenant: Tenant) -> list[ServedCorpus]:
+        """What a tenant may search, by name; its own before a shared one of that name."""
+        seen = {**self._shared, **self._own.get(tenant.folder, {})}
+        return [seen[name] for name in sorted(seen)]
+
+    def get(self, tenant: Tenant, name: str, *, to_change: bool = False) -> ServedCorpus:
+        """A corpus by its name.
+
+        Raises:
+            RefusalError: 404, this tenant has none of that name; 403, it is shared and `to_change`.
+        """
+        found = self._own.get(tenant.folder, {}).get(name) or self._shared.get(name)
+        if found is None:
+            raise RefusalError(404, f"no corpus {name!r}", param="corpus", code="corpus_not_found")
+        if to_change and found.shared:
+            raise RefusalError(403, f"the corpus {name!r} is shared and cannot be changed", code="corpus_shared")
+        return found
+
+    async def create(self, tenant: Tenant, name: str, split: SplitConfig) -> ServedCorpus:
+        """A new, empty corpus of a tenant.
+
+        Raises:
+            RefusalError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
+        """
+        if NAME.fullmatch(name) is None:
+            told = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
+            raise RefusalError(400, told, param="name")
+        async with self._creating:
+            own = self._own.setdefault(tenant.folder, {})
+            if name in own or name in self._shared:
+                raise RefusalError(409, f"there is a corpus {name!r} already", param="name", code="corpus_exists")
+            if len(own) >= self._max_corpora:
+                raise RefusalError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
+            folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
+            own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split)), folder=folder)
+            return own[name]
+
+    async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
+        """Remove a tenant's corpus, from the disk too; returns the texts of its chunks."""
+        async with self.locked(self.get(tenant, name, to_change=True)) as served:
+            texts = tuple(chunk.text for chunk in served.corpus.chunks())
+            if served.folder is not None:
+                await in_thread(lambda: _remove_folder(served.folder))
+            served.gone = True
+            del self._own[tenant.folder][name]
+            return texts
+
+    async def ingest(self, served: ServedCorpus, documents: Sequence[CorpusDocument], *, update: bool) -> CorpusChange:
+        """Add documents, or replace those that changed. What was done before an error stays done.
+
+        Raises:
+            RefusalError: 409, an id is there already and not to be updated; 413, the corpus would be too large.
+            DocumentError: a document is none.
+        """
+        checked = checked_documents(documents)
+        changes: list[CorpusChange] = []
+        for start in range(0, len(checked), _AT_A_TIME):
+            batch = checked[start : start + _AT_A_TIME]
+            async with self.locked(served):
+                if start == 0 and not update:
+                    _refuse_known(served.corpus, checked)
+                if len(served.corpus) >= self._max_chunks:
+                    told = f"the corpus has {len(served.corpus)} chunks, and no more may be"
+                    raise RefusalError(413, told, code="corpus_full")
+                changes.append(await in_thread(partial(served.corpus.update, batch)))
+        return _joined(changes)
+
+    async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
+        """Remove a document.
+
+        Raises:
+            UnknownDocumentError: there is none of that id.
+        """
+        async with self.locked(served):
+            return await in_thread(lambda: served.corpus.remove([document]))
+
+    @asynccontextmanager
+    async def locked(self, served: ServedCorpus) -> AsyncIterator[ServedCorpus]:
+        """A corpus that nobody else uses meanwhile.
+
+        Raises:
+            RefusalError: 404, it was deleted while this waited.
+        """
+        async with served.lock:
+            if served.gone:
+                raise RefusalError(404, f"no corpus {served.name!r}", code="corpus_not_found")
+            yield served
+
+    def _open(self, folder: Path) -> Corpus:
+        return Corpus.open(folder, tokenizer=self._tokenizer)
+
+    def _new(self, folder: Path | None, split: SplitConfig) -> Corpus:
+        if folder is None:
+            return Corpus(split=split, tokenizer=self._tokenizer)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Corpus.create(folder, split=split, tokenizer=self._tokenizer)
+
+
+def _refuse_known(corpus: Corpus, documents: Sequence[CorpusDocument]) -> None:
+    for document in documents:
+        if document.id in corpus and not corpus.holds(document):
+            told = f"there is another document {document.id!r}: give `update`, or another id"
+            raise RefusalError(409, told, param="documents", code="document_exists")
+
+
+def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:
+    return CorpusChange(
+        added=tuple(one for change in changes for one in change.added),
+        replaced=tuple(one for change in changes for one in change.replaced),
+        unchanged=tuple(one for change in changes for one in change.unchanged),
+        gone=tuple(one for change in changes for one in change.gone),
+    )
+
+
+def _remove_folder(folder: Path | None) -> None:
+    """Remove a corpus's folder: out of sight in one step, then for good."""
+    assert folder is not None, "only a corpus on disk has one"
+    doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,134 @@
+"""What a request is told when it is not answered: a status and a body in OpenAI's form, and nothing of the inside."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from chunkweave.errors import (
+    ChunkweaveError,
+    ConversationBusyError,
+    CorpusError,
+    DeadlineError,
+    DocumentError,
+    DuplicateDocumentError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestAbortedError,
+    UnknownDocumentError,
+    UsageError,
+)
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class RefusalError(HTTPException):
+    """A request that is not answered, with all that its client is to know about it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """A refusal; `param` names the field that is wrong, and `retry_after_s` becomes a header."""
+        after = {} if retry_after_s is None else {"retry-after": str(max(1, ceil(retry_after_s)))}
+        super().__init__(status, message, {**after, **(headers or {})})
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`."""
+        usual = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status_code, usual)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status_code, dict(self.headers or {}))
+
+
+def refusal_of(error: Exception) -> RefusalError:
+    """What a client is told about an error; what is not the client's doing is logged, and told without its message."""
+    if isinstance(error, RefusalError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return RefusalError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, UnknownDocumentError):
+        return RefusalError(404, str(error), code="document_not_found")
+    if isinstance(error, DuplicateDocumentError):
+        return RefusalError(409, str(error), code="document_exists")
+    if isinstance(error, ConversationBusyError):
+        return RefusalError(409, str(error), param="chunkweave.conversation_id", code="conversation_busy")
+    if isinstance(error, UsageError | DocumentError):
+        return RefusalError(400, str(error))
+    if isinstance(error, QueueFullError):
+        return RefusalError(503, "the server has too much to do; try again", code="overloaded", retry_after_s=1)
+    if isinstance(error, DeadlineError):
+        return RefusalError(504, "the request was not answered in time", code="timeout")
+    if isinstance(error, RequestAbortedError):
+        return RefusalError(503, "the server is stopping", code="stopping", retry_after_s=5)
+    logger.error("a request failed", exc_info=error)
+    what = "the corpus cannot be used now" if isinstance(error, CorpusError) else "the request failed"
+    return RefusalError(500, f"{what}; the server's log says why", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Have an app answer every error in this form."""
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ChunkweaveError, _failed)
+    app.add_exception_handler(Exception, _failed)
+
+
+async def _http(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RefusalError):
+        return error.response
+    assert isinstance(error, HTTPException), "this handler is for that class"
+    return RefusalError(error.status_code, str(error.detail), headers=error.headers).response
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return refusal_of(error).response
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), "this handler is for that class"
+    return invalid_request(error.errors()).response
+
+
+def invalid_request(errors: Sequence[Mapping[str, Any]]) -> RefusalError:
+    """A 400 for the first thing that is wrong with a request's fields; unsupported ones are all named."""
+    unsupported = [_place(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
+    if unsupported:
+        message = f"not supported: {', '.join(unsupported)}"
+        return RefusalError(400, message, param=unsupported[0], code="unsupported_field")
+    first = errors[0]
+    place = _place(first["loc"])
+    if first["type"] == "json_invalid":
+        return RefusalError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    told = message if not place or place.rpartition(".")[2] in message else f"{place}: {message}"
+    return RefusalError(400, told, param=place or None)
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """`messages[0].content` of a place in a body, query or path."""
+    text = ""
+    for step in loc[1:] if loc and loc[0] in ("body", "query", "path") else loc:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text

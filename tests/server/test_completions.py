@@ -1,0 +1,188 @@
+"""Chat and plain completions: answers, streams, usage, and what is refused."""
+
+import json
+
+import pytest
+
+from chunkweave import Request, SamplingParams
+from chunkweave.server.replies import ReplyForm
+from tests.server.conftest import Client, toy_engine
+
+FERRY = "The ferry leaves the northern pier at nine and again at noon. "
+CHOIR = "The choir sings on Sundays in the hall behind the church. "
+
+
+def events(response) -> list[dict]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(line.startswith("data: ") for line in lines[:-1])
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_an_answer_is_the_engines_own(client: Client):
+    response = client.ask(documents=[FERRY, {"text": CHOIR, "title": "The choir", "id": "c-1"}])
+    assert response.status_code == 200
+    body = response.json()
+    request = Request(
+        "When does the ferry leave?", [FERRY, f"The choir\n{CHOIR}"], sampling=SamplingParams(max_new_tokens=6)
+    )
+    expected = toy_engine().generate_batch([request])[0]
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == expected.finish_reason
+    assert (body["object"], body["model"]) == ("chat.completion", "toy")
+    report = body["chunkweave"]
+    assert [chunk["source"] for chunk in report["chunks"][1:]] == ["document 0", "c-1"]
+    assert body["usage"] == {
+        "prompt_tokens": report["prompt_tokens"],
+        "completion_tokens": len(expected.token_ids),
+        "total_tokens": report["prompt_tokens"] + len(expected.token_ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_the_system_message_is_the_instruction(client: Client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    body = client.ask(messages=messages, documents=[FERRY]).json()
+    request = Request("Who?", [FERRY], "Be brief.", SamplingParams(max_new_tokens=6))
+    assert body["choices"][0]["message"]["content"] == toy_engine().generate_batch([request])[0].text
+
+
+def test_cached_tokens_are_those_that_were_not_computed_again(client: Client):
+    documents = [FERRY * 3, CHOIR * 3]
+    client.ask(documents=documents, chunkweave={"order": "fixed"})
+    same = client.ask(documents=documents, chunkweave={"order": "fixed"}).json()
+    assert same["usage"]["prompt_tokens_details"]["cached_tokens"] == same["chunkweave"]["prefix_exact_tokens"] > 0
+    weave = {"method": "cacheblend", "recompute_ratio": 0.4, "order": "fixed"}
+    woven = client.ask(documents=documents[::-1], chunkweave=weave).json()
+    report = woven["chunkweave"]
+    assert report["method"] == "cacheblend"
+    assert report["recomputed_tokens"] > 0
+    cached = woven["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == report["prefix_exact_tokens"] + report["reused_tokens"]
+    assert cached + report["recomputed_tokens"] + report["computed_tokens"] == woven["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_a_stream_says_the_same_piece_by_piece(client: Client, with_usage: bool):
+    whole = client.ask(documents=[FERRY], max_tokens=12).json()
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    told = events(client.ask(documents=[FERRY], max_tokens=12, stream=True, **options))
+    assert len({(one["id"], one["created"], one["model"], one["object"]) for one in told}) == 1
+    assert told[0]["object"] == "chat.completion.chunk"
+    assert told[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    texts = [one["choices"][0]["delta"].get("content", "") for one in told if one["choices"]]
+    assert "".join(texts) == whole["choices"][0]["message"]["content"]
+    assert sum(map(bool, texts)) > 2, "not in pieces"
+    reasons = [one["choices"][0]["finish_reason"] for one in told if one["choices"]]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert told[-1]["chunkweave"]["method"] == "prefix"
+    assert all("chunkweave" not in one for one in told[:-1])
+    if with_usage:
+        assert told[-1]["choices"] == []
+        assert told[-1]["usage"]["completion_tokens"] == 12
+        assert all(one["usage"] is None for one in told[:-1])
+    else:
+        assert all("usage" not in one and one["choices"] for one in told)
+
+
+def test_a_plain_completion_is_the_question_of_a_chat(client: Client):
+    chat = client.ask(documents=[FERRY]).json()
+    body = {"prompt": "When does the ferry leave?", "documents": [FERRY], "temperature": 0, "max_tokens": 6}
+    plain = client.post("/v1/completions", json=body).json()
+    assert plain["object"] == "text_completion"
+    assert plain["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert plain["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"]
+    told = events(client.post("/v1/completions", json={**body, "prompt": [body["prompt"]], "stream": True}))
+    assert "".join(one["choices"][0]["text"] for one in told) == plain["choices"][0]["text"]
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_sampling_follows_seed_stop_and_limits(client: Client):
+    first = client.ask(temperature=1, seed=3, max_tokens=10).json()["choices"][0]["message"]["content"]
+    assert client.ask(temperature=1, seed=3, max_tokens=10).json()["choices"][0]["message"]["content"] == first
+    assert client.ask(temperature=1, seed=4, max_tokens=10).json()["choices"][0]["message"]["content"] != first
+    long = client.ask(max_tokens=12).json()["choices"][0]["message"]["content"]
+    stop = long[4:7]
+    stopped = client.ask(max_tokens=12, stop=stop).json()["choices"][0]
+    assert (stopped["message"]["content"], stopped["finish_reason"]) == (long[: long.index(stop)], "stop")
+    assert client.ask(max_completion_tokens=3, max_tokens=None).json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"tools": []}, "tools"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+        ({"chunkweave": {"method": "magic"}}, "magic"),
+        ({"chunkweave": {"recompute_ratio": 1.5}}, "recompute_ratio must be a number between 0 and 1, not 1.5"),
+        ({"chunkweave": {"quality": "nice"}}, "nice"),
+        ({"chunkweave": {"quality": "fast"}}, "not calibrated"),
+        ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "contradict"),
+        ({"chunkweave": {"ratio": 0.1}}, "ratio"),
+        ({"chunkweave": {"order": "random"}}, "order"),
+        ({"chunkweave": {"top_k": 2}}, "top_k"),
+        ({"chunkweave": {"corpus": "a"}, "documents": ["b"]}, "documents"),
+        ({"documents": ["fine", "  "]}, "documents[1]"),
+        ({"documents": [{"title": "no text"}]}, "documents[0]"),
+        ({"documents": ["x"] * 65}, "64 documents"),
+        ({"documents": ["x " * 600]}, "context"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "last message"),
+        ({"messages": [{"role": "user", "content": "x"}] * 2}, "earlier turns"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "last message"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(client: Client, body: dict, named: str):
+    response = client.ask(**body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert named in f"{error['message']} {error['param']}"
+
+
+def test_neutral_values_of_what_is_not_supported_are_fine(client: Client):
+    neutral = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "u", "tools": None}
+    assert client.ask(**neutral, model="toy").status_code == 200
+
+
+def test_invalid_json_and_unicode_are_refused(client: Client):
+    headers = {"content-type": "application/json"}
+    broken = client.post("/v1/chat/completions", content=b"{no", headers=headers)
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    half = client.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=headers)
+    assert half.status_code == 400
+    assert client.post("/v1/completions", content=b'{"prompt": "\xff"}', headers=headers).status_code == 400
+    assert client.post("/v1/completions", content=b"", headers=headers).status_code == 400
+
+
+def test_another_model_is_not_found(client: Client):
+    assert client.ask(model="gpt-9").status_code == 404
+    assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
+    assert client.get("/v1/models/toy").json()["object"] == "model"
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_the_order_of_documents_may_be_said(client: Client):
+    assert client.ask(documents=[FERRY], chunkweave={"order": "fixed"}).status_code == 200
+    assert client.ask(documents=[FERRY], chunkweave={"order": "free"}).status_code == 200
+
+
+def test_every_answer_has_its_own_number():
+    assert ReplyForm(True, "m").number != ReplyForm(True, "m").number

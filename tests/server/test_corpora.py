@@ -1,0 +1,199 @@
+"""Corpora over HTTP: made, filled, searched, answered from, removed with their KV; and the cache's own endpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from chunkweave import Corpus, CorpusDocument, StoreConfig
+from tests.server.conftest import Client, Serve, wait_until
+
+FERRY = "The ferry leaves the northern pier at nine and again at noon. " * 3
+CHOIR = "The choir sings on Sundays in the hall behind the church. " * 3
+TOWER = "The tower has two hundred and thirty steps and a copper roof. " * 3
+
+
+@pytest.fixture
+def notes(client: Client) -> Client:
+    assert client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 128}).status_code == 201
+    documents = [{"id": "ferry", "text": FERRY, "title": "The ferry"}, {"id": "a/choir", "text": CHOIR}]
+    added = client.post("/v1/corpora/notes/documents", json={"documents": documents})
+    assert added.json()["added"] == ["ferry", "a/choir"]
+    return client
+
+
+def segments(client: Client) -> int:
+    return len(client.parts.engine.store)
+
+
+def test_a_corpus_is_listed_and_searched(notes: Client):
+    (listed,) = notes.get("/v1/corpora").json()["data"]
+    assert (listed["name"], listed["documents"], listed["shared"]) == ("notes", 2, False)
+    documents = notes.get("/v1/corpora/notes/documents", params={"limit": 1, "offset": 1}).json()
+    assert [one["id"] for one in documents["data"]] == ["a/choir"]
+    assert (documents["total"], documents["has_more"]) == (2, False)
+    found = notes.post("/v1/corpora/notes/search", json={"query": "When does the ferry leave?", "top_k": 1}).json()
+    assert found["data"][0]["document"] == "ferry"
+    assert len(notes.post("/v1/corpora/notes/search", json={"query": "ferry"}).json()["data"]) == 2
+    assert notes.post("/v1/corpora/notes/search", json={"query": "ferry", "top_k": 9}).status_code == 400
+
+
+def test_an_answer_from_a_corpus_names_what_was_retrieved(notes: Client):
+    body = notes.ask("When does the ferry leave?", chunkweave={"corpus": "notes", "top_k": 1}).json()
+    (found,) = body["chunkweave"]["retrieved"]
+    assert (found["document"], found["rank"], found["title"]) == ("ferry", 1, "The ferry")
+    assert "text" not in found
+    assert body["chunkweave"]["chunks"][1]["source"] == "ferry"
+    with_documents = notes.ask("When does the ferry leave?", documents=[FERRY.strip()]).json()
+    assert with_documents["choices"] == body["choices"]
+
+
+def test_files_are_documents(notes: Client):
+    files = [
+        ("files", ("tower.md", TOWER.encode(), "text/markdown")),
+        ("files", ("../../etc/lines.jsonl", b'{"text": "one", "id": "l1"}\n{"text": "two"}\n')),
+    ]
+    added = notes.post("/v1/corpora/notes/documents/files", files=files).json()["added"]
+    assert added == ["tower.md", "l1", "lines.jsonl:2"]
+    bad = notes.post("/v1/corpora/notes/documents/files", files=[("files", ("x.txt", b"\xff\xfe"))])
+    assert (bad.status_code, "UTF-8" in bad.json()["error"]["message"]) == (400, True)
+    assert notes.post("/v1/corpora/notes/documents/files", json={}).status_code == 400
+
+
+def test_a_changed_document_needs_update(notes: Client):
+    body = {"documents": [{"id": "ferry", "text": TOWER}]}
+    refused = notes.post("/v1/corpora/notes/documents", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "document_exists")
+    notes.ask(chunkweave={"corpus": "notes"})
+    before = segments(notes)
+    replaced = notes.post("/v1/corpora/notes/documents", json={**body, "update": True}).json()
+    assert replaced["replaced"] == ["ferry"]
+    assert replaced["segments_removed"] > 0
+    assert segments(notes) < before
+    twice = {"documents": [{"id": "x", "text": "a"}, {"id": "x", "text": "b"}]}
+    assert notes.post("/v1/corpora/notes/documents", json=twice).status_code == 409
+
+
+def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_path: Path):
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data")
+    client.post("/v1/corpora", json={"name": "notes"})
+    documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}]
+    client.post("/v1/corpora/notes/documents", json={"documents": documents})
+    assert client.post("/v1/cache/warm", json={"corpus": "notes"}).json() == {"chunks": 2, "computed": 2}
+    store = client.parts.engine.store
+    assert store.flush(10)
+    assert {level.name: len(level.store) for level in store.levels} == {"host": 2, "disk": 2}
+    removed = client.delete("/v1/corpora/notes/documents/ferry").json()
+    assert removed == {"id": "ferry", "object": "document", "deleted": True, "segments_removed": 2}
+    assert {level.name: len(level.store) for level in store.levels} == {"host": 1, "disk": 1}
+    assert client.delete("/v1/corpora/notes/documents/ferry").status_code == 404
+    assert client.delete("/v1/corpora/notes").json()["segments_removed"] == 2
+    assert {level.name: len(level.store) for level in store.levels} == {"host": 0, "disk": 0}
+    assert client.get("/v1/corpora/notes").status_code == 404
+    assert list((tmp_path / "data").rglob("*.jsonl")) == []
+
+
+def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(notes: Client, monkeypatch):
+    forgotten = []
+    real = notes.parts.engine.forget
+
+    def forget(chunks, **options):
+        forgotten.append(real(chunks, **options))
+        return forgotten[-1]
+
+    monkeypatch.setattr(notes.parts.engine, "forget", forget)
+    running = notes.portal.start_task_soon(
+        lambda: notes.parts.answering.start(
+            notes.service.tenant_of(None), *_asked(chunkweave={"corpus": "notes", "top_k": 1}, max_tokens=200)
+        )
+    ).result()
+    notes.delete("/v1/corpora/notes/documents/ferry")
+    assert len(forgotten) == 1
+    notes.portal.call(running.aclose)
+    wait_until(lambda: len(forgotten) == 2)
+    notes.portal.call(notes.parts.answering.swept)
+    assert notes.ask("ferry?", documents=[FERRY.strip()]).json()["chunkweave"]["chunks"][1]["fate"] == "computed"
+
+
+def _asked(**body):
+    from chunkweave.server.observer import Asked
+    from chunkweave.server.requests import ChatBody
+    from chunkweave.server.turns import question_of
+
+    made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
+    return question_of(made), made, Asked("id", "")
+
+
+def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):
+    first = serve(data_dir=tmp_path)
+    first.post("/v1/corpora", json={"name": "notes"})
+    first.post("/v1/corpora/notes/documents", json={"documents": [FERRY]})
+    second = serve(data_dir=tmp_path)
+    assert second.get("/v1/corpora/notes").json()["documents"] == 1
+    assert second.ask(chunkweave={"corpus": "notes"}).status_code == 200
+
+
+def test_a_shared_corpus_is_for_reading(serve: Serve, tmp_path: Path):
+    Corpus.create(tmp_path / "Help").add([CorpusDocument("tower", TOWER)])
+    client = serve(corpus=(str(tmp_path / "Help"), f"other={tmp_path / 'Help'}"))
+    assert [one["name"] for one in client.get("/v1/corpora").json()["data"]] == ["help", "other"]
+    assert client.ask(chunkweave={"corpus": "help"}).status_code == 200
+    assert client.delete("/v1/corpora/help").status_code == 403
+    assert client.delete("/v1/corpora/help/documents/tower").status_code == 403
+    assert client.post("/v1/corpora/help/documents", json={"documents": ["x"]}).status_code == 403
+    assert client.post("/v1/corpora", json={"name": "help"}).status_code == 409
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "A", "a.b", "-a", "a" * 64, "a\0", "ä", "con:"])
+def test_names_that_could_be_paths_are_refused(serve: Serve, tmp_path: Path, name: str):
+    client = serve(data_dir=tmp_path / "data")
+    assert client.post("/v1/corpora", json={"name": name}).status_code == 400
+    assert client.ask(chunkweave={"corpus": name}).status_code in (400, 404)
+    assert not (tmp_path / "data").exists()
+    assert sorted(tmp_path.iterdir()) == []
+
+
+def test_there_are_so_many_corpora_and_chunks(serve: Serve):
+    client = serve(max_corpora=1, max_corpus_chunks=2)
+    assert client.post("/v1/corpora", json={"name": "a"}).status_code == 201
+    refused = client.post("/v1/corpora", json={"name": "b"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "too_many_corpora")
+    assert client.post("/v1/corpora/a/documents", json={"documents": ["one", "two"]}).status_code == 200
+    full = client.post("/v1/corpora/a/documents", json={"documents": ["three"]})
+    assert (full.status_code, full.json()["error"]["code"]) == (413, "corpus_full")
+
+
+def test_an_empty_corpus_answers_nothing(client: Client):
+    client.post("/v1/corpora", json={"name": "empty"})
+    assert client.post("/v1/corpora/empty/search", json={"query": "x"}).json()["data"] == []
+    assert client.ask(chunkweave={"corpus": "empty", "top_k": 1}).status_code == 400
+
+
+def test_pinned_chunks_stay(serve: Serve):
+    client = serve(store=StoreConfig(budget_bytes=300_000))
+    body = {"documents": [FERRY]}
+    client.post("/v1/cache/warm", json=body)
+    assert client.post("/v1/cache/pin", json=body).json() == {"chunks": 1, "segments_pinned": 1}
+    for number in range(20):
+        client.ask(documents=[f"Passage {number}. {CHOIR}"])
+    assert client.parts.engine.store.stats.evictions > 0
+    assert client.post("/v1/cache/warm", json=body).json()["computed"] == 0
+    assert client.post("/v1/cache/unpin", json=body).json()["chunks_unpinned"] == 1
+    for number in range(20):
+        client.ask(documents=[f"Page {number}. {CHOIR}"])
+    assert client.post("/v1/cache/warm", json=body).json()["computed"] == 1
+
+
+def test_pins_have_a_budget(serve: Serve):
+    client = serve(pin_budget="1KB")
+    client.post("/v1/cache/warm", json={"documents": [FERRY]})
+    refused = client.post("/v1/cache/pin", json={"documents": [FERRY]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "pin_budget_exceeded")
+
+
+def test_cache_commands_want_to_know_what(client: Client):
+    for command in ("warm", "pin", "unpin", "clear"):
+        assert client.post(f"/v1/cache/{command}", json={}).status_code == 400
+        both = {"documents": ["x"], "corpus": "y"}
+        assert client.post(f"/v1/cache/{command}", json=both).status_code == 400
+        assert client.post(f"/v1/cache/{command}", json={"corpus": "y"}).status_code == 404
+        assert client.post(f"/v1/cache/{command}", json={"documents": ["x"] * 65}).status_code == 400

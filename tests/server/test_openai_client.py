@@ -1,0 +1,92 @@
+"""The real OpenAI client against a real server on loopback."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from chunkweave.server.run import ServerThread
+from chunkweave.server.service import Stage
+from tests.server.conftest import KEYS, key_ring, toy_service, wait_until
+
+PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "
+MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    service = toy_service(keys=key_ring(), requests_per_minute=6000.0)
+    with ServerThread(service) as server:
+        wait_until(lambda: service.stage is Stage.READY)
+        yield f"{server.url}/v1"
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key=KEYS["acme"], max_retries=0) as client:
+        yield client
+
+
+def test_a_chat(client: openai.OpenAI):
+    body = {"documents": [PASSAGE], "chunkweave": {"method": "cacheblend"}}
+    completion = client.chat.completions.create(
+        model="toy", messages=MESSAGES, max_tokens=6, temperature=0, extra_body=body
+    )
+    assert completion.choices[0].message.role == "assistant"
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.usage.prompt_tokens_details.cached_tokens == 0
+    assert completion.model_extra["chunkweave"]["method"] == "cacheblend"
+
+
+def test_a_stream_as_the_quickstart_reads_it(client: openai.OpenAI):
+    whole = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
+    stream = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0, stream=True)
+    text = ""
+    for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        last = chunk
+    assert text == whole.choices[0].message.content
+    assert last.model_extra["chunkweave"]["new_tokens"] == 9
+
+
+def test_the_usage_of_a_stream(client: openai.OpenAI):
+    stream = client.chat.completions.create(
+        model="toy", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    *others, last = stream
+    assert last.choices == []
+    assert last.usage.completion_tokens == 3
+    assert all(chunk.usage is None for chunk in others)
+
+
+def test_streaming_helpers_and_the_asynchronous_client(url: str):
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEYS["acme"]) as client:
+            create = client.chat.completions.create
+            told = await asyncio.gather(
+                *(create(model="toy", messages=MESSAGES, max_tokens=4, temperature=0) for _ in range(6))
+            )
+            assert len({one.choices[0].message.content for one in told}) == 1
+            plain = await client.completions.create(model="toy", prompt="Who?", max_tokens=4)
+            assert plain.usage.completion_tokens == 4
+            assert [model.id async for model in client.models.list()] == ["toy"]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_left(client: openai.OpenAI):
+    with client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=300, stream=True) as stream:
+        next(iter(stream))
+    assert client.models.list().data[0].id == "toy"
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, url: str):
+    create = client.chat.completions.create
+    with pytest.raises(openai.BadRequestError, match="tools") as refused:
+        create(model="toy", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_field")
+    with pytest.raises(openai.NotFoundError):
+        create(model="gpt-9", messages=MESSAGES)
+    with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=url, api_key="wrong") as stranger:
+        stranger.models.list()

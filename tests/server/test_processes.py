@@ -1,0 +1,120 @@
+"""Real processes: a gentle end, a violent one, and what is left after it."""
+
+import asyncio
+import json
+import signal
+import socket
+from importlib.resources import files
+from pathlib import Path
+from shutil import copytree
+
+import httpx
+import pytest
+import torch
+
+from chunkweave.models.shapes import random_model
+from chunkweave.testing.toys import toy_config
+from tests.integration.command_line import invoke
+from tests.server.conftest import wait_until
+from tests.server.processes import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "toy"
+    copytree(Path(str(files("chunkweave") / "assets" / "tokenizer")), folder)
+    config = toy_config("llama", max_position_embeddings=4096)
+    random_model(config, dtype=torch.float32, device="cpu", seed=0).save_pretrained(folder)
+    return str(folder)
+
+
+PASSAGES = [f"Passage {number}: the ferry leaves pier {number} at nine and again at noon. " * 8 for number in range(6)]
+
+
+def body(number: int, **more) -> dict:
+    messages = [{"role": "user", "content": "When does the ferry leave?"}]
+    return {"messages": messages, "documents": [PASSAGES[number % 6]], "temperature": 0, "max_tokens": 4, **more}
+
+
+def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpoint):
+    cache = ["--model", checkpoint, "--cache-dir", str(tmp_path)]
+    with ServerProcess(*cache) as server:
+        stages = [line for line in server.log if " s  " in line]
+        assert [words in "".join(stages) for words in ("loading the model", "opening corpora", "ready")] == [True] * 3
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body(0, max_tokens=150, stream=True), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
+        assert server.process.wait(60) == 0
+    assert list(tmp_path.rglob("*.safetensors"))
+    with ServerProcess(*cache, "--graceful-s", "0.2") as server:
+        url = f"{server.url}/v1/chat/completions"
+        told = httpx.post(url, json=body(0), timeout=60).json()
+        assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert {chunk["tier"] for chunk in told["chunkweave"]["chunks"]} == {"disk"}
+        with httpx.stream("POST", url, json=body(1, max_tokens=1024, stream=True), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "stopping"
+        assert server.process.wait(60) == 0
+
+
+def test_what_was_written_before_a_kill_still_serves(tmp_path, checkpoint):
+    cache = ["--model", checkpoint, "--cache-dir", str(tmp_path)]
+
+    async def load(server: ServerProcess) -> list[object]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+
+            async def ask(number: int) -> object:
+                try:
+                    response = await client.post("/v1/chat/completions", json=body(number, max_tokens=40))
+                    response.json()
+                    return response.status_code
+                except httpx.HTTPError as error:
+                    return type(error)
+
+            first = await asyncio.gather(*(ask(number) for number in range(6)))
+            assert first == [200] * 6
+            asking = [asyncio.create_task(ask(number)) for number in range(24)]
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.to_thread(wait_until, lambda: any(tmp_path.rglob("*.safetensors")))
+            server.end(signal.SIGKILL)
+            return list(await asyncio.gather(*asking))
+
+    with ServerProcess(*cache) as server:
+        ended = asyncio.run(load(server))
+    clean = {200, httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError, httpx.WriteError}
+    assert set(ended) <= clean
+    assert set(ended) != {200}, "the server was killed too late"
+    with ServerProcess(*cache) as server:
+        tiers = set()
+        for number in range(6):
+            told = httpx.post(f"{server.url}/v1/chat/completions", json=body(number), timeout=60).json()
+            tiers |= {chunk["tier"] for chunk in told["chunkweave"]["chunks"]}
+        assert "disk" in tiers
+        assert server.end() == 0
+
+
+def test_a_missing_model_ends_with_a_line(tmp_path):
+    server = ServerProcess("--model", str(tmp_path / "none"))
+    try:
+        assert server.process.wait(300) == 1
+    finally:
+        server.__exit__()
+    assert "no model folder" in "".join(server.log)
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_a_taken_port_is_refused_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refused = invoke("serve", "--shape", "demo", "--port", taken.getsockname()[1])
+    assert (refused.exit_code, "cannot listen" in refused.output) == (2, True)

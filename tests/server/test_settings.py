@@ -1,0 +1,134 @@
+"""Settings from a file, the environment and flags: one precedence, and nothing secret shown."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from chunkweave.errors import UsageError
+from chunkweave.server.settings import Settings, setting_fields
+from chunkweave.server.settings_sources import resolve, shown, unused_variables
+from tests.integration.command_line import invoke
+
+TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_flags_win_over_environment_over_file_over_defaults(file: Path):
+    environment = {"CHUNKWEAVE_PORT": "9002", "CHUNKWEAVE_MAX_RUNNING": "3", "CHUNKWEAVE_HOST": "::1"}
+    resolved = resolve({"host": "localhost", "port": None}, environment, file)
+    settings, origins = resolved.settings, resolved.origins
+    assert (settings.listen.host, origins["host"]) == ("localhost", "--host")
+    assert (settings.listen.port, origins["port"]) == (9002, "CHUNKWEAVE_PORT")
+    assert (settings.batching.max_running, origins["max_running"]) == (3, "CHUNKWEAVE_MAX_RUNNING")
+    assert (settings.model.model, origins["model"]) == ("reader", str(file))
+    assert (settings.corpora.corpus, settings.batching.deadline_s) == (("a", "b=c"), 5.0)
+    assert (settings.limits.burst, origins["burst"]) == (Settings().limits.burst, "default")
+
+
+def test_every_setting_can_be_said_in_every_way(tmp_path: Path):
+    for one in setting_fields():
+        default = one.default if one.default is not None else {"requests_per_minute": 2.0}.get(one.name)
+        if default is None or isinstance(default, bool) or default == ():
+            continue
+        value = default + 1 if isinstance(default, int | float) else default
+        environment = {f"CHUNKWEAVE_{one.name.upper()}": str(value)}
+        from_environment = getattr(getattr(resolve({}, environment).settings, one.group), one.name)
+        from_flag = getattr(getattr(resolve({one.name: value}, {}).settings, one.group), one.name)
+        path = tmp_path / "one.yaml"
+        path.write_text(f"{one.name}: {json.dumps(value)}\n")
+        from_file = getattr(getattr(resolve({}, {}, path).settings, one.group), one.name)
+        assert from_environment == from_flag == from_file == value
+        assert one.meaning.endswith((".", "..."))
+
+
+def test_yaml_says_the_same_as_toml(tmp_path: Path, file: Path):
+    yaml = tmp_path / "serve.yaml"
+    yaml.write_text("model: reader\nport: 9001\nmax_body: 1MB\ncorpus: [a, b=c]\ndeadline-s: 5\n")
+    assert resolve({}, {}, yaml).settings == resolve({}, {}, file).settings
+    assert resolve({}, {"CHUNKWEAVE_CONFIG": str(yaml)}).settings.listen.port == 9001
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "prot"),
+        ('port = "x"', "port"),
+        ("port = true", "port"),
+        ("port = 70000", "65535"),
+        ('max_body = "much"', "size"),
+        ("max_concurrent = 0", "max_concurrent"),
+        ("requests_per_minute = -1", "requests_per_minute"),
+        ("kv_tokens = 1", "KV"),
+        ("corpus = [1]", "corpus"),
+        ("allow_anonymous = 1", "allow_anonymous"),
+        ('model = "a"\nshape = "b"', "either"),
+        ("graceful_s = 0", "graceful_s"),
+        ("[table]", "table"),
+        ("= 1", "TOML"),
+    ],
+)
+def test_wrong_files_are_refused_with_what_is_wrong(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        resolve({}, {}, path)
+
+
+def test_wrong_sources_are_refused(tmp_path: Path):
+    for name, text in (("a.yaml", "- 1"), ("b.yaml", "{")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError):
+            resolve({}, {}, tmp_path / name)
+    with pytest.raises(UsageError, match="cannot be read"):
+        resolve({}, {}, tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="CHUNKWEAVE_PORT"):
+        resolve({}, {"CHUNKWEAVE_PORT": "many"})
+    with pytest.raises(UsageError, match="ALLOW"):
+        resolve({}, {"CHUNKWEAVE_ALLOW_ANONYMOUS": "perhaps"})
+
+
+def test_misspelt_variables_are_found():
+    environment = {"CHUNKWEAVE_PROT": "1", "CHUNKWEAVE_PORT": "1", "CHUNKWEAVE_API_KEYS": "x", "PATH": "/"}
+    assert unused_variables(environment) == ["CHUNKWEAVE_PROT"]
+
+
+def test_config_show_masks_secrets(monkeypatch, file: Path):
+    monkeypatch.setenv("CHUNKWEAVE_REMOTE_URL", "redis://user:hunter2@cache:6379/0?password=hunter3")
+    monkeypatch.setenv("CHUNKWEAVE_API_KEYS", "acme=hunter4-hunter4-hunter4-hunter4")
+    result = invoke("config", "show", "--config", file, "--max-documents", "7")
+    assert result.exit_code == 0, result.output
+    assert "hunter" not in result.output
+    data = json.loads(invoke("config", "show", "--config", file, "--json").stdout)
+    rows = {row["name"]: row for row in data["settings"]}
+    assert "hunter" not in json.dumps(data)
+    assert rows["remote_url"]["origin"] == "CHUNKWEAVE_REMOTE_URL"
+    assert rows["api_keys"]["value"] == "***"
+    assert rows["port"] == {"name": "port", "value": 9001, "origin": str(file), "meaning": rows["port"]["meaning"]}
+
+
+def test_serve_refuses_before_it_loads(monkeypatch):
+    monkeypatch.delenv("CHUNKWEAVE_MODEL", raising=False)
+    assert invoke("serve").exit_code == 2
+    open_to_all = invoke("serve", "--shape", "demo", "--host", "0.0.0.0")
+    assert (open_to_all.exit_code, "API keys" in open_to_all.output) == (2, True)
+
+
+def test_keys_new_shows_a_key_once(tmp_path: Path):
+    file = tmp_path / "keys"
+    told = json.loads(invoke("keys", "new", "acme", "--file", file, "--json").stdout)
+    assert told["key"] not in file.read_text()
+    assert file.read_text() == told["line"] + "\n"
+    assert invoke("keys", "new", "a/b").exit_code == 2
+
+
+def test_shown_masks_only_secrets():
+    secret = next(one for one in setting_fields() if one.secret)
+    assert "pw" not in shown(secret, "redis://u:pw@h/0")
+    assert shown(secret, None) is None

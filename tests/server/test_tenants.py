@@ -1,0 +1,241 @@
+"""Keys and limits, and that nothing of one tenant is another's."""
+
+import statistics
+
+import pytest
+
+from chunkweave.errors import UsageError
+from chunkweave.server.keys import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
+from chunkweave.server.limits import TenantLimits, TokenBucket
+from chunkweave.server.refusals import RefusalError
+from chunkweave.server.service import Service
+from chunkweave.server.settings import LimitSettings
+from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, settings_of
+from tests.server.conftest import bearer as auth
+
+LONG = "The keeper of the lighthouse writes down every ship that passes the northern cape in a storm. " * 12
+
+
+@pytest.fixture
+def tenants(serve: Serve) -> Client:
+    return serve(keys=key_ring())
+
+
+def cached(client: Client, key: str, **body) -> int:
+    response = client.ask(documents=[LONG], key=key, **body)
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_without_a_known_key_nothing_is_answered(tenants: Client):
+    for headers in ({}, auth("wrong"), {"authorization": f"Basic {KEYS['acme']}"}, auth(KEYS["acme"] + "x")):
+        for path in ("/v1/models", "/v1/corpora", "/v1/cache", "/v1/nothing"):
+            response = tenants.get(path, headers=headers)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+    assert tenants.get("/v1/models", headers=auth(KEYS["acme"])).status_code == 200
+    for path in ("/health", "/ready", "/version", "/openapi.json"):
+        assert tenants.get(path).status_code == 200
+
+
+def test_no_tenant_finds_what_another_has_cached(tenants: Client):
+    acme, bolt = KEYS["acme"], KEYS["bolt"]
+    assert cached(tenants, acme) == 0
+    assert cached(tenants, acme) > 0
+    assert cached(tenants, bolt) == 0
+    assert cached(tenants, bolt) > 0
+
+
+def test_a_cache_salt_separates_within_a_tenant(tenants: Client):
+    acme = KEYS["acme"]
+    assert cached(tenants, acme, cache_salt="one") == 0
+    assert cached(tenants, acme, cache_salt="two") == 0
+    assert cached(tenants, acme, cache_salt="one") > 0
+
+
+def test_nobody_can_spell_the_salt_of_another(tenants: Client):
+    acme, bolt = KEYS["acme"], KEYS["bolt"]
+    cached(tenants, acme, cache_salt="x")
+    own = Tenant("acme").salt("x")
+    for guess in (own, "x", "acmex", Tenant("acme").salt("")):
+        assert cached(tenants, bolt, cache_salt=guess) == 0
+    salts = [Tenant(name).salt(given) for name in ("a", "ab") for given in ("", "b", "c")] + [ANONYMOUS.salt("b")]
+    assert len(set(salts)) == len(salts)
+    assert Tenant("a").folder != Tenant("b").folder
+
+
+def test_the_first_token_does_not_tell_what_others_asked(tenants: Client):
+    """Time is what a curious tenant can measure: chunks that another has cached take as long as chunks nobody has."""
+
+    def ttft_s(text: str, key: str) -> tuple[float, int]:
+        report = tenants.ask(documents=[text], key=key, max_tokens=1).json()["chunkweave"]
+        return report["ttft_s"], report["prefix_exact_tokens"] + report["reused_tokens"]
+
+    ttft_s(LONG, KEYS["bolt"])
+    known, unknown, own = [], [], []
+    for number in range(12):
+        seen, fresh = (f"{what} {number}. {LONG}" for what in ("seen", "new "))
+        ttft_s(seen, KEYS["acme"])
+        known.append(ttft_s(seen, KEYS["bolt"]))
+        unknown.append(ttft_s(fresh, KEYS["bolt"]))
+        own.append(ttft_s(fresh, KEYS["bolt"]))
+    assert {tokens for _, tokens in known} == {tokens for _, tokens in unknown}
+    medians = [statistics.median(seconds for seconds, _ in times) for times in (known, unknown, own)]
+    assert medians[2] < 0.8 * medians[1], "a hit of one's own must be quicker, or this test sees nothing"
+    assert 0.6 < medians[0] / medians[1] < 1.67
+
+
+def test_tokenizing_does_not_tell_either(tenants: Client):
+    tenants.ask(documents=[LONG], key=KEYS["acme"])
+    builder = tenants.parts.engine.builder
+    held = builder._cache.held_tokens
+    tenants.ask(documents=[LONG], key=KEYS["acme"])
+    assert builder._cache.held_tokens == held
+    tenants.ask(documents=[LONG], key=KEYS["bolt"])
+    assert builder._cache.held_tokens == 2 * held
+
+
+def test_corpora_are_a_tenants_own(tenants: Client):
+    acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
+    assert tenants.post("/v1/corpora", json={"name": "notes"}, headers=acme).status_code == 201
+    body = {"documents": [{"id": "a", "text": LONG}]}
+    assert tenants.post("/v1/corpora/notes/documents", json=body, headers=acme).status_code == 200
+    assert tenants.get("/v1/corpora", headers=bolt).json()["data"] == []
+    for method, path in (
+        ("GET", "/v1/corpora/notes"),
+        ("DELETE", "/v1/corpora/notes"),
+        ("GET", "/v1/corpora/notes/documents"),
+        ("DELETE", "/v1/corpora/notes/documents/a"),
+    ):
+        assert tenants.request(method, path, headers=bolt).status_code == 404
+    asked = tenants.ask(chunkweave={"corpus": "notes"}, key=KEYS["bolt"])
+    assert (asked.status_code, asked.json()["error"]["code"]) == (404, "corpus_not_found")
+    assert tenants.post("/v1/corpora", json={"name": "notes"}, headers=bolt).status_code == 201
+    assert tenants.get("/v1/corpora/notes", headers=acme).json()["documents"] == 1
+    assert tenants.get("/v1/corpora/notes", headers=bolt).json()["documents"] == 0
+
+
+def test_what_all_share_is_for_admins(tenants: Client):
+    acme, admin = auth(KEYS["acme"]), auth(ADMIN_KEY)
+    cached(tenants, KEYS["acme"])
+    told = tenants.get("/v1/cache", headers=acme).json()
+    assert list(told) == ["tenant"]
+    assert told["tenant"]["requests"] == 1
+    assert tenants.get("/v1/cache", headers=auth(KEYS["bolt"])).json()["tenant"]["requests"] == 0
+    assert tenants.post("/v1/cache/clear", json={"everything": True}, headers=acme).status_code == 403
+    assert tenants.get("/v1/cache", headers=admin).json()["store"]["segments"] > 0
+    assert tenants.post("/v1/cache/clear", json={"everything": True}, headers=admin).json()["segments_removed"] > 0
+    assert tenants.get("/v1/cache", headers=admin).json()["store"]["segments"] == 0
+
+
+def test_clearing_and_pinning_reach_ones_own_only(tenants: Client):
+    acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
+    body = {"documents": [LONG]}
+    assert tenants.post("/v1/cache/warm", json=body, headers=acme).json() == {"chunks": 1, "computed": 1}
+    assert tenants.post("/v1/cache/pin", json=body, headers=bolt).json()["segments_pinned"] == 0
+    assert tenants.post("/v1/cache/clear", json=body, headers=bolt).json()["segments_removed"] == 0
+    assert tenants.post("/v1/cache/warm", json=body, headers=acme).json()["computed"] == 0
+    assert tenants.post("/v1/cache/clear", json=body, headers=acme).json()["segments_removed"] == 1
+
+
+def test_a_tenant_may_ask_so_often(serve: Serve):
+    client = serve(keys=key_ring(), requests_per_minute=60.0, burst=3)
+    codes = [client.get("/v1/models", headers=auth(KEYS["acme"])).status_code for _ in range(4)]
+    assert codes == [200, 200, 200, 429]
+    refused = client.get("/v1/models", headers=auth(KEYS["acme"]))
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert client.get("/v1/models", headers=auth(KEYS["bolt"])).status_code == 200
+
+
+def test_a_bucket_fills_with_time():
+    now = [0.0]
+    bucket = TokenBucket(2.0, 2, clock=lambda: now[0])
+    assert [bucket.take(), bucket.take(), bucket.take()] == [0, 0, 0.5]
+    now[0] = 0.5
+    assert bucket.take() == 0
+    now[0] = 100.0
+    assert [bucket.take(), bucket.take()] == [0, 0]
+    assert bucket.take() > 0
+
+
+def test_a_tenant_may_do_so_much_at_once():
+    limits = TenantLimits(LimitSettings(max_concurrent=2))
+    slots = [limits.occupy("acme"), limits.occupy("acme")]
+    with pytest.raises(RefusalError, match="under way") as refused:
+        limits.occupy("acme")
+    assert refused.value.status_code == 429
+    limits.occupy("bolt").release()
+    slots[0].release()
+    slots[0].release()
+    assert limits.running("acme") == 1
+    limits.occupy("acme")
+
+
+def test_large_bodies_are_refused_before_they_are_read(serve: Serve):
+    client = serve(max_body="2KB", max_upload="8KB")
+    assert client.ask(documents=["x" * 3000]).status_code == 413
+    big = {"documents": ["x " * 2000]}
+    client.post("/v1/corpora", json={"name": "a"})
+    assert client.post("/v1/corpora/a/documents", json=big).status_code == 200
+    assert client.post("/v1/corpora/a/documents", json={"documents": ["x " * 9000]}).status_code == 413
+    assert client.post("/v1/corpora/a/search", json={"query": "x " * 9000}).status_code == 413
+
+    def endless():
+        for _ in range(100):
+            yield b"x" * 100
+
+    streamed = client.post("/v1/chat/completions", content=endless(), headers={"content-type": "application/json"})
+    assert (streamed.status_code, streamed.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_keys_are_kept_hashed(tmp_path):
+    key, other = new_key(), new_key()
+    file = tmp_path / "keys"
+    add_to_file(file, StoredKey.of(Tenant("acme"), key))
+    add_to_file(file, StoredKey.of(Tenant("ops", admin=True), other))
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    ring = read_keys(file, f"bolt={KEYS['bolt']}, ops:admin={ADMIN_KEY}")
+    assert ring.find(key) == Tenant("acme")
+    assert ring.find(other) == ring.find(ADMIN_KEY) == Tenant("ops", admin=True)
+    assert ring.find(KEYS["bolt"]) == Tenant("bolt")
+    assert ring.find(key[:-1]) is None
+    assert ring.find("") is None
+    assert len(ring.tenants) == 3
+
+
+@pytest.mark.parametrize(
+    "lines", ["acme tenant zz zz", "acme boss " + "0" * 32 + " " + "0" * 64, "../x tenant 00 00", "acme"]
+)
+def test_keys_files_that_are_none(tmp_path, lines):
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\n\n{lines}\n")
+    with pytest.raises(UsageError, match="line 3"):
+        read_keys(file, "")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_keys(tmp_path / "none", "")
+
+
+@pytest.mark.parametrize("variable", ["acme", "acme=short", "a/b=" + "k" * 30, "acme:boss=" + "k" * 30])
+def test_environment_entries_that_are_none(variable):
+    with pytest.raises(UsageError) as error:
+        read_keys(None, variable)
+    assert "k" * 30 not in str(error.value)
+
+
+def test_bearer_takes_one_scheme():
+    assert bearer({"authorization": "bearer  abc "}) == "abc"
+    assert bearer({"authorization": "Bearer "}) is None
+    assert bearer({}) is None
+
+
+def test_other_addresses_need_keys():
+    for host in ("0.0.0.0", "192.168.1.4", "::"):
+        with pytest.raises(UsageError, match="API keys"):
+            Service(settings_of(host=host))
+        Service(settings_of(host=host, allow_anonymous=True))
+        Service(settings_of(host=host), key_ring())
+    Service(settings_of(host="::1"))
+    assert len(KeyRing()) == 0
