@@ -1,12 +1,10 @@
 """Staged vector search: what each stage takes, and after which one the final top-k is known.
 
     python benchmarks/staged_search.py --out staged-search.json
-    python benchmarks/staged_search.py --index hnsw --vectors 100000 --out staged-search-hnsw.json
+    python benchmarks/staged_search.py --index hnsw --index-file hnsw.faiss --out staged-search-hnsw.json
 
-A million vectors of 384 dimensions around 2000 centres of different weight (Zipf), generated from a seed; questions
-are vectors of the same make that are not among them. As with text, they fill few of the dimensions: of 899 of them the
-intrinsic dimension (Levina and Bickel, 20 neighbours) is 12.0 and the median cosine with the nearest other 0.65; of as
-many passages of MuSiQue, embedded by all-MiniLM-L6-v2, they are 12.0 and 0.69.
+A million synthetic vectors of 384 dimensions; clustered_index.py says how they are made. `--index-file` keeps the index
+there and takes it from there: a graph over a million vectors takes long to make, and goes on where it was interrupted.
 
 The search ratio is the share of an IVF index's lists that is probed, as in RAGCache's Table 3; for HNSW it is the share
 of the widest queue (efSearch 512). `recall` is against exact search. The final stage is the first whose top-k, order
@@ -18,27 +16,21 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from clustered_index import World, at_ratio, exact_rows, open_index
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, peak_rss_bytes, write_json
-from chunkweave.retrieval.faiss_indexes import FaissIndex, wrapped
-from chunkweave.retrieval.index import IndexConfig, IndexKind, build_index
-from chunkweave.retrieval.stages import SearchStage, timed_stages, top_hits
-
-BLOCK = 100_000
-CENTRES = 2000
-LATENT = 24
-SPREAD = 0.7
-WIDEST = 512
+from chunkweave.retrieval.faiss_indexes import FaissIndex
+from chunkweave.retrieval.stages import SearchStage, timed_stages
 
 
 @dataclass(frozen=True)
@@ -62,32 +54,6 @@ class Search:
     def hidden(self) -> float:
         """Share of the search that comes after the final stage."""
         return sum(self.seconds[self.final_stage :]) / sum(self.seconds)
-
-
-def clustered_blocks(vectors: int, dimension: int, seed: int) -> Iterator[NDArray[np.float32]]:
-    """Unit vectors in blocks `[rows, dimension]`, in a plane of `LATENT` dimensions; a seed always gives the same."""
-    rng = np.random.default_rng(seed)
-    plane = rng.standard_normal((LATENT, dimension), dtype=np.float32)
-    centres = rng.standard_normal((CENTRES, LATENT), dtype=np.float32)
-    weights = 1.0 / np.arange(1, CENTRES + 1) ** 0.6
-    for start in range(0, vectors, BLOCK):
-        rows = min(BLOCK, vectors - start)
-        latent = SPREAD * rng.standard_normal((rows, LATENT), dtype=np.float32)
-        latent += centres[rng.choice(CENTRES, size=rows, p=weights / weights.sum())]
-        block = latent @ plane
-        block /= np.linalg.norm(block, axis=1, keepdims=True)
-        yield block
-
-
-def at_ratio(index: FaissIndex, ratio: float, stages: int) -> FaissIndex:
-    """The same index, searched at another ratio."""
-    settings = index.config.as_dict()
-    if index.config.kind is IndexKind.IVF:
-        settings |= {"probes": max(1, round(index.config.lists * ratio))}
-        index.faiss_index.nprobe = settings["probes"]
-    else:
-        settings |= {"width": max(1, round(WIDEST * ratio)), "probe_width": max(1, round(WIDEST * ratio / 8))}
-    return wrapped(index.faiss_index, IndexConfig.from_dict(settings | {"stages": stages}))
 
 
 def measured(index: FaissIndex, queries: NDArray[np.float32], k: int, title: str) -> list[Search]:
@@ -127,21 +93,6 @@ def row(ratio: float, searches: Sequence[Search], exact: Sequence[tuple[int, ...
     }
 
 
-def exact_rows(blocks: Iterator[NDArray[np.float32]], queries: NDArray[np.float32], k: int) -> list[tuple[int, ...]]:
-    """The true top-k of every question, by brute force over the blocks."""
-    scores: list[list[NDArray[np.float32]]] = [[] for _ in queries]
-    rows: list[list[NDArray[np.int64]]] = [[] for _ in queries]
-    start = 0
-    for block in blocks:
-        products = queries @ block.T
-        best = np.argpartition(-products, k, axis=1)[:, :k]
-        for number in range(len(queries)):
-            scores[number].append(products[number, best[number]])
-            rows[number].append(best[number] + start)
-        start += len(block)
-    return [top_hits(np.concatenate(r), np.concatenate(s), k).rows for r, s in zip(rows, scores, strict=True)]
-
-
 def main() -> None:
     """Build, measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -154,29 +105,24 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--ratios", default="0.125,0.25,0.5,1.0")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--index-file", type=Path, help="where the index is kept, and resumed from")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out)
     stages = arguments.stages if arguments.index == "ivf" else 2
-    blocks = list(clustered_blocks(arguments.vectors + arguments.queries, arguments.dimension, arguments.seed))
-    queries = np.concatenate(blocks[-2:])[-arguments.queries :].copy()
-    last = blocks.pop()
-    blocks += [last[: len(last) - arguments.queries]]
-    exact = exact_rows(iter(blocks), queries, arguments.top_k)
-    config = IndexConfig(IndexKind(arguments.index), lists=arguments.lists if arguments.index == "ivf" else 0)
-    started = time.perf_counter()
-    index = build_index(config, blocks, arguments.dimension)
-    build_s = time.perf_counter() - started
-    blocks.clear()
+    world = World(arguments.index, arguments.vectors, arguments.dimension, arguments.lists, arguments.seed)
+    built = open_index(world, arguments.index_file)
+    queries = world.questions(arguments.queries)
+    exact = exact_rows(world, queries, arguments.top_k)
     rows = []
     for ratio in map(float, arguments.ratios.split(",")):
-        searched = measured(at_ratio(index, ratio, stages), queries, arguments.top_k, f"ratio {ratio}")
+        searched = measured(at_ratio(built.index, ratio, stages), queries, arguments.top_k, f"ratio {ratio}")
         rows.append(row(ratio, searched, exact))
     _show(rows, f"{arguments.index}, {arguments.vectors} x {arguments.dimension}, top-{arguments.top_k}")
     if arguments.out is not None:
         origin = {name: str(value) for name, value in vars(arguments).items()}
-        more = {"build_s": build_s, "peak_rss_bytes": peak_rss_bytes()}
+        more = {"build_s": built.build_s, "peak_rss_bytes": peak_rss_bytes()}
         command = " ".join(["python", *sys.argv])
         write_json(
             arguments.out, BenchmarkResult("staged-search", command, arguments.seed, origin, rows, more).as_dict()

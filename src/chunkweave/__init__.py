@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering_config import OrderingConfig
+    from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
@@ -25,6 +26,7 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "AsyncEngine",
+    "AsyncRagPipeline",
     "BatchingConfig",
     "Chunk",
     "ChunkweaveError",
@@ -51,6 +53,7 @@ _HOMES = {
     "Answer": "chunkweave.engine.answer",
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
+    "AsyncRagPipeline": "chunkweave.retrieval.async_pipeline",
     "BatchingConfig": "chunkweave.scheduling.batching_config",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",

@@ -38,9 +38,9 @@ def gate(monkeypatch) -> threading.Event:
     """No step ends before the gate is open."""
     gate, real = threading.Event(), Runner.step
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **how):
         gate.wait(10)
-        return real(self, decoding, prefilling)
+        return real(self, decoding, prefilling, **how)
 
     monkeypatch.setattr(Runner, "step", step)
     return gate
@@ -191,11 +191,11 @@ def test_closing_ends_what_is_under_way_and_takes_no_more(engine, gate):
 def test_a_failure_is_tried_once_more_and_a_second_one_is_the_answer(engine, monkeypatch):
     real, calls = Runner.step, []
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **how):
         calls.append(1)
         if len(calls) in (2, 20, 21, 22):
             raise RuntimeError("a kernel failed")
-        return real(self, decoding, prefilling)
+        return real(self, decoding, prefilling, **how)
 
     async def main():
         async with AsyncEngine(engine) as batching:

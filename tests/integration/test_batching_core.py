@@ -36,9 +36,7 @@ METHODS = ("cacheblend", "cachecraft", "query", "prefix", "full")
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """The system part and four of five chunks are stored, and nothing is added: that decides what methods reuse.
-
-    Each chunk has one variant. Of several that are equally good `cachecraft` takes the one used last, so that even one
-    request after the other would get other tokens when other requests came in between.
+    Each chunk has one variant.
     """
     engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
     engine.precompute(STORED)
@@ -65,17 +63,28 @@ class Inbox:
 class Driver:
     """A core, with a clock that stands still unless it is set, and what its requests were delivered."""
 
-    def __init__(self, engine: Engine, **limits) -> None:
+    def __init__(self, engine: Engine, *, interrupt: Callable[[], bool] | None = None, **limits) -> None:
         self.now = 0.0
         self.engine = engine
-        self.core = BatchingCore(engine.preparation, BatchingConfig(**limits), clock=lambda: self.now)
+        self.core = BatchingCore(
+            engine.preparation, BatchingConfig(**limits), clock=lambda: self.now, interrupt=interrupt
+        )
         self.inboxes: list[Inbox] = []
 
-    def submit(self, request: Request, method: str = "prefix", deadline_s: float | None = None) -> int:
+    def submit(
+        self, request: Request, method: str = "prefix", deadline_s: float | None = None, *, speculative: bool = False
+    ) -> int:
         prepared = self.core.fitting(self.engine.preparation.prepare(request, Wish(method)))
         number = len(self.inboxes)
         self.inboxes.append(Inbox())
-        self.core.submit(number, prepared, self.inboxes[-1], arrived_s=self.now, deadline_s=deadline_s)
+        self.core.submit(
+            number,
+            prepared,
+            self.inboxes[-1],
+            arrived_s=self.now,
+            deadline_s=deadline_s,
+            speculative=speculative,
+        )
         return number
 
     def run(self, each: Callable[[], None] = lambda: None, *, most: int = 3000) -> None:

@@ -149,6 +149,24 @@ def test_ask_takes_its_documents_from_the_corpus(corpus):
     assert [chunk["fate"] for chunk in warm["report"]["chunks"][1:]] == ["reused", "reused"]
 
 
+def test_ask_can_compute_while_it_searches(corpus):
+    ask = ("ask", "--shape", "demo", "--max-new-tokens", 3, "--corpus", corpus, "--top-k", 2, "--order", "fixed")
+    questions = ("Where is the ferry?", "Where is the storm?")
+    ahead, plain = (told(*ask, *how, *questions)["answers"] for how in (["--speculate", "--explain"], []))
+    for own, other in zip(ahead, plain, strict=True):
+        assert own["answer"] == other["answer"]
+        assert own["retrieved"] == other["retrieved"]
+        assert own["pipelining"].keys() == {"started", "terminated", "matched", "overlap_s"}
+        assert own["ttft_s"] > 0
+        assert own["plan"]
+    shown = invoke(*ask, "--speculate", questions[0])
+    assert shown.exit_code == 0, shown.output
+    assert "of it behind prefill" in shown.stdout
+    for wrong in (["--speculate", "--precompute"], ["--speculate", "--top-k", 99]):
+        assert invoke(*ask, *wrong, "Why?").exit_code == 2
+    assert invoke("ask", "--shape", "demo", "--speculate", "Why?").exit_code == 2
+
+
 def test_ask_orders_what_it_retrieved_and_nothing_else(corpus, notes):
     ask = ("ask", "--shape", "demo", "--max-new-tokens", 2)
     found = told(*ask, "--corpus", corpus, "--top-k", 3, "Where is the ferry?", "And the ferry?")["answers"]

@@ -65,6 +65,13 @@ def test_rag_pipeline(monkeypatch, capsys, tmp_path):
         assert "0 of" not in shown.splitlines()[-1]
 
 
+def test_pipelined_rag(monkeypatch, capsys):
+    run_example("pipelined_rag.py", monkeypatch)
+    shown = capsys.readouterr().out
+    assert shown.count("first token after") == 2
+    assert "SpeculationCounts(stages=" in shown
+
+
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
     result = invoke("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
     assert result.exit_code == 0, result.output

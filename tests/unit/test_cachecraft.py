@@ -217,12 +217,12 @@ def test_a_reused_instruction_is_a_chunk_with_none_before_it():
 # --- variants
 
 
-def test_the_least_impact_wins_and_ties_go_to_the_last_used():
+def test_the_least_impact_wins_and_of_equal_ones_the_least_id_whenever_it_was_used():
     near, far, alone = record_of("AB", (1.0,)), record_of("CB", (1.0,)), record_of("B", ())
     assert chosen(plan_of(lookup_of("AB", far, near, alone)), 1)[0] == near.id
     assert chosen(plan_of(lookup_of("DB", far, near, alone)), 1)[0] == alone.id, "CCI .5 against .88"
     for order in ((far, near), (near, far)):
-        assert chosen(plan_of(lookup_of("DB", *order)), 1)[0] == order[0].id
+        assert chosen(plan_of(lookup_of("DB", *order)), 1)[0] == min(far.id, near.id)
 
 
 def test_impact_ranks_where_the_clamp_would_not():
@@ -263,7 +263,7 @@ def test_the_choice_by_brute_force(seed, alpha):
             continue
         before = {ChunkId(other): i for i, other in enumerate(path[:place])}
         impacts = [r.attention.cci * (1 - adjusted_overlap(r.attention, before)) for r in mine]
-        best = impacts.index(min(impacts))
+        best = min(range(len(mine)), key=lambda i: (impacts[i], mine[i].id))
         count = ceil(min(1.0, alpha * impacts[best]) * TOKENS)
         assert (segment, fix.tokens, fix.impact) == (mine[best].id, count, impacts[best])
         outward = mine[best].attention.outward

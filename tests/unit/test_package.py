@@ -46,6 +46,7 @@ def test_the_exported_names():
         "Answer",
         "AnswerStream",
         "AsyncEngine",
+        "AsyncRagPipeline",
         "BatchingConfig",
         "Chunk",
         "ChunkweaveError",

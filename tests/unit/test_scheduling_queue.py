@@ -89,6 +89,13 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.passed_over(name) == asked.passed_over <= self.window
             assert name in self.queue
 
+    @invariant()
+    def the_next_are_those_that_are_served_next(self) -> None:
+        served = self.queue.next(2)
+        assert len(served) == min(2, len(self.waiting))
+        if served:
+            assert served[0].request == self.expected()
+
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -157,6 +164,17 @@ def test_what_was_preempted_waits_in_its_old_place():
     again = queue.pop()
     assert again is not None
     assert again.request == "old"
+
+
+def test_what_is_served_already_has_a_place_to_be_put_back_to():
+    queue: CacheAwareQueue[str] = CacheAwareQueue(KnowledgeTree(["device"]), window=0)
+    queue.submit("before", "a", 4)
+    placed = queue.place("served", "a", 4)
+    queue.submit("after", "a", 4)
+    assert "served" not in queue
+    queue.put_back(placed)
+    assert [one.request for one in queue.next(5)] == ["before", "served", "after"]
+    assert [served.request for served in iter(queue.pop, None)] == ["before", "served", "after"]
 
 
 def test_a_full_queue_says_so():

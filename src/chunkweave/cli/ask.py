@@ -55,6 +55,10 @@ def ask(
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
     ] = False,
+    speculate: Annotated[
+        bool,
+        typer.Option("--speculate", help="With --corpus: compute for the best chunks so far while the search goes on."),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the plan: what was taken for each part, and which tokens computed.")
     ] = False,
@@ -68,7 +72,9 @@ def ask(
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
-    found = [] if corpus is None else retrieve(corpus, asked, top_k)
+    if speculate and (corpus is None or precompute):
+        raise UsageError("--speculate needs --corpus, and cannot be had with --precompute")
+    found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
     from chunkweave.engine.answer import Request
 
@@ -77,6 +83,22 @@ def ask(
         if not output.json or choice.random_weights:
             _hint(engine, choice, how)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
+        if corpus is not None and speculate:
+            from chunkweave.cli.ask_ahead import answers_ahead
+
+            told = answers_ahead(
+                engine,
+                corpus,
+                asked,
+                output,
+                top_k=top_k,
+                order=order,
+                sampling=sampling,
+                system=system,
+                explain=explain,
+            )
+            output.finish({"model": choice.name, "answers": told})
+            return
         if precompute:
             precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
         base = Request("", (), system, sampling, order=order)

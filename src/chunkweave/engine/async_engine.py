@@ -37,6 +37,10 @@ class AnswerStream:
 
     def __init__(self, number: int, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
         self.id = number
+        self.begun = False
+        """Whether there is, or was, a first piece to be read, or the reason why there is none."""
+        self.failed = False
+        """Whether it has ended, or will as soon as it is read, without an answer."""
         self._abort = abort
         self._loop = loop
         self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
@@ -85,6 +89,8 @@ class AnswerStream:
 
     def deliver(self, event: StreamEvent | Exception) -> None:
         """Put an event in; from any thread. If the loop is gone, nobody reads it."""
+        self.failed = isinstance(event, Exception)
+        self.begun = True
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:
@@ -102,15 +108,17 @@ class AsyncEngine:
         """Start the thread."""
         self._config = config or BatchingConfig()
         self._preparation = engine.preparation
-        self._core = BatchingCore(engine.preparation, self._config)
+        self._core = BatchingCore(engine.preparation, self._config, interrupt=lambda: self._urgent)
         self._changed = threading.Condition()
         self._preparing = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[int, AnswerStream] = {}
         self._prepared: dict[int, Prepared] = {}
         self._errands: list[Future[Any]] = []
+        self._unconfirmed: set[int] = set()
         self._numbers = itertools.count()
         self._closing = False
+        self._urgent = False
         self._thread = threading.Thread(target=self._work, name="chunkweave-steps", daemon=True)
         self._thread.start()
 
@@ -125,7 +133,15 @@ class AsyncEngine:
         """What is going on now, and what has been done."""
         with self._changed:
             stats = self._core.stats
-            return replace(stats, waiting=len(self._open) - stats.running)
+            waiting = max(0, len(self._open) - stats.running)
+            pending = stats.pending - stats.waiting + waiting
+            return replace(
+                stats,
+                waiting=waiting,
+                pending=pending,
+                speculating=len(self._unconfirmed),
+                speculations_running=len(self._unconfirmed & self._core.running),
+            )
 
     @property
     def closed(self) -> bool:
@@ -141,16 +157,19 @@ class AsyncEngine:
         recompute_ratio: float | None = None,
         deadline_s: float | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        speculative: bool = False,
     ) -> AnswerStream:
         """Let a request wait for its turn; returns the stream of its answer at once.
 
         `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. After `deadline_s` seconds (None: the
-        configured ones) the request ends with `DeadlineError`, whatever it has by then. `loop` is the event loop that
-        will read the stream (None: the one that runs here). Name it to call this from another thread: the prompt is
-        tokenized before it returns, which takes a while for a long one.
+        configured ones) the request ends with `DeadlineError`, whatever it has by then. A `speculative` request is
+        worked on when there is nothing else to do, and delays no other (but by a layer) until confirmed. `loop` is the
+        event loop that will read the stream (None: the one that runs here). Name it to call this from another thread:
+        the prompt is tokenized before it returns, which takes a while for a long one.
 
         Raises:
-            QueueFullError: as many requests wait as may; this is the back-pressure to pass on.
+            QueueFullError: as many requests wait as may; this is the back-pressure to pass on. For requests that are
+                not speculative, speculations do not count.
             RequestAbortedError: the engine is closed.
             UsageError: as `Engine.generate`, or a deadline that is not positive.
             RuntimeError: no loop is named, and none runs here.
@@ -161,25 +180,36 @@ class AsyncEngine:
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
-        self._refuse_if_full()
+        self._refuse_if_full(speculative=speculative)
         with self._preparing:  # tokenizers are not made for several threads at once
             wish = Wish.of(method, quality, recompute_ratio)
-            prepared = self._preparation.prepare(request, wish, most_tokens=self._core.pool.tokens)
+            most = self._core.pool.tokens
+            prepared = self._preparation.prepare(request, wish, most_tokens=most, speculative=speculative)
         try:
-            return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop)
+            return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop, speculative=speculative)
         except BaseException:
             self._preparation.abandon(prepared)
             raise
 
     def _submit(
-        self, prepared: Prepared, arrived_s: float, limit_s: float | None, loop: asyncio.AbstractEventLoop
+        self,
+        prepared: Prepared,
+        arrived_s: float,
+        limit_s: float | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        speculative: bool,
     ) -> AnswerStream:
         with self._changed:
-            self._refuse_if_full()
+            self._refuse_if_full(speculative=speculative)
             number = next(self._numbers)
             stream = AnswerStream(number, self.abort, loop)
             self._open[number] = stream
             self._prepared[number] = prepared
+            if speculative:
+                self._unconfirmed.add(number)
+            else:
+                self._urgent = True
             deadline = None if limit_s is None else arrived_s + limit_s
             submit = partial(
                 self._core.submit,
@@ -188,10 +218,32 @@ class AsyncEngine:
                 lambda event: self._deliver(stream, event),
                 arrived_s=arrived_s,
                 deadline_s=deadline,
+                speculative=speculative,
             )
             self._commands.append(partial(copy_context().run, submit))
             self._changed.notify()
         return stream
+
+    def confirm(self, number: int) -> None:
+        """A speculation is wanted: from now on it is a request like others. A second time is harmless.
+
+        Raises:
+            UnknownRequestError: no request of that id is under way; its stream may have its answer already.
+            QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
+        """
+        with self._changed:
+            if number not in self._open:
+                raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+            if number not in self._unconfirmed:
+                return
+            if not self._open[number].begun:
+                self._refuse_if_full()
+            self._unconfirmed.discard(number)
+            prepared = self._prepared[number]
+            self._commands.append(lambda: self._if_open(number, self._core.confirm))
+            self._changed.notify()
+        with self._preparing:
+            self._preparation.confirm(prepared)
 
     def abort(self, number: int) -> None:
         """End a request; its stream raises `RequestAbortedError`.
@@ -202,7 +254,8 @@ class AsyncEngine:
         with self._changed:
             if number not in self._open:
                 raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
-            self._commands.append(lambda: self._abort_if_open(number))
+            self._urgent = True
+            self._commands.append(lambda: self._if_open(number, self._core.abort))
             self._changed.notify()
 
     def between_steps(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
@@ -235,15 +288,16 @@ class AsyncEngine:
     def close(self) -> None:
         """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""
         with self._changed:
-            self._closing = True
+            self._closing = self._urgent = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _refuse_if_full(self) -> None:
+    def _refuse_if_full(self, *, speculative: bool = False) -> None:
         if self._closing:
             raise RequestAbortedError("the engine is closed and takes no more requests")
-        waiting = len(self._open) - self._core.stats.running
+        others = self._open.keys() - self._core.running
+        waiting = len(others if speculative else others - self._unconfirmed)
         if waiting >= self._config.max_waiting:
             raise QueueFullError(
                 f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"
@@ -263,15 +317,16 @@ class AsyncEngine:
         self._core.check()
         self._preparation.runner.store.check()
 
-    def _abort_if_open(self, number: int) -> None:
-        """An abort whose request may have ended since it was asked for."""
+    def _if_open(self, number: int, command: Callable[[int], None]) -> None:
+        """Do what was asked for with a request, unless it has ended since."""
         if number in self._open:
-            self._core.abort(number)
+            command(number)
 
     def _deliver(self, stream: AnswerStream, event: StreamEvent | Exception) -> None:
         if isinstance(event, Exception) or event.answer is not None:
             with self._changed:
                 self._open.pop(stream.id, None)
+                self._unconfirmed.discard(stream.id)
                 prepared = self._prepared.pop(stream.id, None)
             if prepared is not None:
                 self._preparation.abandon(prepared)
@@ -281,6 +336,7 @@ class AsyncEngine:
         """What the thread does: steps as long as there is work, and in between what others ask for."""
         try:
             while self._wait_for_work():
+                self._urgent = False
                 while self._commands:
                     self._commands.popleft()()
                 if self._core.busy:

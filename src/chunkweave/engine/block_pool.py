@@ -1,6 +1,6 @@
 """KV memory of running requests, counted in blocks, so that no load can exhaust it."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from chunkweave.errors import StoreError, UsageError
@@ -59,9 +59,13 @@ class BlockPool:
         """Blocks that `tokens` take."""
         return -(-tokens // self.block_tokens)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a new owner could reserve so much now."""
-        return self.blocks_for(tokens) <= self.blocks - self._reserved
+    def fits(self, tokens: int, *, without: Iterable[Hashable] = ()) -> bool:
+        """Whether a new owner could reserve so much now, or if the owners `without` were gone.
+
+        Raises:
+            UsageError: one of them has reserved nothing.
+        """
+        return self.blocks_for(tokens) <= self.blocks - self._reserved + sum(map(self._of, without))
 
     def reserve(self, owner: Hashable, tokens: int) -> bool:
         """Give a new `owner` the blocks for `tokens`; False, and nothing, if there are too few.

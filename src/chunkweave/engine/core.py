@@ -11,12 +11,14 @@ import torch
 from chunkweave.engine.answer import StreamEvent
 from chunkweave.engine.batching_stats import BatchingStats
 from chunkweave.engine.block_pool import BlockPool
+from chunkweave.engine.look_ahead import LookAhead
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.preparation import Preparation, Prepared
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.step_group import StepGroup, share_step
+from chunkweave.engine.step_group import StepGroup, groups_of
 from chunkweave.engine.ticket import Deliver, Ticket
+from chunkweave.engine.waiting_room import WaitingRoom
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -27,11 +29,11 @@ from chunkweave.errors import (
     UnknownRequestError,
     UsageError,
 )
+from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import Fate
 from chunkweave.scheduling.batching_config import BatchingConfig
 from chunkweave.scheduling.budget import TokenBudget
-from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +50,31 @@ class BatchingCore:
     no block is left, the youngest request gives its KV up and waits again with its tokens kept; later its prompt is
     prefilled by the same plan, and its tokens behind it. The oldest is never preempted for others, and no request may
     be larger than the whole memory: so there is always one that ends.
+
+    A speculation (RAGCache §5.3) is a request that nobody has asked for yet. It delays nobody but by the layer that is
+    under way: it is admitted when nobody else waits, is given up again when its place or blocks are needed, and is in
+    no step in which another request could be. Its step is stopped when a request arrives, and made again later.
     """
 
-    def __init__(self, preparation: Preparation, config: BatchingConfig, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        preparation: Preparation,
+        config: BatchingConfig,
+        *,
+        clock: Clock = time.perf_counter,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> None:
+        """Nothing waits yet. `interrupt` is asked between the layers of a step of speculations whether to stop it."""
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._preparation = preparation
         self._runner = preparation.runner
         self._config = config
         self._clock = clock
+        self._interrupt = interrupt
         self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
-        self._queue: CacheAwareQueue[Ticket] = CacheAwareQueue(self._runner.store.tree, window=config.window)
+        self._spare = TokenBudget(tokens=config.tokens_of_speculations, max_running=config.max_running)
+        self._waiting = WaitingRoom(self._runner.store.tree, window=config.window)
+        self._look_ahead = LookAhead(self._runner, max_bytes=config.prefetch_bytes)
         self._tickets: dict[int, Ticket] = {}
         self._running: list[Ticket] = []
         self._counts = BatchingStats()
@@ -70,6 +87,11 @@ class BatchingCore:
         return bool(self._tickets)
 
     @property
+    def running(self) -> frozenset[int]:
+        """Ids of the requests that were admitted and have not ended."""
+        return frozenset(ticket.id for ticket in tuple(self._running))
+
+    @property
     def can_check(self) -> bool:
         """Whether there is an answer to check in the shadow, and time for it."""
         checks = self._checks
@@ -78,13 +100,18 @@ class BatchingCore:
     @property
     def stats(self) -> BatchingStats:
         """A snapshot."""
-        use = self.pool.use
+        use, waiting, running = self.pool.use, len(self._waiting), tuple(self._running)
+        speculations_running = sum(ticket.speculative for ticket in running)
         return replace(
             self._counts,
-            waiting=len(self._queue),
-            running=len(self._running),
+            waiting=waiting,
+            running=len(running),
             blocks=use.blocks,
             blocks_reserved=use.reserved,
+            pending=waiting + sum(ticket.job is not None for ticket in running),
+            speculating=self._waiting.speculations + speculations_running,
+            speculations_running=speculations_running,
+            prefetched_bytes=self._look_ahead.nbytes,
         )
 
     def fitting(self, prepared: Prepared) -> Prepared:
@@ -108,34 +135,52 @@ class BatchingCore:
         return replace(prepared, room=min(prepared.room, room))
 
     def submit(
-        self, number: int, prepared: Prepared, deliver: Deliver, *, arrived_s: float, deadline_s: float | None
+        self,
+        number: int,
+        prepared: Prepared,
+        deliver: Deliver,
+        *,
+        arrived_s: float,
+        deadline_s: float | None,
+        speculative: bool = False,
     ) -> None:
         """Let a request of a new id `number` wait, that `arrived_s` then and is to be answered by `deadline_s`.
 
-        `prepared` is one that `fitting` gave.
+        `prepared` is one that `fitting` gave. A `speculative` one yields to all others until `confirm`.
         """
-        ticket = Ticket(number, prepared, deliver, arrived_s, deadline_s)
-        path = [part.id for part in prepared.prompt.parts if part.id is not None]
-        ticket.waiting = self._queue.submit(ticket, path, len(prepared.prompt))
+        ticket = Ticket(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative)
+        self._waiting.add(ticket)
         self._tickets[number] = ticket
 
-    def abort(self, number: int) -> None:
-        """End a request without an answer.
+    def confirm(self, number: int) -> None:
+        """A speculation is wanted: from now on it is a request like others. A second time is harmless.
 
         Raises:
             UnknownRequestError: it neither waits nor runs.
         """
-        ticket = self._tickets.get(number)
-        if ticket is None:
-            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+        ticket = self._under_way(number)
+        if ticket.speculative:
+            if ticket in self._running and self._waiting.requests:
+                self._preempt(ticket)  # others wait for its memory, or for more: the queue says who is next
+            self._waiting.confirm(ticket)
+            ticket.waits_since_s = self._clock()
+
+    def abort(self, number: int) -> None:
+        """End a request without an answer. What a speculation has computed whole by then stays stored.
+
+        Raises:
+            UnknownRequestError: it neither waits nor runs.
+        """
+        ticket = self._under_way(number)
         self._count(aborted=1)
+        self._keep(ticket)
         self._end(ticket, RequestAbortedError(f"request {number} was aborted"))
 
     def close(self) -> None:
         """Abort whatever is under way; nothing can be submitted afterwards."""
         for number in list(self._tickets):
             self.abort(number)
-        self._queue.close()
+        self._waiting.close()
         if self._checks is not None:
             self._checks.close()
 
@@ -144,6 +189,8 @@ class BatchingCore:
         self._count(steps=1)
         self._expire()
         self._admit()
+        if self._look_ahead.has_room:
+            self._look_ahead.look(self._waiting.next(self._config.prefetch_requests))
         for group in self._groups():
             self._run(group)
 
@@ -161,75 +208,110 @@ class BatchingCore:
         self.pool.check()
         if set(self.pool.held) != set(self._running):
             raise StoreError("blocks are not held by the running requests")
-        if len(self._queue) + len(self._running) != len(self._tickets):
+        if len(self._waiting) + len(self._running) != len(self._tickets):
             raise StoreError("a request neither waits nor runs, or does both")
         for ticket in self._running:
             if ticket.running is not None and ticket.running.prefilled.cache.capacity > self.pool.capacity(ticket):
                 raise StoreError(f"the cache of request {ticket.id} is larger than its blocks")
 
     def _expire(self) -> None:
-        now, timeout_s = self._clock(), self._config.queue_timeout_s
+        now = self._clock()
         for ticket in list(self._tickets.values()):
             waited = now - ticket.arrived_s
             if ticket.deadline_s is not None and now > ticket.deadline_s:
                 self._count(timed_out=1)
                 self._end(ticket, DeadlineError(f"request {ticket.id} was not answered within {waited:.3g} s"))
-            elif timeout_s is not None and ticket.admitted_s is None and waited > timeout_s:
+            elif self._was_not_begun(ticket, now):
                 self._count(timed_out=1)
                 self._end(ticket, DeadlineError(f"request {ticket.id} waited {waited:.3g} s without being begun"))
 
-    def _admit(self) -> None:
-        while len(self._running) < self._budget.max_running:
-            waiting = self._queue.pop(self._fits)
-            if waiting is None:
-                return
-            ticket = waiting.request
-            reserved = self.pool.reserve(ticket, ticket.tokens)
-            assert reserved, "the queue gives what fits"
-            self._running.append(ticket)
-            if ticket.admitted_s is None:
-                ticket.admitted_s = self._clock()
-            self._guarded([ticket], partial(self._start, ticket))
+    def _was_not_begun(self, ticket: Ticket, now: float) -> bool:
+        timeout_s = self._config.queue_timeout_s
+        if timeout_s is None or ticket.admitted_s is not None or ticket.speculative:
+            return False
+        return now - ticket.waits_since_s > timeout_s
 
-    def _fits(self, waiting: Waiting[Ticket]) -> bool:
-        return self.pool.fits(waiting.request.tokens)
+    def _admit(self) -> None:
+        """Admit as if there were no speculations, and take their places where need be; then those that still fit."""
+        while len(self._running) - len(self._speculations()) < self._budget.max_running:
+            ticket = self._waiting.pop(self._fits_without_speculations)
+            if ticket is None:
+                break
+            while len(self._running) >= self._budget.max_running or not self.pool.fits(ticket.tokens):
+                self._preempt(_youngest(self._speculations()))
+            self._begin(ticket)
+        while len(self._running) < self._budget.max_running:
+            ticket = self._waiting.pop_speculation(lambda one: self.pool.fits(one.tokens))
+            if ticket is None:
+                break
+            self._begin(ticket)
+
+    def _speculations(self) -> list[Ticket]:
+        return [ticket for ticket in self._running if ticket.speculative]
+
+    def _fits_without_speculations(self, ticket: Ticket) -> bool:
+        return self.pool.fits(ticket.tokens, without=self._speculations())
+
+    def _begin(self, ticket: Ticket) -> None:
+        reserved = self.pool.reserve(ticket, ticket.tokens)
+        assert reserved, "only what fits is admitted"
+        self._running.append(ticket)
+        if ticket.admitted_s is None:
+            ticket.admitted_s = self._clock()
+        self._guarded([ticket], partial(self._start, ticket))
 
     def _start(self, ticket: Ticket) -> None:
         prompt = ticket.prepared.prompt
         room = self.pool.capacity(ticket) - len(prompt)
+        ticket.prefetch = self._look_ahead.take(ticket)
         options = PrefillOptions(
-            new_tokens=room, generated=ticket.generated, plan=ticket.plan, history=ticket.prepared.history
+            new_tokens=room,
+            generated=ticket.generated,
+            plan=ticket.plan,
+            prefetched=ticket.prefetch,
+            history=ticket.prepared.history,
         )
         ticket.passed_over = 0
         ticket.job = self._runner.start(prompt, ticket.prepared.method, options)
 
     def _groups(self) -> list[StepGroup]:
-        """What this step runs: one batch, those apart each for itself, or else a prefill that still loads."""
+        """What this step runs: the requests that were asked for, or else, with what time is to spare, speculations."""
         for ticket in self._running.copy():
             if ticket.job is not None:
                 self._guarded([ticket], partial(_plan_again, ticket.job))
-        self._make_room()
-        ready = [ticket for ticket in self._running if ticket.job is None or not ticket.job.loading]
-        together = [ticket for ticket in ready if not ticket.apart]
-        groups = [
-            share_step(together, self._budget),
-            *(share_step([ticket], self._budget) for ticket in ready if ticket.apart),
-        ]
-        groups = [group for group in groups if group.tickets]
-        if not groups and self._running:
-            return [share_step(self._running[:1], self._budget)]
-        return groups
+        for speculative, budget in ((False, self._budget), (True, self._spare)):
+            self._make_room(speculative=speculative)
+            groups = groups_of([ticket for ticket in self._running if ticket.speculative is speculative], budget)
+            if groups:
+                return groups
+        return []
 
-    def _make_room(self) -> None:
-        """Let every decoding request have room for its last token's KV, the oldest first."""
-        for ticket in sorted(self._running, key=lambda ticket: ticket.number):
+    def _make_room(self, *, speculative: bool) -> None:
+        """Let decoding requests of one kind have room for their last token's KV, the oldest first."""
+        kind = [ticket for ticket in self._running if ticket.speculative is speculative]
+        for ticket in sorted(kind, key=lambda ticket: ticket.number):
             while ticket.job is None and ticket in self._running:
                 assert ticket.running is not None, "who decodes has a token"
                 if self.pool.grow(ticket, ticket.running.position + len(ticket.running.pending)):
                     ticket.running.prefilled.cache.grow(self.pool.capacity(ticket))
                     break
-                self._count(preempted=1)
-                self._put_back(max(self._running, key=lambda other: other.number))
+                self._preempt(_youngest(self._speculations() or self._running))
+
+    def _preempt(self, ticket: Ticket) -> None:
+        """Take a running request's memory for others; it waits again."""
+        self._count(preempted=1, speculations_preempted=int(ticket.speculative))
+        if ticket.speculative and ticket.running is None:
+            ticket.admitted_s = None  # it begins anew, and what it did until now is no part of its answer
+        self._keep(ticket)
+        self._put_back(ticket)
+
+    def _keep(self, ticket: Ticket) -> None:
+        """Store what a speculation that is given up has computed whole: an overlap with what comes next pays."""
+        if ticket.speculative and ticket.job is not None:
+            try:
+                self._runner.store_computed(ticket.job)
+            except Exception:  # what cannot be stored costs time later, and nothing now
+                logger.exception("what speculation %d computed is not stored", ticket.id)
 
     def _run(self, group: StepGroup) -> None:
         self._guarded(group.tickets, partial(self._compute, group))
@@ -241,8 +323,15 @@ class BatchingCore:
             if ticket.running is not None
         ]
         pieces = [(ticket.job, tokens) for ticket, tokens in group.pieces if ticket.job is not None]
+        speculative = all(ticket.speculative for ticket in group.tickets)
         try:
-            logits = self._runner.step(decodes, pieces)
+            if speculative and self._interrupt is not None:
+                logits = self._runner.step(decodes, pieces, interrupt=self._interrupt)
+            else:
+                logits = self._runner.step(decodes, pieces)
+        except PassInterrupted:
+            self._count(interrupted=1)
+            return
         except SegmentLost as lost:
             [(job, _)] = pieces
             job.go_on_without(lost)
@@ -257,8 +346,9 @@ class BatchingCore:
     def _prefilled(self, ticket: Ticket) -> None:
         """A prefill is done: choose the next token, and store what is new unless this is the second time."""
         assert ticket.job is not None, "who was prefilled has a job"
-        prefilled, ticket.job = ticket.job.prefilled, None
+        prefilled = ticket.job.prefilled
         assert prefilled is not None, "the job is done"
+        ticket.stop_reading()
         if ticket.running is not None:
             ticket.running.go_on_with(prefilled)
             self._advance(ticket, prefilled.logits)
@@ -341,30 +431,39 @@ class BatchingCore:
     def _put_back(self, ticket: Ticket) -> None:
         """Let a running request wait again, with its tokens kept and nothing else."""
         self._stop(ticket)
-        assert ticket.waiting is not None, "it waited before it ran"
-        self._queue.put_back(ticket.waiting)
+        self._waiting.put_back(ticket)
 
     def _end(self, ticket: Ticket, last: StreamEvent | Exception) -> None:
         if ticket in self._running:
             self._stop(ticket)
         else:
-            self._queue.remove(ticket)
+            self._waiting.remove(ticket)
+            ticket.prefetch = self._look_ahead.take(ticket)
+            ticket.stop_reading()
         del self._tickets[ticket.id]
         self._preparation.abandon(ticket.prepared)
         ticket.deliver(last)
 
     def _stop(self, ticket: Ticket) -> None:
         """Take a running request's memory, pins and blocks."""
-        if ticket.job is not None:
-            ticket.job.close()
-            ticket.job = None
+        ticket.stop_reading()
         if ticket.running is not None:
             ticket.running.let_go()
         self._running.remove(ticket)
         self.pool.release(ticket)
 
+    def _under_way(self, number: int) -> Ticket:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+        return ticket
+
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _youngest(tickets: Sequence[Ticket]) -> Ticket:
+    return max(tickets, key=lambda ticket: ticket.number)
 
 
 def _plan_again(job: PrefillJob) -> None:

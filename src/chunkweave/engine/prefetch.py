@@ -19,6 +19,11 @@ class Prefetch:
         self._loader = loader
         self._by_id = {SegmentId(segment.name): segment for segment in loader.segments}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its segments take once their first layers are in."""
+        return sum(segment.nbytes for segment in self._loader.segments)
+
     def find(self, segment: SegmentId) -> LoadingSegment | None:
         """The segment on its way, if it is one of these."""
         return self._by_id.get(segment)

@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.engine.new_segments import parts_that_weave, parts_to_keep
+from chunkweave.engine.new_segments import parts_that_weave, parts_to_keep, segments_of
 from chunkweave.engine.plan_sources import PlanSources, Surroundings, make_plan
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefilled import Prefilled
@@ -19,12 +19,13 @@ from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
-from chunkweave.kv.segment import SegmentLate, SegmentLost
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Fate, Pass, Plan
 from chunkweave.planning.slices import can_be_cut, cut
+from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,16 @@ class PrefillJob:
             assert logits is not None, "the last pass gives answers"
             self._finish(logits)
 
+    def mark(self) -> None:
+        """The next rows may have to be run twice."""
+        if self._attention is not None:
+            self._attention.mark()
+
+    def undo(self) -> None:
+        """The rows given since `mark` were not run to the end: the next ones are the same."""
+        if self._attention is not None:
+            self._attention.undo()
+
     def go_on_without(self, lost: SegmentLost) -> None:
         """Plan again without a segment: a late one is left out for this request, a broken one removed for good."""
         logger.warning("%s; it is computed instead", lost)
@@ -179,6 +190,11 @@ class PrefillJob:
             self._here.store.remove(SegmentId(lost.segment))
         self.close()
         self._open()
+
+    def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """Segments of the parts that were computed whole so far, for a job that is given up between two steps."""
+        complete = [capture for capture in self._captures if capture.complete]
+        return segments_of(self._prompt, self.plan, complete, self._attention)
 
     def close(self) -> None:
         """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""

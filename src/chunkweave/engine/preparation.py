@@ -75,10 +75,13 @@ class Preparation:
         self.shadow = shadow
         self._builder = builder
 
-    def prepare(self, request: Request, wish: Wish, *, most_tokens: int | None = None) -> Prepared:
+    def prepare(
+        self, request: Request, wish: Wish, *, most_tokens: int | None = None, speculative: bool = False
+    ) -> Prepared:
         """Everything that can be said about a request before anything is computed. It counts as asked for then.
 
-        `end` or `abandon` it. A conversation is cut down to `most_tokens`, its answer among them.
+        `end` or `abandon` it. A `speculative` one counts once it is confirmed. A conversation is cut down to
+        `most_tokens`, its answer among them.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
@@ -98,10 +101,14 @@ class Preparation:
         else:
             turn, prompt = self.conversing.begin(request, most_tokens=most_tokens)
         room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
-        arranged = self.arranger.arrange(prompt, order)
+        arranged = self.arranger.arrange(prompt, order, counted=not speculative)
         if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
             method = Promoting(method, arranged.promotion)
         return Prepared(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
+
+    def confirm(self, prepared: Prepared) -> None:
+        """A speculative request is asked for."""
+        self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
     def end(self, prepared: Prepared, running: RunningRequest) -> None:
         """Keep a complete answer for its conversation, if it is one's."""

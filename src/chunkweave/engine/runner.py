@@ -1,7 +1,7 @@
 """Runs prompts through the model: look up, plan, weave, first logits; then decode steps over many requests."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.turns import Turn
 from chunkweave.errors import PromptTooLongError
-from chunkweave.fusion.loop import LoopTimes, run_pass
+from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
@@ -117,20 +117,35 @@ class Runner:
         return PrefillJob(self._surroundings, prompt, method, options)
 
     @torch.inference_mode()
-    def step(self, decoding: Sequence[Decoding], prefilling: Sequence[tuple[PrefillJob, int | None]]) -> torch.Tensor:
+    def step(
+        self,
+        decoding: Sequence[Decoding],
+        prefilling: Sequence[tuple[PrefillJob, int | None]],
+        *,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
         """One run through all layers for one more token of some requests and a piece of others' prefills.
 
         A job gives at most so many tokens of a pass that can be cut, and takes in what comes of them. Returns the
-        logits of those `decoding`, `[requests, vocab]`.
+        logits of those `decoding`, `[requests, vocab]`. `interrupt` is asked before every layer whether to stop there.
 
         Raises:
+            PassInterrupted: it said so. Nothing has changed; the same step may be made again.
             SegmentLost: a job was still loading, and a segment does not come; no other job may be in that step.
         """
+        if interrupt is not None:
+            for job, _ in prefilling:
+                job.mark()
         decodes = [self._row(one) for one in decoding]
         pieces = [(job, job.next_rows(tokens)) for job, tokens in prefilling]
         made = time.perf_counter()
         times = LoopTimes()
-        hidden = run_pass(self.model, [*decodes, *(rows for _, rows in pieces)], times)
+        try:
+            hidden = run_pass(self.model, [*decodes, *(rows for _, rows in pieces)], times, interrupt=interrupt)
+        except PassInterrupted:
+            for job, _ in pieces:
+                job.undo()
+            raise
         logits = self.model.logits(hidden) if len(hidden) else hidden
         ended = time.perf_counter()
         answers = iter(logits[len(decodes) :])
@@ -139,18 +154,20 @@ class Runner:
             job.take(rows, own, weave_s=ended - made - times.load_s, load_s=times.load_s)
         return logits[: len(decodes)]
 
-    def prefetch(self, prompt: Prompt, method: ReuseMethod) -> Prefetch:
+    def prefetch(self, prompt: Prompt, method: ReuseMethod, *, max_bytes: int | None = None) -> Prefetch:
         """Start reading what `prefill` would read, while the request still waits; pass it to `prefill`, then close it.
 
         Reads the first layers only, as many as keep the later ones from being waited for (Cache-Craft eq. 16), so
-        that a queue of waiting requests fills memory no further than it helps.
+        that a queue of waiting requests fills memory no further than it helps. Of segments that together take more than
+        `max_bytes` those that stand first in the prompt are read, as many as fit.
         """
         plan = make_plan(self._surroundings, prompt, method)
         lease = self.store.lease(plan.segments())
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
         slow = [(segment, source) for segment, source in wanted if source and not isinstance(source, SegmentKV)]
-        depth = self._preload_depth(plan, slow)
-        return Prefetch(lease, LayerLoader(slow, self.model.geometry.num_layers, order=self.load_order, depth=depth))
+        slow = _within(slow, max_bytes)
+        layers, depth = self.model.geometry.num_layers, self._preload_depth(plan, slow)
+        return Prefetch(lease, LayerLoader(slow, layers, order=self.load_order, depth=depth))
 
     @torch.inference_mode()
     def decode(
@@ -172,6 +189,10 @@ class Runner:
         woven = segments_of(prefilled.prompt, prefilled.plan, prefilled.woven, None)
         return sum(self.store.insert(record, kv) for record, kv in (*new, *woven))
 
+    def store_computed(self, job: PrefillJob) -> int:
+        """Store the parts that a job had computed whole when it was given up; returns how many the store took."""
+        return sum(self.store.insert(record, kv) for record, kv in job.computed())
+
     @property
     def _surroundings(self) -> Surroundings:
         return Surroundings(self.model, self.store, self.cost, self.load_order, self.capture)
@@ -187,3 +208,18 @@ class Runner:
         load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
         layers = self.model.geometry.num_layers
         return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)
+
+
+def _within(
+    sources: Sequence[tuple[SegmentId, SegmentSource]], max_bytes: int | None
+) -> list[tuple[SegmentId, SegmentSource]]:
+    """The first of `sources` that together take at most `max_bytes`; None sets no limit."""
+    if max_bytes is None:
+        return list(sources)
+    taken, left = [], max_bytes
+    for segment, source in sources:
+        left -= source.nbytes
+        if left < 0:
+            break
+        taken.append((segment, source))
+    return taken

@@ -33,3 +33,14 @@ def share_step(tickets: Sequence[Ticket], budget: TokenBudget) -> StepGroup:
     for ticket, _ in prefilling.values():
         ticket.passed_over = 0 if ticket in chosen else ticket.passed_over + 1
     return StepGroup(decoding, pieces)
+
+
+def groups_of(tickets: Sequence[Ticket], budget: TokenBudget) -> list[StepGroup]:
+    """The steps of `tickets`: one batch, those apart each for itself, or else a prefill that still loads."""
+    ready = [ticket for ticket in tickets if ticket.job is None or not ticket.job.loading]
+    together = [ticket for ticket in ready if not ticket.apart]
+    groups = [share_step(together, budget), *(share_step([ticket], budget) for ticket in ready if ticket.apart)]
+    groups = [group for group in groups if group.tickets]
+    if not groups and tickets:
+        return [share_step(tickets[:1], budget)]
+    return groups

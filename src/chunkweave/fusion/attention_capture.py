@@ -39,8 +39,17 @@ class AttentionCapture:
         self._layers_read: set[int] = set()
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._meter: AttentionMeter | None = None
+        self._marked = self._by_part, self._received
         self.scores = 0
         """Attention weights that one `read` works out: followed tokens by the keys that each sees by heads."""
+
+    def mark(self) -> None:
+        """Remember the sums as they are, so that `undo` can go back to them."""
+        self._marked = self._by_part.clone(), self._received.clone()
+
+    def undo(self) -> None:
+        """Forget what was read since `mark`: the same tokens will be read again."""
+        self._by_part, self._received = self._marked
 
     def wants(self, layer: int) -> bool:
         """Whether this layer is captured, and anything is followed."""

@@ -79,8 +79,7 @@ class PartCapture:
     @property
     def complete(self) -> bool:
         """Whether enough of the part was followed through all layers, and it can be stored."""
-        through = self._kv is not None and self._layer == len(self._kv)
-        return through and int(self._fresh[-1].sum()) >= self._least
+        return self._kv is not None and int(self._fresh[-1].sum()) >= self._least
 
     @property
     def recomputed(self) -> tuple[int, ...]:

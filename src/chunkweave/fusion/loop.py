@@ -7,7 +7,7 @@ order between them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -24,12 +24,26 @@ class LoopTimes:
     load_s: float = 0.0
 
 
-def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTimes | None = None) -> torch.Tensor:
+class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
+    """A pass was ended between two layers, since something better is to be done. The same rows may be run again."""
+
+
+def run_pass(
+    model: LayerwiseModel,
+    batch: Sequence[ActiveRows],
+    times: LoopTimes | None = None,
+    *,
+    interrupt: Callable[[], bool] | None = None,
+) -> torch.Tensor:
     """Run the active tokens of all requests through all layers, or as many as the pass of each has.
 
     Mutates each request's cache and active set. Returns the hidden state behind the last layer of the last active token
     of each request whose pass gives answers, `[answering requests, hidden]`, in the order of the batch; in that layer
     its others give their K and V only. A pass that gives no answers ends with the K and V of its last layer.
+
+    Raises:
+        PassInterrupted: before a layer `interrupt` said so. What the layers before have written, the same pass writes
+            again.
     """
     times = times if times is not None else LoopTimes()
     hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
@@ -37,6 +51,8 @@ def run_pass(model: LayerwiseModel, batch: Sequence[ActiveRows], times: LoopTime
     live = [_Live(rows, int(rows.positions[-1]) + 1, rows.depth or layers) for rows in batch]
     for layer in range(max(one.depth for one in live)):
         live = [one for one in live if one.depth > layer]
+        if interrupt is not None and interrupt():
+            raise PassInterrupted
         started = time.perf_counter()
         for one in live:
             one.rows.cache.load_layer(layer, model.rotate)

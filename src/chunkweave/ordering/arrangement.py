@@ -73,8 +73,11 @@ class Arranger:
         """Order by what `tree` shows from now on: a view over several engines, for one."""
         self._tree = tree
 
-    def arrange(self, prompt: Prompt, order: ChunkOrder | None = None) -> Arranged:
-        """The prompt with its chunks in order; its request is counted from now on."""
+    def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
+        """The prompt with its chunks in order; from now on its request counts, or else once `count` is told.
+
+        What nobody has asked for yet (a speculation) is arranged without being counted.
+        """
         free = (order or self._order) is ChunkOrder.FREE
         first, last = _chunks_before_the_question(prompt)
         chunks = prompt.parts[first:last]
@@ -84,20 +87,29 @@ class Arranger:
         places = ordering.order(
             Unordered(ids, [self.table.count(one) for one in ids], list(map(len, chunks)), self._tree.at(before))
         )
-        self.table.note(ids)
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
+        stands = prompt if places == sorted(places) else Prompt(moved)
+        if counted:
+            self.count(stands, free=free)
         return Arranged(
-            prompt if places == sorted(places) else Prompt(moved),
+            stands,
             ordering.name,
             {first + number: place for number, place in enumerate(places)},
             self._promotion([ids[place] for place in places]) if free else None,
         )
 
+    def count(self, prompt: Prompt, *, free: bool) -> None:
+        """Count a request whose chunks stand as they will be computed; `free` if that was for the arranger to say."""
+        first, last = _chunks_before_the_question(prompt)
+        path = [part.id for part in prompt.parts[first:last] if part.id is not None]
+        self.table.note(path)
+        if free:
+            self._begun.note(_beginnings(path))
+
     def _promotion(self, path: list[ChunkId]) -> Promotion:
-        """Count a request that begins with every prefix of `path`, and see what comes back."""
+        """What of `path` comes back."""
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
-        begins = list(accumulate(path, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
-        self._begun.note(begins)
+        begins = _beginnings(path)
         return Promotion(
             None if kept is None else frozenset(one for one in path if self.table.count(one) >= kept),
             frozenset(
@@ -106,6 +118,11 @@ class Arranger:
                 if continued is not None and self._begun.count(begin) >= continued
             ),
         )
+
+
+def _beginnings(path: list[ChunkId]) -> list[int]:
+    """A hash of each prefix of a path, the shortest first."""
+    return list(accumulate(path, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
 
 
 def _chunks_before_the_question(prompt: Prompt) -> tuple[int, int]:

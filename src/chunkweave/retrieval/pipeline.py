@@ -1,23 +1,17 @@
 """Retrieve, order, weave, answer: a corpus and an engine behind one call."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer import Answer, Request
+from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
-from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
-from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress
 from chunkweave.retrieval.passages import RetrievedChunk
-from chunkweave.retrieval.stages import usual_top_k
-
-Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
-"""Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""
+from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +24,33 @@ class Retrieved:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipelining:
+    """What was computed for one question while its search went on (RAGCache §5.3).
+
+    Of `started` speculations `terminated` were for lists that changed; if the last one `matched` what the search ended
+    with, it is the answer. `overlap_s` is for how long the search and the answer's own generation went on together.
+    """
+
+    started: int = 0
+    terminated: int = 0
+    matched: bool = False
+    overlap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RagAnswer:
     """An answer, and the chunks that it was given, in the order of the prompt; each knows its rank and score.
 
-    The report's times begin when the chunks are there: `embed_s` and `search_s` come before them.
+    The report's times begin when the engine got its request: `embed_s` and `search_s` come before them, or with
+    `pipelining` partly beside them. `ttft_s` are all seconds from the question to the first piece of the answer.
     """
 
     answer: Answer
     retrieved: tuple[RetrievedChunk, ...]
     embed_s: float
     search_s: float
+    ttft_s: float = 0.0
+    pipelining: Pipelining | None = None
 
     @property
     def text(self) -> str:
@@ -51,16 +62,24 @@ class RagAnswer:
         """What was reused for it, and where the time went."""
         return self.answer.report
 
+    @property
+    def non_overlapping_search_s(self) -> float:
+        """Seconds of the search in which nothing was generated for its final result (RAGCache Table 3)."""
+        return self.search_s - (0.0 if self.pipelining is None else self.pipelining.overlap_s)
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {
+        told = {
             "answer": self.text,
             "finish_reason": self.answer.finish_reason,
             "embed_s": self.embed_s,
             "search_s": self.search_s,
+            "non_overlapping_search_s": self.non_overlapping_search_s,
+            "ttft_s": self.ttft_s,
             "retrieved": [chunk.as_dict() for chunk in self.retrieved],
             "report": self.report.as_dict(),
         }
+        return told if self.pipelining is None else {**told, "pipelining": asdict(self.pipelining)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +124,9 @@ class RagPipeline:
         Raises:
             UsageError: `top_k` is not positive, or there is no such order.
         """
-        if top_k is not None and top_k < 1:
-            raise UsageError(f"top-k must be at least 1, not {top_k}")
         self.engine = engine
         self.corpus = corpus
-        self._top_k = top_k
-        self._order = None if isinstance(order, str) else order
-        self._said = ChunkOrder.parse(order) if isinstance(order, str) else ChunkOrder.FIXED
-        self._system = system
-        self._cache_salt = cache_salt
+        self._requests = RagRequests(top_k=top_k, order=order, system=system, cache_salt=cache_salt)
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> Retrieved:
         """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
@@ -122,18 +135,15 @@ class RagPipeline:
             TopKError: more chunks are asked for than there are.
             UsageError: the question is empty, or `order` returned other chunks than it was given.
         """
-        if not question.strip():
-            raise UsageError("the question is empty")
-        asked = self._top_k if top_k is None else top_k
         started = time.perf_counter()
-        k = usual_top_k(len(self.corpus)) if asked is None else asked
-        if asked is None and k == 0:
+        k = self._requests.how_many(question, top_k, len(self.corpus))
+        if top_k is None and k == 0:
             return Retrieved((), 0.0, 0.0)
         vector = self.corpus.embed_query(question)
         embedded = time.perf_counter()
         found = self.corpus.search(vector, k)
         searched = time.perf_counter()
-        return Retrieved(self._ordered(found), embedded - started, searched - embedded)
+        return Retrieved(self._requests.ordered(found), embedded - started, searched - embedded)
 
     def answer(
         self,
@@ -154,7 +164,7 @@ class RagPipeline:
         """
         retrieved = self.retrieve(question, top_k=top_k)
         answer = self.engine.generate_batch(
-            [self._request(question, retrieved, sampling)],
+            [self._requests.request(question, retrieved.chunks, sampling)],
             method=method,
             quality=quality,
             recompute_ratio=recompute_ratio,
@@ -177,7 +187,7 @@ class RagPipeline:
         """
         retrieved = self.retrieve(question, top_k=top_k)
         yield RagEvent("", retrieved=retrieved.chunks)
-        request = self._request(question, retrieved, sampling)
+        request = self._requests.request(question, retrieved.chunks, sampling)
         for event in self.engine.stream(request, method=method, quality=quality, recompute_ratio=recompute_ratio):
             yield RagEvent(event.text, answer=None if event.answer is None else _answered(event.answer, retrieved))
 
@@ -187,7 +197,7 @@ class RagPipeline:
         Raises:
             PromptTooLongError: a chunk alone does not fit the model's context.
         """
-        return self.engine.precompute(self.corpus.chunks(), cache_salt=self._cache_salt, progress=progress)
+        return self.engine.precompute(self.corpus.chunks(), cache_salt=self._requests.cache_salt, progress=progress)
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
         """Remove documents from the corpus, and from the engine's store what was computed of their chunks.
@@ -197,23 +207,11 @@ class RagPipeline:
             CorpusError: the corpus cannot be written; nothing was removed.
         """
         change = self.corpus.remove(documents)
-        self.engine.forget(change.gone, cache_salt=self._cache_salt)
+        self.engine.forget(change.gone, cache_salt=self._requests.cache_salt)
         return change
-
-    def _request(self, question: str, retrieved: Retrieved, sampling: SamplingParams | None) -> Request:
-        chunks = [found.chunk for found in retrieved.chunks]
-        return Request(question, chunks, self._system, sampling or SamplingParams(), self._cache_salt, self._said)
-
-    def _ordered(self, found: tuple[RetrievedChunk, ...]) -> tuple[RetrievedChunk, ...]:
-        if self._order is None:
-            return found
-        ordered = tuple(self._order(found))
-        if Counter(chunk.rank for chunk in ordered) != Counter(chunk.rank for chunk in found):
-            raise UsageError("order has to return the chunks that it was given, each once")
-        return ordered
 
 
 def _answered(answer: Answer, retrieved: Retrieved) -> RagAnswer:
-    ranks = [chunk.rank for chunk in answer.report.chunks if chunk.rank is not None]
-    chunks = tuple(retrieved.chunks[rank] for rank in ranks)
-    return RagAnswer(answer, chunks, retrieved.embed_s, retrieved.search_s)
+    ttft_s = retrieved.embed_s + retrieved.search_s + answer.report.ttft_s
+    chunks = as_they_stood(retrieved.chunks, answer.report)
+    return RagAnswer(answer, chunks, retrieved.embed_s, retrieved.search_s, ttft_s)

@@ -16,6 +16,10 @@ class BatchingConfig:
     room for `kv_tokens`, shared out in blocks of `block_tokens`. At most `max_waiting` more wait, each passed over at
     most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
     not begun within `queue_timeout_s` is given up. A prompt has at most `max_prompt_tokens` (None: as many as fit).
+
+    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None: a quarter of
+    `step_tokens`): whoever arrives meanwhile waits for so much at most. Of the next `prefetch_requests` that wait,
+    segments on slow levels are read ahead, `prefetch_bytes` at most at any time; 0 reads nothing ahead.
     """
 
     max_running: int = 8
@@ -27,9 +31,18 @@ class BatchingConfig:
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
     max_prompt_tokens: int | None = None
+    speculation_tokens: int | None = None
+    prefetch_requests: int = 2
+    prefetch_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
+        if self.speculation_tokens is not None:
+            TokenBudget(tokens=self.speculation_tokens, max_running=self.max_running)
+        if min(self.prefetch_requests, self.prefetch_bytes) < 0:
+            raise UsageError(
+                f"{self.prefetch_requests} requests and {self.prefetch_bytes} bytes to prefetch: 0 is least"
+            )
         if not 1 <= self.block_tokens <= self.kv_tokens:
             raise UsageError(f"{self.kv_tokens} tokens of KV have no block of {self.block_tokens} tokens")
         if self.max_waiting < 1 or self.window < 0:
@@ -39,3 +52,9 @@ class BatchingConfig:
         for name, limit in (("deadline_s", self.deadline_s), ("queue_timeout_s", self.queue_timeout_s)):
             if limit is not None and not (isfinite(limit) and limit > 0):
                 raise UsageError(f"{name} must be a positive number of seconds, not {limit}")
+
+    @property
+    def tokens_of_speculations(self) -> int:
+        """Tokens in a step of speculations: what was asked for, else a quarter of `step_tokens`, within its limits."""
+        wanted = self.step_tokens // 4 if self.speculation_tokens is None else self.speculation_tokens
+        return min(self.step_tokens, max(wanted, self.max_running + 1))

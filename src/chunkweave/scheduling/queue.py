@@ -104,9 +104,14 @@ class CacheAwareQueue(Generic[RequestT]):
             raise UsageError(f"request {request!r} waits already")
         if self._capacity is not None and len(self._waiting) >= self._capacity:
             raise QueueFullError(f"{self._capacity} requests wait already; try again later or raise the queue's size")
+        waiting = self.place(request, path, prompt_tokens)
+        self._enter(waiting)
+        return waiting
+
+    def place(self, request: RequestT, path: Sequence[ChunkId], prompt_tokens: int) -> Waiting[RequestT]:
+        """The next place in the order of arrival, for a request that is being served already; it can be put back."""
         waiting = Waiting(request, tuple(path), prompt_tokens, self._next_number)
         self._next_number += 1
-        self._enter(waiting)
         return waiting
 
     def put_back(self, waiting: Waiting[RequestT]) -> None:
@@ -141,6 +146,17 @@ class CacheAwareQueue(Generic[RequestT]):
         if chosen is not None:
             self._leave(chosen)
         return chosen
+
+    def next(self, count: int) -> list[Waiting[RequestT]]:
+        """The `count` requests that are served next as things stand, first to last; they stay in the queue."""
+        if not self._waiting or count < 1:
+            return []
+        self._refresh()
+        oldest = self._by_number[self._numbers[0]]
+        overdue = self.passed_over(oldest.request) >= self._window
+        return heapq.nsmallest(
+            count, self._waiting.values(), key=lambda one: (not (overdue and one is oldest), *one._entry)
+        )
 
     def remove(self, request: RequestT) -> bool:
         """A request is given up before it was served; False if it does not wait. It has passed nobody over."""

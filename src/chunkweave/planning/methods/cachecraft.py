@@ -35,9 +35,10 @@ class CacheCraft:
     """Each chunk is taken from its most reusable variant, and the tokens that looked outside are computed again.
 
     The exact prefix comes first, as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is
-    reused, the most recently used one of several (§3.3); N = ceil(CFO |C|) of its tokens start active, those with
-    the greatest attention mass on the old prefix (eq. 12, 14), and with `focus` those in chunks that the question
-    does not attend to stop when that is known (§3.2.2). The instruction is scored like a chunk with none before it.
+    reused (§3.3); of several the one of the least id, so that a plan does not hang on what else was asked. N =
+    ceil(CFO |C|) of its tokens start active, those with the greatest attention mass on the old prefix (eq. 12, 14), and
+    with `focus` those in chunks that the question does not attend to stop when that is known (§3.2.2). The instruction
+    is scored like a chunk with none before it.
 
     What the paper leaves open: a variant computed alone looked at no chunk, so that its CCI is 0.5 and its overlap 0
     unless it is the first chunk now; one without attention profile counts as wholly dependent on a context that is
@@ -70,14 +71,14 @@ class CacheCraft:
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
 
     def _choose(self, variants: Sequence[SegmentRecord], prefix: _Prefix) -> tuple[SegmentRecord, Fix]:
-        """The variant with the least impact, the first of several (they come most recently used first), and its fix."""
+        """The variant with the least impact and its fix; of several the one of the least id, whenever it was used."""
         best, least, scores = variants[0], inf, (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
-            if cci * (1.0 - overlap) >= least:
+            if cci * (1.0 - overlap) > least:
                 continue  # order and coverage only lessen the overlap
             overlap = self._overlap(record, overlap, prefix)
-            if cci * (1.0 - overlap) < least:
+            if (cci * (1.0 - overlap), record.id) < (least, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
         cfo = fix_overhead(self._config.alpha, least)
         return best, Fix(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))

@@ -1,0 +1,140 @@
+"""The load generator: arrivals, times that count from them, failures, percentiles, bisection."""
+
+import asyncio
+import math
+
+import pytest
+
+from chunkweave.errors import QueueFullError, UsageError
+from chunkweave.eval.load import (
+    LoadedRequest,
+    LoadResult,
+    poisson_arrivals,
+    run_load,
+    sustainable_rate,
+)
+
+
+async def answer(*waits_s: float, tokens: int = 1):
+    for wait_s in waits_s:
+        await asyncio.sleep(wait_s)
+        yield tokens
+
+
+def test_arrivals_are_those_of_a_poisson_process():
+    times = poisson_arrivals(20_000, 4.0, seed=1)
+    gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    assert times == sorted(times)
+    assert times == poisson_arrivals(20_000, 4.0, seed=1)
+    assert times != poisson_arrivals(20_000, 4.0, seed=2)
+    assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.03)
+    assert sum(gap > 0.25 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.02)
+    with pytest.raises(UsageError):
+        poisson_arrivals(1, 0.0, seed=0)
+
+
+def test_nobody_waits_for_an_earlier_answer_and_times_count_from_arrival():
+    asked = []
+
+    def ask(number: int):
+        asked.append(number)
+        return answer(0.3, 0.1, 0.1)
+
+    seen = []
+    result = asyncio.run(run_load(ask, [0.0, 0.02, 0.04], done=lambda ended, of: seen.append((ended, of))))
+    assert asked == [0, 1, 2]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert result.duration_s < 1.0, "one after the other would take 1.5 s"
+    for request in result.requests:
+        assert 0.3 <= request.ttft_s < request.total_s
+        assert request.total_s >= 0.5
+        assert request.tpot_s == pytest.approx((request.total_s - request.ttft_s) / 2)
+    assert result.error_rate == 0.0
+
+
+def test_a_generator_that_falls_behind_hides_nothing():
+    """The event loop is held up for 0.2 s when the second request is due."""
+    import time
+
+    async def ask(number: int):
+        if number == 0:
+            time.sleep(0.2)
+        yield 1
+
+    result = asyncio.run(run_load(ask, [0.0, 0.01]))
+    assert result.requests[1].ttft_s >= 0.18
+
+
+def test_failures_are_counted_and_others_end_the_run():
+    closed = []
+
+    async def ask(number: int):
+        try:
+            if number == 1:
+                raise QueueFullError("full")
+            yield 1
+            if number == 2:
+                await asyncio.sleep(10)
+        finally:
+            closed.append(number)
+
+    async def empty(number: int):
+        return
+        yield
+
+    result = asyncio.run(run_load(ask, [0.0, 0.0, 0.0], timeout_s=0.2))
+    assert sorted(closed) == [0, 1, 2]
+    assert [request.error for request in result.requests] == [None, "QueueFullError: full", "no answer within 0.2 s"]
+    assert result.error_rate == pytest.approx(2 / 3)
+    assert len(result.answered) == 1
+    none = asyncio.run(run_load(empty, [0.0]))
+    assert none.error_rate == 1.0
+    assert none.ttft_mean_s == math.inf
+    assert none.as_dict()["ttft_p50_s"] is None
+
+    async def bug(number: int):
+        raise ZeroDivisionError
+        yield
+
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(run_load(bug, [0.0]))
+    for wrong in ([], [1.0, 0.5], [-1.0]):
+        with pytest.raises(UsageError):
+            asyncio.run(run_load(ask, wrong))
+
+
+def test_statistics_by_hand():
+    requests = [LoadedRequest(0.0, float(n), 2.0 * n, 11) for n in range(1, 11)]
+    result = LoadResult((*requests, LoadedRequest(0.0, 99.0, 99.0, 1, "lost")), 20.0)
+    assert result.ttft_mean_s == 5.5
+    assert [result.ttft_s(percent) for percent in (0, 50, 90, 100)] == pytest.approx([1.0, 5.5, 9.1, 10.0])
+    assert result.tpot_s(50) == pytest.approx(0.55)
+    assert (result.requests_per_s, result.tokens_per_s) == (0.5, 5.5)
+    told = result.as_dict()
+    assert told["requests"] == 11
+    assert told["tpot_p90_s"] == pytest.approx(0.91)
+
+
+@pytest.mark.parametrize(("capacity", "high"), [(3.3, 8.0), (3.3, 1.0), (0.01, 1.0)])
+def test_bisection_closes_in_on_the_greatest_rate(capacity, high):
+    async def run(rate: float) -> LoadResult:
+        return LoadResult((LoadedRequest(0.0, 1.0 if rate <= capacity else 9.0, 9.0, 1),), 1.0)
+
+    found = asyncio.run(sustainable_rate(run, 5.0, low_per_s=0.0, high_per_s=high, trials=10))
+    assert found.bounded
+    assert found.rate_per_s == pytest.approx(capacity, abs=0.03)
+    assert len(found.trials) == 10
+
+
+def test_a_rate_with_errors_is_not_sustainable_and_a_bound_may_not_be_found():
+    async def failing(rate: float) -> LoadResult:
+        return LoadResult((LoadedRequest(0.0, 1.0, 1.0, 1), LoadedRequest(0.0, None, 1.0, 0, "full")), 1.0)
+
+    async def fast(rate: float) -> LoadResult:
+        return LoadResult((LoadedRequest(0.0, 1.0, 1.0, 1),), 1.0)
+
+    assert asyncio.run(sustainable_rate(failing, 5.0, low_per_s=0.0, high_per_s=1.0)).rate_per_s == 0.0
+    found = asyncio.run(sustainable_rate(fast, 5.0, low_per_s=0.0, high_per_s=1.0, trials=3))
+    assert (found.rate_per_s, found.bounded) == (4.0, False)
+    with pytest.raises(UsageError):
+        asyncio.run(sustainable_rate(fast, 5.0, low_per_s=2.0, high_per_s=1.0))
