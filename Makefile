@@ -7,11 +7,12 @@ PIP_ARGS ?=
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
+TRITON_VENV := .venv-triton
 CLIENTS_VENV := .venv-clients
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint checks clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak
+.PHONY: help demo test test-triton test-vllm lint checks clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +25,9 @@ test: ## Fresh .venv-test, then linters, type check and all tests that need no s
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
 	$(TEST_VENV)/bin/python -m pytest
+
+test-triton: $(TRITON_VENV)/.installed ## The attention kernel in Triton's interpreter, on the CPU
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest tests/triton
 
 test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
@@ -61,7 +65,7 @@ prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memo
 	$(TEST_VENV)/bin/python benchmarks/soak.py --out docs/results/soak.json
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(VLLM_VENV) $(CLIENTS_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -73,6 +77,14 @@ $(DEMO_VENV)/.installed: $(SOURCES)
 $(TEST_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	touch $@
+
+# Triton over what .venv-test has. Not in there: it is large, and nothing but its interpreter is of use without a GPU.
+$(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
+	$(call make_venv,$(TRITON_VENV))
+	$(TEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(TRITON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test-venv.pth
+	$(TRITON_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps '$(shell sed -n "s/^ *\"\(triton>=[^;]*\);.*/\1/p" pyproject.toml)'
 	touch $@
 
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.

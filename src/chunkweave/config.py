@@ -54,6 +54,7 @@ class StoreConfig:
     """Where segments may be kept, how much room they may take there, and which one leaves first when it is full.
 
     `budget_bytes` is host memory, `device_budget_bytes` the accelerator's (0: none, segments lie on the host).
+    With a GPU, `pinned_bytes` of the host's (None: all of it) are page-locked, so that it reads them while it computes.
     With a `cache_dir` they are kept on disk too, with a `remote_url` (`redis://...`, `s3://...`, `file://...`) on
     another machine; the remote's budget bounds what this process puts there, and None leaves it to the server.
     `codec` is how segments are encoded on disk and remote. A segment is written there once it was seen `admission`
@@ -74,9 +75,11 @@ class StoreConfig:
     ttl_s: float | None = None
     max_variants: int | None = DEFAULT_MAX_VARIANTS
     max_instances: int | None = None
+    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        budgets = (self.budget_bytes, self.device_budget_bytes, self.disk_budget_bytes, self.remote_budget_bytes or 0)
+        outer = (self.disk_budget_bytes, self.remote_budget_bytes or 0)
+        budgets = (self.budget_bytes, self.device_budget_bytes, self.pinned_bytes or 0, *outer)
         if min(budgets) < 0:
             raise UsageError(f"the store's budget must not be negative: {min(budgets)}")
         if self.admission < 1:
@@ -88,6 +91,35 @@ class StoreConfig:
                 raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
         if self.remote_url is not None and "://" not in self.remote_url:
             raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
+
+
+class AttentionKernel(StrEnum):
+    """What computes attention."""
+
+    AUTO = "auto"
+    """Our Triton kernel on CUDA where it runs, else PyTorch's."""
+    TRITON = "triton"
+    SDPA = "sdpa"
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeConfig:
+    """How a model is run on its device; none of it changes what is computed.
+
+    `attention` says by which kernel. With `decode_graphs`, on CUDA and with the Triton kernel, a step in which all
+    requests decode is recorded once as a CUDA graph and replayed, so that it costs one launch instead of hundreds.
+    On CUDA `pinned_bytes` of host memory at most are page-locked for segments on their way from slower tiers.
+    """
+
+    attention: AttentionKernel = AttentionKernel.AUTO
+    decode_graphs: bool = False
+    pinned_bytes: int = 4 * GIB
+
+    def __post_init__(self) -> None:
+        if self.attention not in tuple(AttentionKernel):
+            raise UsageError(f"no such attention: {self.attention!r}; there are: {', '.join(AttentionKernel)}")
+        if self.pinned_bytes < 0:
+            raise UsageError(f"page-locked memory must not be negative: {self.pinned_bytes}")
 
 
 class FocusReading(StrEnum):

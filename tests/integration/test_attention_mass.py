@@ -110,8 +110,8 @@ PLANS = tuple(
 def capture_of(config: CaptureConfig, positions: list[int], layers=range(4)) -> tuple[AttentionCapture, torch.Tensor]:
     """A capture shown random layers, and the mean weights `[positions, positions]` that it should have summed."""
     capture = AttentionCapture(PLANS, GEOMETRY, config, device=torch.device("cpu"))
-    rows = torch.arange(len(positions))
-    capture.follow(rows, torch.tensor(positions))
+    rows = list(range(len(positions)))
+    capture.follow(rows, positions)
     weights = torch.zeros(60, 60, dtype=torch.float64)
     heads = evenly_spread(config.heads, 6)
     read = [layer for layer in layers if capture.wants(layer)]
@@ -141,11 +141,11 @@ def test_profiles_are_sums_over_parts_of_the_mean_weights(config):
 
 def test_layers_and_heads_are_spread_and_the_last_layer_is_never_among_them():
     capture = AttentionCapture(PLANS, GEOMETRY, CaptureConfig(layers=None), device=torch.device("cpu"))
-    capture.follow(torch.arange(1), torch.tensor([31]))
+    capture.follow([0], [31])
     assert [layer for layer in range(5) if capture.wants(layer)] == [0, 1, 2, 3]
     few = AttentionCapture(PLANS, GEOMETRY, CaptureConfig(layers=2), device=torch.device("cpu"))
     assert not any(few.wants(layer) for layer in range(5))  # nobody is followed
-    few.follow(torch.arange(1), torch.tensor([31]))
+    few.follow([0], [31])
     assert [layer for layer in range(5) if few.wants(layer)] == [1, 3]
     assert evenly_spread(8, 23) == (1, 4, 7, 10, 12, 15, 18, 21)
     assert evenly_spread(9, 4) == (0, 1, 2, 3)

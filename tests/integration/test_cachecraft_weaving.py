@@ -518,7 +518,7 @@ def rows_of(bench: Bench, prompt: Prompt, plan: Plan) -> tuple[ActiveRows, tuple
     cache = RequestCache(model.geometry, len(prompt), placements, dtype=model.dtype, device=model.device)
     rows = ActiveRows.of_pass(cache, torch.tensor(prompt.token_ids), plan.passes[0], dtype=model.dtype)
     computed = [p for p in plan.parts if p.fate is Fate.COMPUTED and p.part.id is not None]
-    captures = tuple(PartCapture(part, model.geometry, model.dtype) for part in computed)
+    captures = tuple(PartCapture(part, model.geometry, model.dtype, device=model.device) for part in computed)
     attention = AttentionCapture(plan.parts, model.geometry, EVERYTHING, device=model.device)
     rows.keep(captures, attention)
     return rows, captures, attention

@@ -1,7 +1,11 @@
 """Segments on a torch device, and their way back to the host."""
 
+from functools import partial
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chunkweave.config import StoreConfig
 from chunkweave.engine.stores import open_store
@@ -10,8 +14,9 @@ from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import TieredStore
-from chunkweave.tiers.device import DeviceTier, on_host
+from chunkweave.tiers.device import DeviceTier
 from chunkweave.tiers.host import HostTier
+from chunkweave.tiers.host_memory import host_memory_for, moved_into
 from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import id_of, record_of
 
@@ -20,25 +25,57 @@ def _segment() -> SegmentKV:
     return SegmentKV(torch.arange(2 * 2 * 2 * 1 * 4, dtype=torch.float32).reshape(2, 2, 2, 1, 4))
 
 
-def test_a_segment_moves_to_the_device_and_counts_its_bytes_there():
-    tier = DeviceTier("meta")
+def test_a_segment_moves_to_the_device_and_counts_the_bytes_of_its_blocks():
     segment, record = _segment(), record_of("A")
+    tier = DeviceTier("meta", budget_bytes=4 * segment.nbytes, block_tokens=4)
     tier.put(record, segment)
     held = tier.get(record.id)
-    assert isinstance(held, SegmentKV)
-    assert held.kv.device.type == "meta"
-    assert tier.nbytes(record.id) == tier.size_of(record, segment) == segment.nbytes
-    assert [r.nbytes for r in tier.records()] == [segment.nbytes]
+    assert held.device.type == "meta"
+    assert held.nbytes == segment.nbytes
+    assert tier.nbytes(record.id) == tier.size_of(record, segment) == 2 * segment.nbytes  # 2 tokens in a block of 4
+    assert [r.nbytes for r in tier.records()] == [2 * segment.nbytes]
     tier.delete(record.id)
     assert tier.get(record.id) is None
 
 
-def test_a_segment_that_is_there_is_not_copied():
-    tier = DeviceTier("cpu")
+def test_blocks_of_what_is_forgotten_are_free_once_nobody_reads_them():
     segment = _segment()
+    tier = DeviceTier("cpu", budget_bytes=segment.nbytes, block_tokens=2)
     tier.put(record_of("A"), segment)
-    assert tier.get(id_of("A")) is segment
-    assert on_host(segment) is segment
+    read = tier.get(id_of("A"))
+    tier.delete(id_of("A"))
+    with pytest.raises(OSError, match="no free blocks"):
+        tier.put(record_of("B"), segment)
+    assert torch.equal(read.layer(1), segment.kv[1])
+    del read
+    tier.put(record_of("B"), segment)
+    assert tier.get(id_of("B")) is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ABCD"), st.integers(0, 9)), max_size=30))
+def test_segments_of_any_length_come_and_go(steps):
+    """Against a dict: what is held reads as it was put, over blocks in whatever order they were free."""
+    tier = DeviceTier("cpu", budget_bytes=8 * 3 * 32, block_tokens=3)
+    held: dict[str, torch.Tensor] = {}
+    for count, (name, tokens) in enumerate(steps):
+        if not tokens:
+            tier.delete(id_of(name))
+            held.pop(name, None)
+            continue
+        kv = torch.full((2, 2, tokens, 1, 2), float(count)) + torch.arange(tokens)[:, None, None] / 16
+        try:
+            tier.put(record_of(name), SegmentKV(kv))
+            held[name] = kv
+        except OSError:
+            held.pop(name, None)
+            assert sum(-(-one.shape[2] // 3) for one in held.values()) + -(-tokens // 3) > 8
+        for other, expected in held.items():
+            found = tier.get(id_of(other))
+            assert found.nbytes == expected.nbytes
+            assert torch.equal(found.whole(), expected)
+            del found  # who reads a segment keeps its blocks
+        assert {record.id for record in tier.records()} == {id_of(other) for other in held}
 
 
 def test_only_whole_segments_go_to_a_device():
@@ -49,14 +86,17 @@ def test_only_whole_segments_go_to_a_device():
             raise AssertionError
 
     with pytest.raises(TypeError, match="whole"):
-        DeviceTier("cpu").put(record_of("A"), Lazy())
+        DeviceTier("cpu", budget_bytes=64).put(record_of("A"), Lazy())
 
 
 def _two_levels(device: str) -> tuple[TieredStore[SegmentSource], int]:
     nbytes = _segment().nbytes
-    host: HostTier[SegmentSource] = HostTier(on_host)
+    host: HostTier[SegmentSource] = HostTier(partial(moved_into, host_memory_for(torch.device(device), 1 << 20)))
     levels = [
-        Level("device", SegmentStore(DeviceTier(device), budget_bytes=nbytes)),
+        Level(
+            "device",
+            SegmentStore(DeviceTier(device, budget_bytes=nbytes, block_tokens=2), budget_bytes=nbytes),
+        ),
         Level("host", SegmentStore(host, budget_bytes=10 * nbytes)),
     ]
     return TieredStore(levels), nbytes

@@ -108,7 +108,7 @@ class BatchingCore:
             running=len(running),
             blocks=use.blocks,
             blocks_reserved=use.reserved,
-            pending=waiting + sum(ticket.job is not None for ticket in running),
+            pending=waiting + sum(ticket.job is not None or ticket.running is None for ticket in running),
             speculating=self._waiting.speculations + speculations_running,
             speculations_running=speculations_running,
             prefetched_bytes=self._look_ahead.nbytes,

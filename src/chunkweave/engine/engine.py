@@ -10,7 +10,7 @@ import torch
 
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.template import PromptTemplate, template_for
-from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.conversation import Conversation
 from chunkweave.engine.conversing import Conversing
@@ -64,6 +64,7 @@ class Engine:
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
         shadow: ShadowConfig | None = None,
+        compute: ComputeConfig | None = None,
     ) -> None:
         """Put an engine around a loaded model.
 
@@ -81,11 +82,12 @@ class Engine:
             calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
             shadow: how often woven answers are held against full prefill; None = never.
+            compute: how the model is run on its device; None = our kernel on CUDA where it runs.
 
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
-            UsageError: no such order, the store's remote URL cannot be used, a record of another model, or a quality
-                target without a record; the message says how to make one.
+            UsageError: no such order, the store's remote URL cannot be used, a record of another model, a quality
+                target without a record (the message says how to make one), or a kernel that does not run here.
         """
         self._loaded = loaded
         self._reuse = reuse or ReuseConfig()
@@ -103,7 +105,7 @@ class Engine:
             store = open_store(config, loaded.fingerprint, loaded.model.device)
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
-        self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture)
+        self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute)
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
         self._checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)

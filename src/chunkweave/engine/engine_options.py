@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from chunkweave.chunking.template import PromptTemplate
-from chunkweave.config import ConversationConfig, ReuseConfig, StoreConfig
+from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, StoreConfig
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.ordering.ordering_config import OrderingConfig
 from chunkweave.planning.calibration_record import CalibrationRecord
@@ -24,3 +24,4 @@ class EngineOptions(TypedDict, total=False):
     calibration: CalibrationRecord | None
     template: PromptTemplate | None
     shadow: ShadowConfig | None
+    compute: ComputeConfig | None

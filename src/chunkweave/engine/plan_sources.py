@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.prefetch import Prefetch
@@ -18,6 +20,9 @@ from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
+from chunkweave.tiers.copies import Send
+from chunkweave.tiers.device_blocks import BlockSegment
+from chunkweave.tiers.host_memory import HostMemory
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId
 
@@ -31,6 +36,8 @@ class Surroundings:
     cost: CostModel | None
     load_order: LoadOrder
     capture: CaptureConfig
+    send: Send
+    memory: HostMemory
 
 
 def make_plan(
@@ -58,6 +65,11 @@ def make_plan(
     return plan
 
 
+def must_be_loaded(source: SegmentSource, device: torch.device) -> bool:
+    """Whether a segment is not yet where it is computed with: in a slower tier, or on the host of a GPU."""
+    return not isinstance(source, SegmentKV | BlockSegment) or source.device.type != device.type
+
+
 def _stored(
     history: Mapping[int, SegmentId], store: TieredStore[SegmentSource], given_up: Collection[SegmentId]
 ) -> Iterator[tuple[int, SegmentRecord]]:
@@ -68,7 +80,7 @@ def _stored(
 
 
 class PlanSources:
-    """Pins the segments of one plan; those not in memory are read on a thread of its own. Close it.
+    """Pins the segments of one plan; those not on the device are read on a thread of its own. Close it.
 
     `placements` says where every segment goes. Owned by the request whose plan it is.
     """
@@ -86,13 +98,20 @@ class PlanSources:
             ahead = held.get(segment) or (prefetched.find(segment) if prefetched is not None else None)
             source = ahead or here.store.get(segment, exact=segment in exact) or Gone(segment)
             sources[segment] = source
-            if not isinstance(source, SegmentKV | LoadingSegment | Gone):
+            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, here.model.device):
                 slow.append((segment, source))
         if prefetched is not None:
             prefetched.start_using()
         if slow:
             wait_s = here.cost.prefill(max(source.tokens for _, source in slow)) if here.cost else None
-            self._loader = LayerLoader(slow, here.model.geometry.num_layers, order=here.load_order, wait_s=wait_s)
+            self._loader = LayerLoader(
+                slow,
+                here.model.geometry.num_layers,
+                order=here.load_order,
+                wait_s=wait_s,
+                send=here.send,
+                memory=here.memory,
+            )
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()
         chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]

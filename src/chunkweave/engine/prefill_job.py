@@ -17,11 +17,10 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.turns import Turn, turn_captures, turn_of
 from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
-from chunkweave.fusion.rows import ActiveRows
+from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.explanation import Stop
-from chunkweave.planning.flops import LayerWork
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Fate, Pass, Plan
 from chunkweave.planning.slices import can_be_cut, cut
@@ -72,7 +71,7 @@ class _Progress:
 
     weave_s: float
     load_s: float = 0.0
-    work: list[LayerWork] = field(default_factory=list)
+    work: list[CountedWork] = field(default_factory=list)
     recompute_work: int = 0
     recomputed: tuple[Span, ...] = ()
     stop: Stop | None = None
@@ -164,9 +163,9 @@ class PrefillJob:
         so_far.work += rows.work
         so_far.stop, so_far.evidence = rows.stop or so_far.stop, rows.evidence
         fixed = self.plan.computed_tokens_of(a_pass)
-        so_far.recompute_work += sum(layer.kept_tokens - fixed for layer in rows.work)
+        so_far.recompute_work += sum(layer.kept_tokens - fixed for layer, _ in rows.work)
         if a_pass.depth is None:
-            recomputed = spans_of(self.plan.reused_among(rows.positions.tolist()))
+            recomputed = spans_of(self.plan.reused_among(rows.where))
             so_far.recomputed = joined([*so_far.recomputed, *recomputed])
         if not self._steps:
             assert logits is not None, "the last pass gives answers"
@@ -240,7 +239,10 @@ class PrefillJob:
         parts = parts_to_keep(
             self._prompt, self.plan, self._sources.placements, self._here.store, woven_fraction=fraction
         )
-        captures = [PartCapture(part, model.geometry, model.dtype, woven_from=origin) for part, origin in parts]
+        captures = [
+            PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
+            for part, origin in parts
+        ]
         if not captures or not config.profile:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
@@ -260,7 +262,10 @@ class PrefillJob:
             return ()
         model = self._here.model
         parts = parts_that_weave(self.plan, self._sources.placements)
-        return [PartCapture(part, model.geometry, model.dtype, woven_from=origin) for part, origin in parts]
+        return [
+            PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
+            for part, origin in parts
+        ]
 
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -274,7 +279,7 @@ class PrefillJob:
             logits=logits,
             captures=tuple(capture for capture in self._captures if capture.complete),
             attention=self._attention,
-            work=tuple(self._progress.work),
+            work=tuple(counted(self._progress.work)),
             recomputed=self._progress.recomputed,
             recompute_work=self._progress.recompute_work,
             stop=self._progress.stop,

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import CaptureConfig
+from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.new_segments import segments_of
-from chunkweave.engine.plan_sources import Surroundings, make_plan
+from chunkweave.engine.plan_sources import Surroundings, make_plan, must_be_loaded
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.prefilled import Prefilled
@@ -18,15 +19,21 @@ from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
-from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.models.flat_attention import SdpaAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
 from chunkweave.store.tiered import TieredStore
+from chunkweave.tiers.copies import copies_to
+from chunkweave.tiers.host_memory import host_memory_for
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import SegmentId
+
+if TYPE_CHECKING:  # it imports Triton, which need not be there
+    from chunkweave.fusion.graphed_decode import GraphedDecode
 
 __all__ = ["Decoding", "Prefilled", "Runner"]
 
@@ -54,18 +61,27 @@ class Runner:
         cost: CostModel | None = None,
         load_order: LoadOrder = LoadOrder.LAYERS,
         capture: CaptureConfig | None = None,
+        compute: ComputeConfig | None = None,
     ) -> None:
         """Put a runner between a model and a store.
 
         With a `cost` model, segments that load slower than they compute are computed, and a layer that comes later
         than that is given up. `load_order` is for comparison only. `capture` says what is kept of a prefill for later
-        ones (None: the defaults).
+        ones (None: the defaults), `compute` how the model runs on its device.
+
+        Raises:
+            UsageError: `compute` asks for a kernel that does not run here.
         """
         self.model = model
         self.store = store
         self.cost = cost
         self.capture = capture or CaptureConfig()
         self.load_order = load_order
+        self.compute = compute or ComputeConfig()
+        self.attention = make_attention(self.compute.attention, model.geometry, dtype=model.dtype, device=model.device)
+        self._graphed = self._graphed_decode()
+        self._send = copies_to(model.device).send
+        self._memory = host_memory_for(model.device, self.compute.pinned_bytes)
 
     def room_for_new_tokens(self, prompt: Prompt) -> int:
         """How many tokens the context leaves for the answer.
@@ -133,6 +149,12 @@ class Runner:
             PassInterrupted: it said so. Nothing has changed; the same step may be made again.
             SegmentLost: a job was still loading, and a segment does not come; no other job may be in that step.
         """
+        plain = all(one.cache.kept_from is None for one in decoding)  # a conversation keeps its keys before RoPE
+        if self._graphed is not None and not prefilling and plain:
+            decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
+            logits = self._graphed.decode(*zip(*decodes_one, strict=True))
+            if logits is not None:
+                return logits
         if interrupt is not None:
             for job, _ in prefilling:
                 job.mark()
@@ -141,7 +163,9 @@ class Runner:
         made = time.perf_counter()
         times = LoopTimes()
         try:
-            hidden = run_pass(self.model, [*decodes, *(rows for _, rows in pieces)], times, interrupt=interrupt)
+            hidden = run_pass(
+                self.model, [*decodes, *(rows for _, rows in pieces)], times, self.attention, interrupt=interrupt
+            )
         except PassInterrupted:
             for job, _ in pieces:
                 job.undo()
@@ -164,10 +188,17 @@ class Runner:
         plan = make_plan(self._surroundings, prompt, method)
         lease = self.store.lease(plan.segments())
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
-        slow = [(segment, source) for segment, source in wanted if source and not isinstance(source, SegmentKV)]
+        slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
         slow = _within(slow, max_bytes)
-        layers, depth = self.model.geometry.num_layers, self._preload_depth(plan, slow)
-        return Prefetch(lease, LayerLoader(slow, layers, order=self.load_order, depth=depth))
+        loader = LayerLoader(
+            slow,
+            self.model.geometry.num_layers,
+            order=self.load_order,
+            depth=self._preload_depth(plan, slow),
+            send=self._send,
+            memory=self._memory,
+        )
+        return Prefetch(lease, loader)
 
     @torch.inference_mode()
     def decode(
@@ -195,12 +226,22 @@ class Runner:
 
     @property
     def _surroundings(self) -> Surroundings:
-        return Surroundings(self.model, self.store, self.cost, self.load_order, self.capture)
+        return Surroundings(self.model, self.store, self.cost, self.load_order, self.capture, self._send, self._memory)
+
+    def _graphed_decode(self) -> "GraphedDecode | None":
+        """Recorded decode steps, if they are asked for and this is a GPU that our kernel runs on."""
+        device = self.model.device
+        if not self.compute.decode_graphs or device.type != "cuda" or isinstance(self.attention, SdpaAttention):
+            return None
+        from chunkweave.fusion.graphed_decode import GraphedDecode
+
+        return GraphedDecode(self.model, dtype=self.model.dtype, device=device)
 
     def _row(self, one: Decoding) -> ActiveRows:
-        tokens = torch.tensor(one.token_ids, device=self.model.device)
-        positions = torch.arange(one.position, one.position + len(tokens), device=self.model.device)
-        return ActiveRows(one.cache, tokens, positions, dtype=self.model.dtype)
+        device, stop = self.model.device, one.position + len(one.token_ids)
+        where = list(range(one.position, stop))
+        tokens, positions = torch.tensor(one.token_ids, device=device), torch.tensor(where, device=device)
+        return ActiveRows(one.cache, tokens, positions, dtype=self.model.dtype, stop=stop, where=where)
 
     def _preload_depth(self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]]) -> int:
         if self.cost is None:

@@ -1,6 +1,7 @@
 """Opens the hierarchy of tiers that a configuration asks for."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -60,12 +61,15 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
 def _memory(
     config: StoreConfig, device: torch.device, prefill_s: PrefillSeconds | None
 ) -> Iterator[Level[SegmentSource]]:
-    from chunkweave.tiers.device import DeviceTier, on_host
+    from chunkweave.tiers.device import DeviceTier
     from chunkweave.tiers.host import HostTier
+    from chunkweave.tiers.host_memory import host_memory_for, moved_into
 
     if config.device_budget_bytes and device.type != "cpu":
-        yield Level("device", _store(config, DeviceTier(device), config.device_budget_bytes, prefill_s))
-    host: HostTier[SegmentSource] = HostTier(on_host)
+        tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
+        yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
+    memory = host_memory_for(device, config.budget_bytes if config.pinned_bytes is None else config.pinned_bytes)
+    host: HostTier[SegmentSource] = HostTier(partial(moved_into, memory))
     yield Level("host", _store(config, host, config.budget_bytes, prefill_s))
 
 

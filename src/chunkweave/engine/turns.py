@@ -51,7 +51,7 @@ def turn_captures(
             assert part.segment is not None, "a reused part has a segment"
             record = records[part.segment]
             origin = WovenFrom(sources[part.span], record.attention if record is not None else None, 0.0)
-        yield PartCapture(part, model.geometry, model.dtype, woven_from=origin)
+        yield PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
 
 
 def turn_of(prompt: Prompt, plan: Plan, captures: Sequence[PartCapture]) -> Turn:
@@ -60,7 +60,7 @@ def turn_of(prompt: Prompt, plan: Plan, captures: Sequence[PartCapture]) -> Turn
     records = captured_records(prompt, plan, captures, lambda _, capture: capture.attention_before)
     for part, capture, record in records:
         kept[record.id] = KeptPart(record, _fresh(part, capture))
-        segments[record.id] = capture.segment()
+        segments[record.id] = SegmentKV(capture.segment().kv.cpu())
     return Turn(kept, segments)
 
 

@@ -8,6 +8,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig
 from chunkweave.fusion.woven_profile import woven_profile
 from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.flat_attention import KeyParts, Measured
 from chunkweave.planning.plan import PartPlan
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import ChunkId, Geometry
@@ -38,6 +39,8 @@ class AttentionCapture:
         self._received = torch.zeros(self._tokens, device=device)
         self._layers_read: set[int] = set()
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
+        self._where: list[int] = []
+        self._key_parts: KeyParts | None = None
         self._meter: AttentionMeter | None = None
         self._marked = self._by_part, self._received
         self.scores = 0
@@ -55,26 +58,50 @@ class AttentionCapture:
         """Whether this layer is captured, and anything is followed."""
         return layer in self._layers and len(self._rows) > 0
 
-    def follow(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """From now on these `rows` `[followed]` of the active ones are captured; they stand at `positions`."""
-        if len(rows) != len(self._rows) or not torch.equal(positions, self._positions):
+    def follow(self, rows: Sequence[int], where: Sequence[int]) -> None:
+        """From now on these `rows` of the active ones, which stand at positions `where`, are captured."""
+        positions = [where[row] for row in rows]
+        if positions != self._where:
             self._meter = None
-            self.scores = (int(positions.sum()) + len(positions)) * self._num_heads
-        self._rows, self._positions = rows, positions
+            self.scores = (sum(positions) + len(positions)) * self._num_heads
+            self._where = positions
+            self._positions = torch.tensor(positions, dtype=torch.long, device=self._received.device)
+        self._rows = torch.tensor(rows, dtype=torch.long, device=self._received.device)
 
-    def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, measured: Measured | None = None) -> None:
         """Add one layer of the followed tokens.
 
         `queries` `[active rows, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are after RoPE; the keys
-        start at position 0.
+        start at position 0. `measured` is what the attention kernel summed of the active rows' weights on the way; None
+        if it did not, and they are worked out once more.
         """
         if self._meter is None:
             spans = [part.span for part in self._parts]
-            self._meter = AttentionMeter(self._positions, spans, heads=self._heads)
-        mass = self._meter.read(queries[self._rows], keys)
+            self._meter = AttentionMeter(self._positions, spans, heads=self._heads, where=self._where)
+        rows = self._rows
+        if measured is None:
+            mass = self._meter.read(queries[rows], keys)
+        else:
+            mass = self._meter.finish(
+                queries[rows],
+                keys,
+                by_part=measured.by_part[rows],
+                own=measured.own[rows],
+                log_sum_exp=measured.log_sum_exp[rows],
+            )
         self._by_part.index_add_(0, self._positions, mass.by_part)
         self._received[: len(mass.received)] += mass.received
         self._layers_read.add(layer)
+
+    @property
+    def key_parts(self) -> KeyParts:
+        """The part of every key of the prompt, for a kernel that is to sum by part."""
+        if self._key_parts is None:
+            table = torch.full((self._tokens,), -1, dtype=torch.int32)
+            for index, part in enumerate(self._parts):
+                table[part.span.start : part.span.stop] = index
+            self._key_parts = KeyParts(table.to(self._received.device), len(self._parts))
+        return self._key_parts
 
     def profile(
         self, part: PartPlan, recomputed: Sequence[int], before: AttentionProfile | None = None

@@ -1,5 +1,6 @@
 """Keeps the KV of newly computed and of largely recomputed chunks, so that it can be stored when the request ends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -25,7 +26,10 @@ class WovenFrom:
 
 
 class PartCapture:
-    """Collects keys before RoPE and values of one part, layer by layer, in host memory.
+    """Collects keys before RoPE and values of one part, layer by layer, on the device that computes them.
+
+    To the host they go when they are stored, behind the first token: a copy a layer would stand in the way of the
+    next layer's work.
 
     The tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules
     let them; either way its rows are one run of the active ones. Where a token was not active, a reused part keeps the
@@ -34,15 +38,23 @@ class PartCapture:
     """
 
     def __init__(
-        self, part: PartPlan, geometry: Geometry, dtype: torch.dtype, *, woven_from: WovenFrom | None = None
+        self,
+        part: PartPlan,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        woven_from: WovenFrom | None = None,
     ) -> None:
         self.part = part
         self.woven_from = woven_from
         self._tokens = len(part.span)
         self._least = self._tokens if woven_from is None else ceil(woven_from.least_fraction * self._tokens)
         shape = (geometry.num_layers, 2, self._tokens, geometry.num_kv_heads, geometry.head_dim)
-        self._kv: torch.Tensor | None = torch.empty(shape, dtype=dtype)
+        self._device = device
+        self._kv: torch.Tensor | None = torch.empty(shape, dtype=dtype, device=device)
         self._offsets = torch.arange(0)
+        self._rows = torch.empty(0, dtype=torch.long, device=device)
         self._fresh = torch.zeros(geometry.num_layers, self._tokens, dtype=torch.bool)
         self._layer = 0
         self._in_slices = False
@@ -51,17 +63,18 @@ class PartCapture:
         """The next layer to be taken is the first: a pass begins, or a slice of one, with active tokens of its own."""
         self._layer = 0
         self._in_slices = in_slices
-        self._offsets = torch.arange(0)
+        self._offsets, self._rows = torch.arange(0), self._rows[:0]
 
-    def follow(self, offsets: torch.Tensor) -> bool:
-        """From the next layer on these tokens of the part are active, `[rows]`, ascending, 0 its first.
+    def follow(self, offsets: Sequence[int]) -> bool:
+        """From the next layer on these tokens of the part are active, ascending, 0 its first.
 
         False, and never again true, if they are too few for the part to be stored; of a slice they never are.
         """
         if len(offsets) < self._least and not self._in_slices:
             self._kv = None
         elif len(offsets) != len(self._offsets):
-            self._offsets = offsets.cpu()
+            self._offsets = torch.tensor(offsets, dtype=torch.long)
+            self._rows = self._offsets.to(self._device)
         return self._kv is not None
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -70,9 +83,9 @@ class PartCapture:
         layer = self._kv[self._layer]
         for kept, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
-                kept.copy_(fresh, non_blocking=True)
+                kept.copy_(fresh)
             elif len(self._offsets):
-                kept[self._offsets] = fresh.to(kept.device)
+                kept.index_copy_(0, self._rows, fresh)
         self._fresh[self._layer, self._offsets] = True
         self._layer += 1
 

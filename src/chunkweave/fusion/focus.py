@@ -18,7 +18,7 @@ class FocusWatch:
         self.rule = rule
         self._tracker = FocusTracker(rule.window, rule.reading)
         question = torch.arange(rule.question.start, rule.question.stop, device=device)
-        self._meter = AttentionMeter(question, rule.chunks)
+        self._meter = AttentionMeter(question, rule.chunks, where=rule.question.positions())
 
     def look(self, queries: torch.Tensor, keys: torch.Tensor) -> frozenset[int] | None:
         """Indices of the focused chunks once they are known; None until then.

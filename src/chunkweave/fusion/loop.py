@@ -15,6 +15,7 @@ import torch
 
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.models.base import LayerwiseModel
+from chunkweave.models.flat_attention import FlatAttention, Measured, SdpaAttention
 
 
 @dataclass(slots=True)
@@ -32,14 +33,16 @@ def run_pass(
     model: LayerwiseModel,
     batch: Sequence[ActiveRows],
     times: LoopTimes | None = None,
+    attention: FlatAttention | None = None,
     *,
     interrupt: Callable[[], bool] | None = None,
 ) -> torch.Tensor:
     """Run the active tokens of all requests through all layers, or as many as the pass of each has.
 
-    Mutates each request's cache and active set. Returns the hidden state behind the last layer of the last active token
-    of each request whose pass gives answers, `[answering requests, hidden]`, in the order of the batch; in that layer
-    its others give their K and V only. A pass that gives no answers ends with the K and V of its last layer.
+    `attention` attends (None: PyTorch's). Mutates each request's cache and active set. Returns the hidden state behind
+    the last layer of the last active token of each request whose pass gives answers, `[answering requests, hidden]`, in
+    the order of the batch; in that layer its others give their K and V only. A pass that gives no answers ends with the
+    K and V of its last layer.
 
     Raises:
         PassInterrupted: before a layer `interrupt` said so. What the layers before have written, the same pass writes
@@ -48,7 +51,8 @@ def run_pass(
     times = times if times is not None else LoopTimes()
     hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
     layers = model.geometry.num_layers
-    live = [_Live(rows, int(rows.positions[-1]) + 1, rows.depth or layers) for rows in batch]
+    attention = attention if attention is not None else SdpaAttention()
+    live = [_Live(rows, rows.depth or layers) for rows in batch]
     for layer in range(max(one.depth for one in live)):
         live = [one for one in live if one.depth > layer]
         if interrupt is not None and interrupt():
@@ -57,20 +61,21 @@ def run_pass(
         for one in live:
             one.rows.cache.load_layer(layer, model.rotate)
         times.load_s += time.perf_counter() - started
-        hidden = _run_layer(model, layer, hidden, live)
+        hidden = _run_layer(model, attention, layer, hidden, live)
     return hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Live:
-    """A request whose pass goes on: it sees keys below `stop` and has `depth` layers."""
+    """A request whose pass goes on: it has `depth` layers."""
 
     rows: ActiveRows
-    stop: int
     depth: int
 
 
-def _run_layer(model: LayerwiseModel, layer: int, hidden: torch.Tensor, live: Sequence[_Live]) -> torch.Tensor:
+def _run_layer(
+    model: LayerwiseModel, attention: FlatAttention, layer: int, hidden: torch.Tensor, live: Sequence[_Live]
+) -> torch.Tensor:
     batch = [one.rows for one in live]
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
@@ -89,24 +94,44 @@ def _run_layer(model: LayerwiseModel, layer: int, hidden: torch.Tensor, live: Se
     if asked is not None:
         q, positions = q[asked], positions[asked]
     rotated_q = model.rotate(q, positions)
-    attended, stay = [], []
-    row = query = 0
-    for one, before in zip(live, entered, strict=True):
-        rows, ends = one.rows, one.depth == layer + 1
-        mine, queries = slice(row, row + len(rows)), rotated_q[query : query + rows.asking]
-        row, query = mine.stop, query + rows.asking
+    starts = accumulate(active, initial=0)
+    for rows, row in zip(batch, starts, strict=False):
+        mine = slice(row, row + len(rows))
         rows.write(layer, k[mine], rotated_k[mine], v[mine])
-        if rows.finishing:
-            attended.append(rows.attend(layer, queries, one.stop))
+    states, measured = _attend(attention, layer, rotated_q, batch)
+    stay = []
+    query = 0
+    for one, before, mass in zip(live, entered, measured, strict=True):
+        rows, ends = one.rows, one.depth == layer + 1
+        queries = rotated_q[query : query + rows.asking]
+        query += rows.asking
         rows.record(before)
-        kept = None if ends and rows.answers else rows.look(layer, queries, one.stop)
+        kept = None if ends and rows.answers else rows.look(layer, queries, mass)
         stay.append(None if ends else kept)
-    if not attended:
+    if not len(states):
         return hidden[:0]
     hidden = hidden if finished is None else hidden[finished]
-    hidden = model.finish(layer, hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+    hidden = model.finish(layer, hidden, states)
     keep = _joined(stay, finishing, hidden.device)
     return hidden if keep is None else hidden[keep]
+
+
+def _attend(
+    attention: FlatAttention, layer: int, queries: torch.Tensor, batch: Sequence[ActiveRows]
+) -> tuple[torch.Tensor, list[Measured | None]]:
+    """Attention of the rows that finish this layer, and what was measured of each request on the way.
+
+    Requests none of whose rows finish have queries all the same, if somebody is to look at them.
+    """
+    finishing = [rows for rows in batch if rows.finishing]
+    if not finishing:
+        return queries[:0], [None] * len(batch)
+    if len(finishing) < len(batch):
+        parts = torch.split(queries, [rows.asking for rows in batch])
+        queries = torch.cat([mine for mine, rows in zip(parts, batch, strict=True) if rows.finishing])
+    result = attention.attend(queries, [rows.own_queries(layer) for rows in finishing])
+    found = iter(result.measured)
+    return result.states, [next(found) if rows.finishing else None for rows in batch]
 
 
 def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:

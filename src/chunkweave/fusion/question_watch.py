@@ -14,7 +14,9 @@ class QuestionWatch:
         """`hidden` flags the positions that the question does not see, `[positions]`."""
         question = watch.question
         self.watch = watch
-        self._meter = AttentionMeter(torch.arange(question.start, question.stop, device=device), (), hidden=hidden)
+        where = question.positions()
+        positions = torch.arange(question.start, question.stop, device=device)
+        self._meter = AttentionMeter(positions, (), hidden=hidden, where=where)
         self.attention = torch.zeros(question.stop, device=device)
 
     def wants(self, layer: int) -> bool:

@@ -1,5 +1,11 @@
-"""One request's share of a flat batch: which of its tokens are active, and how the rules narrow them."""
+"""One request's share of a flat batch: which of its tokens are active, and how the rules narrow them.
 
+How many rows survive a rule is known beforehand, which ones only the device knows: so the rows are chosen, and
+everything is gathered by them, on the device. The host asks where they are at most once after each rule, and only if
+something on the host has to know: parts that are kept for the store, and attention without a kernel of ours.
+"""
+
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
@@ -11,12 +17,25 @@ from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.evidence import measure
 from chunkweave.fusion.focus import FocusWatch
 from chunkweave.fusion.question_watch import QuestionWatch
+from chunkweave.fusion.start import mark, starting_rows, weighted
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import ScatteredQueries
+from chunkweave.models.flat_attention import Measured, OwnQueries
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
-from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused, TopBy, Watch
-from chunkweave.types import Scattered, Span, spans_of
+from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused, Watch
+from chunkweave.types import Span, spans_of
+
+CountedWork = tuple[LayerWork, torch.Tensor]
+"""The work of a layer without its visible keys, and these as a tensor: only the device knows where its tokens are."""
+
+
+def counted(work: Sequence[CountedWork]) -> list[LayerWork]:
+    """The work with its visible keys. Asks the device, so that it is for when a prefill is over."""
+    if not work:
+        return []
+    visible = torch.stack([keys for _, keys in work]).tolist()
+    return [replace(layer, visible_keys=keys) for (layer, _), keys in zip(work, visible, strict=True)]
 
 
 class ActiveRows:
@@ -33,7 +52,9 @@ class ActiveRows:
         positions: torch.Tensor,
         *,
         dtype: torch.dtype,
-        candidate: torch.Tensor | None = None,
+        stop: int,
+        where: Sequence[int] | None = None,
+        candidates: torch.Tensor | None = None,
         rules: Sequence[KeepTop] = (),
         stop_unfocused: StopUnfocused | None = None,
         watch: Watch | None = None,
@@ -42,27 +63,32 @@ class ActiveRows:
         depth: int | None = None,
         answers: bool = True,
     ) -> None:
-        """`token_ids` and `positions` are `[rows]`; `candidate` flags the rows that rules may drop (none if absent).
+        """`token_ids` and `positions` are `[rows]`, on the model's device; no position is at `stop` or behind it.
 
-        `read` `[positions]` is what the question gave to each in the pass before, `hidden` flags the positions that
-        nobody sees. The rows run `depth` layers (None: all), and have no logits unless they are to give `answers`.
+        `where` are the positions as the host knows them, if it does; `candidates` the rows, ascending, that rules may
+        drop (none if absent). `read` `[positions]` is what the question gave to each in the pass before, `hidden` flags
+        the positions that nobody sees. The rows run `depth` layers (None: all), and have no logits unless they are to
+        give `answers`.
         """
         self.depth = depth
         self.answers = answers
         self.cache = cache
         self.token_ids = token_ids
-        self.work: list[LayerWork] = []
+        self.key_stop = stop
         self.stop: Stop | None = None
+        self._work: list[CountedWork] = []
         self._rules = {rule.layer: rule for rule in rules}
         self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device)
         self._question = None if watch is None else QuestionWatch(watch, positions.device, hidden=hidden)
         self._read = read
         self._hidden = hidden
-        self._candidate = candidate if candidate is not None else torch.zeros_like(positions, dtype=torch.bool)
+        self._hidden_positions = None if hidden is None else torch.nonzero(hidden).squeeze(1)
+        self._candidates = candidates if candidates is not None else positions.new_empty(0)
         self._captured: list[tuple[PartCapture, slice]] = []
         self._attention: AttentionCapture | None = None
         self._dtype = dtype
-        self._activate(positions)
+        self._where: Sequence[int] | None = None
+        self._activate(positions, where)
 
     @classmethod
     def of_pass(
@@ -82,28 +108,22 @@ class ActiveRows:
         passes did, and not chosen again. Only the last pass gives `answers`.
         """
         device = prompt_ids.device
-        required = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        candidate = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        _mark(required, a_pass.required)
-        _mark(candidate, a_pass.candidates)
-        candidate &= ~required
         if a_pass.start is not None:
             assert evidence is not None, "a pass that starts by evidence follows one that watched"
-            done = torch.zeros(len(prompt_ids), dtype=torch.bool)
-            _mark(done, recomputed)
-            evidence = _weighted(evidence, a_pass, a_pass.start)
-            candidate = _best(candidate & ~done, evidence, a_pass.start.count)
+            evidence = weighted(evidence, a_pass, a_pass.start)
+        start = starting_rows(a_pass, len(prompt_ids), device, evidence=evidence, recomputed=recomputed)
         hidden = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        _mark(hidden, a_pass.hidden)
-        positions = torch.nonzero(required | candidate).squeeze(1)
+        mark(hidden, a_pass.hidden)
         return cls(
             cache,
-            prompt_ids[positions.to(device)],
-            positions.to(device),
+            prompt_ids[start.positions],
+            start.positions,
             dtype=dtype,
-            candidate=candidate[positions].to(device),
+            stop=start.stop,
+            where=start.where,
+            candidates=start.candidates,
             rules=a_pass.keep_top,
-            stop_unfocused=a_pass.stop_unfocused if candidate.any() else None,
+            stop_unfocused=a_pass.stop_unfocused if len(start.candidates) else None,
             watch=a_pass.watch,
             read=evidence,
             hidden=hidden.to(device) if a_pass.hidden else None,
@@ -128,6 +148,19 @@ class ActiveRows:
         return len(self.positions)
 
     @property
+    def where(self) -> Sequence[int]:
+        """The active positions, for the host; asks the device if a rule has narrowed them since."""
+        if self._where is None:
+            where: list[int] = self.positions.tolist()
+            self._where = where
+        return self._where
+
+    @property
+    def work(self) -> Sequence[CountedWork]:
+        """What each layer computed so far."""
+        return tuple(self._work)
+
+    @property
     def evidence(self) -> torch.Tensor | None:
         """What this pass found for the next one, a number a position up to the question's last; None if unwatched."""
         return None if self._question is None else self._question.attention
@@ -140,9 +173,7 @@ class ActiveRows:
         rule = self._rules.get(layer)
         if rule is None:
             return None
-        keep = self._surviving_rows(rule, layer, keys, values)
-        self._narrow(keep)
-        return keep
+        return self._surviving_rows(rule, layer, keys, values)
 
     def end(self) -> None:
         """This layer is the last: nobody reads hidden states behind it but that of the last token, for an answer.
@@ -150,10 +181,11 @@ class ActiveRows:
         So only that one is attended and finished, or none, and the pass ends with the KV of this layer.
         """
         if not self.answers:
-            self._finishing = self.positions[:0]
+            self._finish_only(self.positions[:0])
             return
-        self._finishing = self.positions[-1:]
-        self._queries = ScatteredQueries(self._finishing, self._dtype)
+        self._finish_only(self.positions[-1:])
+        where = None if self._where is None else self._where[-1:]
+        self._queries = ScatteredQueries(self._finishing, self._dtype, where=where)
 
     @property
     def finishing(self) -> int:
@@ -167,34 +199,36 @@ class ActiveRows:
 
     def record(self, entered: int) -> None:
         """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
-        visible = int(self._finishing.sum()) + len(self._finishing)
-        self.work.append(LayerWork(entered, len(self), len(self._finishing), visible))
+        self._work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys))
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
-        if self._hidden is not None:
-            self.cache.clear(layer, self._hidden)
+        if self._hidden_positions is not None:
+            self.cache.clear(layer, self._hidden_positions)
         self.cache.write(layer, self.positions, rotated, values)
         if self._first_kept < len(self):
             self.cache.keep(layer, self.positions[self._first_kept :], keys[self._first_kept :])
         for capture, rows in self._captured:
             capture.take(keys[rows], values[rows])
 
-    def attend(self, layer: int, queries: torch.Tensor, stop: int) -> torch.Tensor:
-        """Attention of the `finishing` rows' queries over the request's cache below position `stop`."""
-        keys, values = self.cache.view(layer, stop)
-        return self._queries.attend(queries, keys, values)
+    def own_queries(self, layer: int) -> OwnQueries:
+        """What the `finishing` rows' queries look at; with the parts of the keys if their mass is to be captured."""
+        keys, values = self.cache.view(layer, self.key_stop)
+        wanted = self._attention is not None and self._attention.wants(layer) and self.finishing == len(self)
+        parts = self._attention.key_parts if wanted and self._attention is not None else None
+        return OwnQueries(self._queries, keys, values, parts)
 
-    def look(self, layer: int, queries: torch.Tensor, stop: int) -> torch.Tensor | None:
+    def look(self, layer: int, queries: torch.Tensor, measured: Measured | None = None) -> torch.Tensor | None:
         """After attention of a layer: note what the rows attended to, then drop the candidates in unfocused chunks.
 
-        `queries` `[rows, heads, head_dim]` are those of all active rows, after RoPE. Returns the rows that stay active
-        from the next layer on, ascending, or None if none is dropped. Mutates the active set.
+        `queries` `[rows, heads, head_dim]` are those of all active rows, after RoPE; `measured` is what the kernel
+        summed of their weights, if it did. Returns the rows that stay active from the next layer on, ascending, or None
+        if none is dropped. Mutates the active set.
         """
-        keys, _ = self.cache.view(layer, stop)
+        keys, _ = self.cache.view(layer, self.key_stop)
         if self._attention is not None and self._attention.wants(layer):
-            self._attention.read(layer, queries, keys)
-            self.work[-1] = replace(self.work[-1], captured_scores=self._attention.scores)
+            self._attention.read(layer, queries, keys, measured)
+            self._note(captured_scores=self._attention.scores)
         if self._question is not None and self._question.wants(layer):
             question = self._question.watch.question
             first = self._row_of(question.start)
@@ -210,44 +244,57 @@ class ActiveRows:
     def _note_evidence(self, question: Span) -> None:
         """Count the looking in the work of the layer that was just finished."""
         keys = sum(position + 1 for position in question.positions())
-        self.work[-1] = replace(self.work[-1], evidence_keys=self.work[-1].evidence_keys + keys)
+        self._note(evidence_keys=self._work[-1][0].evidence_keys + keys)
+
+    def _note(self, **counts: int) -> None:
+        work, visible = self._work[-1]
+        self._work[-1] = replace(work, **counts), visible
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
+        """How many rows go is known only now: the host asks, as it did for the question's attention."""
         unfocused = torch.zeros(self.cache.capacity, dtype=torch.bool)
-        _mark(unfocused, watch.unfocused(focused))
-        drop = self._candidate & unfocused.to(self.positions.device)[self.positions]
+        mark(unfocused, watch.unfocused(focused))
+        going = unfocused.to(self.positions.device)[self.positions[self._candidates]]
+        dropped = self._candidates[going]
         chunks = tuple(watch.rule.chunks[index] for index in sorted(focused))
-        self.stop = Stop(layer + 1, chunks, spans_of(self.positions[drop].tolist()))
+        self.stop = Stop(layer + 1, chunks, spans_of(self.positions[dropped].tolist()))
         self._watch = None
-        if not self.stop.dropped:
-            return None
-        keep = torch.nonzero(~drop).squeeze(1)
-        self._narrow(keep)
-        return keep
+        return self._drop(dropped, self._candidates[~going]) if self.stop.dropped else None
 
     def _surviving_rows(self, rule: KeepTop, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        rows = torch.nonzero(self._candidate).squeeze(1)
+        rows = self._candidates
         cached = self.cache.cached_before_rope(layer, self.positions[rows])
         read = None if self._read is None else self._read[self.positions[rows]]
         evidence = measure(rule.by, keys[rows], values[rows], cached, read)
-        best = torch.sort(evidence, descending=True, stable=True).indices[: rule.count]
-        keep = ~self._candidate
-        keep[rows[best]] = True
-        return torch.nonzero(keep).squeeze(1)
+        by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
+        return self._drop(by_rank[rule.count :], by_rank[: rule.count].sort().values)
 
-    def _narrow(self, keep: torch.Tensor) -> None:
-        self._candidate = self._candidate[keep]
-        self._activate(self.positions[keep])
+    def _drop(self, dropped: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Make all rows but the `dropped` active, with these `candidates` (ascending); returns those that stay.
 
-    def _activate(self, positions: torch.Tensor) -> None:
+        A stable sort by a flag finds them without a count that only the device knows.
+        """
+        flags = torch.zeros(len(self), dtype=torch.uint8, device=dropped.device).index_fill_(0, dropped, 1)
+        keep = torch.sort(flags, stable=True).indices[: len(self) - len(dropped)]
+        self._candidates = torch.searchsorted(keep, candidates)
+        self._activate(self.positions[keep], None)
+        return keep
+
+    def _activate(self, positions: torch.Tensor, where: Sequence[int] | None) -> None:
         """Make `positions` the active ones; everything that follows from them is worked out once, here."""
         self.positions = positions
-        self._queries = ScatteredQueries(positions, self._dtype, hidden=self._hidden)
-        self._finishing = positions
+        self._where = where
+        self._queries = ScatteredQueries(positions, self._dtype, hidden=self._hidden, where=where)
+        self._finish_only(positions)
         self._first_kept = len(self) if self.cache.kept_from is None else self._row_of(self.cache.kept_from)
         if self._watch is not None:
             self._question_row = self._row_of(self._watch.rule.question.start)
         self._follow()
+
+    def _finish_only(self, positions: torch.Tensor) -> None:
+        """From now on only the rows at these positions, the last ones, go through attention and MLP."""
+        self._finishing = positions
+        self._visible_keys = positions.sum() + len(positions)
 
     def _follow(self) -> None:
         """Tell the captures which rows are theirs; a part of which too few are left is given up."""
@@ -257,41 +304,14 @@ class ActiveRows:
         for capture, _ in self._captured:
             span = capture.part.span
             rows = slice(self._row_of(span.start), self._row_of(span.stop))
-            if capture.follow(self.positions[rows] - span.start):
+            if capture.follow([position - span.start for position in self.where[rows]]):
                 followed.append((capture, rows))
         self._captured = followed
         if self._attention is not None:
-            indices = {index for _, rows in followed for index in range(rows.start, rows.stop)}
-            rows_followed = torch.tensor(sorted(indices), dtype=torch.long, device=self.positions.device)
-            self._attention.follow(rows_followed, self.positions[rows_followed])
+            self._attention.follow(
+                sorted({row for _, rows in followed for row in range(rows.start, rows.stop)}), self.where
+            )
 
     def _row_of(self, position: int) -> int:
         """The first row at `position` or behind it."""
-        return int(torch.searchsorted(self.positions, position))
-
-
-def _weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
-    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
-    if not start.weights:
-        return evidence
-    where = [position for span in a_pass.candidates for position in span.positions()]
-    weighted = evidence.clone()
-    weighted[where] *= evidence.new_tensor(start.weights)
-    return weighted
-
-
-def _best(candidate: torch.Tensor, evidence: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` flagged positions with the most evidence, flagged; of equal ones the earlier."""
-    where = torch.nonzero(candidate).squeeze(1)
-    order = torch.sort(evidence[where.to(evidence.device)], descending=True, stable=True).indices
-    best = torch.zeros_like(candidate)
-    best[where[order[:count].to(where.device)]] = True
-    return best
-
-
-def _mark(flags: torch.Tensor, spans: Sequence[Span | Scattered]) -> None:
-    for span in spans:
-        if isinstance(span, Scattered):
-            flags[span.positions()] = True
-        else:
-            flags[span.start : span.stop] = True
+        return bisect_left(self.where, position)

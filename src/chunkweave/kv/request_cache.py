@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.types import Geometry, Span
+
+_versions = count()
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(`[tokens, heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
@@ -41,6 +44,8 @@ class RequestCache:
         kept_from: int | None = None,
     ) -> None:
         self.capacity = capacity
+        self.version = next(_versions)
+        """Another number for every cache, and after it has grown: as long as it is the same, so are the addresses."""
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
         self.kept_from = kept_from
         self._kept: list[torch.Tensor | None] = [None] * geometry.num_layers
@@ -93,8 +98,8 @@ class RequestCache:
         return SegmentKV(kv)
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make the rows that `hidden` `[at most capacity]` flags finite: what nobody sees is still multiplied by 0."""
-        self._layer(layer)[:, : len(hidden)][:, hidden] = 0
+        """Make the rows at the positions `hidden` finite: what nobody sees is still multiplied by 0."""
+        self._layer(layer).index_fill_(1, hidden, 0)
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values of positions below `stop`, `[stop, kv_heads, head_dim]` each (views)."""
@@ -110,6 +115,7 @@ class RequestCache:
         if capacity <= self.capacity:
             return
         before, self.capacity = self.capacity, capacity
+        self.version = next(_versions)
         self._shape = (2, capacity, *self._shape[2:])
         for layer, old in enumerate(self._layers):
             if old is not None:

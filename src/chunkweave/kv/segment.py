@@ -29,6 +29,10 @@ class SegmentKV:
     def nbytes(self) -> int:
         return self.kv.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self.kv.device
+
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]` (a view)."""
         return self.kv[index]

@@ -8,6 +8,7 @@ whose blocks of few scattered queries are too small for its matrix kernels. Reje
 still in bfloat16 on CPUs, but it rounds the scores to bfloat16).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,27 +49,24 @@ class ScatteredQueries:
         block_queries: int | None = None,
         *,
         hidden: torch.Tensor | None = None,
+        where: Sequence[int] | None = None,
     ) -> None:
         """`positions` is `[queries]`, ascending, on the device of the queries.
 
         `hidden` flags the positions whose keys no query sees, `[positions]` on the same device; their values must
-        still be finite.
+        still be finite. `where` are the positions as the host knows them; None if it would have to ask the device,
+        which happens at the first `attend`, and never if another kernel attends.
         """
-        self._positions = positions
-        self._hidden = hidden
+        self.positions = positions
+        self.hidden = hidden
+        self.causal = where is not None and hidden is None and _is_causal_run(where)
+        self._where = where
         self._dtype = dtype
-        where = positions.tolist()
-        contiguous = len(where) > 1 and where[-1] - where[0] == len(where) - 1
-        causal = contiguous and hidden is None and where[0] <= _MAX_BEFORE * len(where)
-        self._before = where[0] if causal else None
-        if block_queries is None:
-            block_queries = _CPU_BLOCK_QUERIES if positions.device.type == "cpu" else _DEVICE_BLOCK_QUERIES
-        edges = [*range(0, len(where), block_queries), len(where)]
-        blocks = [QueryBlock(a, b, where[b - 1] + 1) for a, b in pairwise(edges) if b > a]
-        mask_bytes = sum(len(b) * b.key_stop for b in blocks) * torch.finfo(dtype).bits // 8
-        if mask_bytes <= _MAX_MASK_BYTES and self._before is None:
-            blocks = [QueryBlock(b.start, b.stop, b.key_stop, self._mask(b)) for b in blocks]
-        self._blocks = blocks
+        self._block_queries = block_queries
+        self._ways: tuple[int | None, list[QueryBlock]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Exact causal attention by position.
@@ -76,8 +74,9 @@ class ScatteredQueries:
         `queries` is `[queries, heads, head_dim]` after RoPE; `keys` and `values` are `[positions, kv_heads, head_dim]`
         from position 0 on. Returns `[queries, heads * head_dim]`.
         """
-        if self._before is not None:
-            return _causal(queries, keys, values, self._before)
+        before, blocks = self._ways = self._ways or self._cut()
+        if before is not None:
+            return _causal(queries, keys, values, before)
         out = [
             _masked(
                 queries[b.start : b.stop],
@@ -85,19 +84,40 @@ class ScatteredQueries:
                 values[: b.key_stop],
                 self._mask(b) if b.mask is None else b.mask,
             )
-            for b in self._blocks
+            for b in blocks
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    def _cut(self) -> tuple[int | None, list[QueryBlock]]:
+        """The positions before a causal run (None if it is none), or else the blocks of queries."""
+        where: Sequence[int] = self.positions.tolist() if self._where is None else self._where
+        self.causal = self.hidden is None and _is_causal_run(where)
+        if self.causal:
+            return where[0], []
+        size = self._block_queries
+        if size is None:
+            size = _CPU_BLOCK_QUERIES if self.positions.device.type == "cpu" else _DEVICE_BLOCK_QUERIES
+        edges = [*range(0, len(where), size), len(where)]
+        blocks = [QueryBlock(a, b, where[b - 1] + 1) for a, b in pairwise(edges) if b > a]
+        mask_bytes = sum(len(b) * b.key_stop for b in blocks) * torch.finfo(self._dtype).bits // 8
+        if mask_bytes <= _MAX_MASK_BYTES:
+            blocks = [QueryBlock(b.start, b.stop, b.key_stop, self._mask(b)) for b in blocks]
+        return None, blocks
+
     def _mask(self, block: QueryBlock) -> torch.Tensor | None:
         """0 where a key is visible and -inf where not; None for a single query that sees all keys before it."""
-        if len(block) == 1 and self._hidden is None:
+        if len(block) == 1 and self.hidden is None:
             return None
-        positions = self._positions[block.start : block.stop]
+        positions = self.positions[block.start : block.stop]
         hidden = torch.arange(block.key_stop, device=positions.device) > positions[:, None]
-        if self._hidden is not None:
-            hidden |= self._hidden[: block.key_stop]
+        if self.hidden is not None:
+            hidden |= self.hidden[: block.key_stop]
         return torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+def _is_causal_run(where: Sequence[int]) -> bool:
+    contiguous = len(where) > 1 and where[-1] - where[0] == len(where) - 1
+    return contiguous and where[0] <= _MAX_BEFORE * len(where)
 
 
 def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:

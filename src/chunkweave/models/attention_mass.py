@@ -48,15 +48,17 @@ class AttentionMeter:
         *,
         heads: Sequence[int] | None = None,
         hidden: torch.Tensor | None = None,
+        where: Sequence[int] | None = None,
     ) -> None:
         """A meter for queries at `positions` `[queries]`, ascending, on the device of the queries.
 
         `parts` are the spans of keys whose mass is wanted, ascending and disjoint; `heads` the query heads to average
-        over (None: all). `hidden` flags the positions that no query sees, `[positions]` on the same device.
+        over (None: all). `hidden` flags the positions that no query sees, `[positions]` on the same device. `where`
+        are the positions as the host knows them (None: it asks the device).
         """
         self._positions = positions
         self._hidden = hidden
-        self._where: list[int] = positions.tolist()
+        self._where: Sequence[int] = positions.tolist() if where is None else where
         self._stop = self._where[-1] + 1 if self._where else 0
         self._members = torch.zeros(self._stop, len(parts), device=positions.device)
         for index, span in enumerate(parts):
@@ -88,6 +90,34 @@ class AttentionMeter:
                     reached = slice(span.start, min(span.stop, stop))
                     received[reached] += weights[inside, reached].sum(0)
         return AttentionMass(by_part, own, received)
+
+    def finish(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        *,
+        by_part: torch.Tensor,
+        own: torch.Tensor,
+        log_sum_exp: torch.Tensor,
+    ) -> AttentionMass:
+        """What `read` would give, where a kernel has summed the mass already; only what keys received is worked out.
+
+        `by_part` `[queries, heads, parts]`, `own` and `log_sum_exp` `[queries, heads]` are that kernel's, of all heads:
+        with the log-sum-exp a key's weight needs no other keys, so that each part looks at its own alone.
+        """
+        q, k = self._by_head(queries, keys)
+        heads = slice(None) if self._heads is None else self._heads
+        norms = log_sum_exp[:, heads].T.reshape(q.shape[0], q.shape[1], len(self), 1)
+        received = q.new_zeros(keys.shape[0])
+        for span, first, last in self._groups:
+            reached = slice(span.start, min(span.stop, self._stop))
+            n, width = last - first, reached.stop - reached.start
+            scores = torch.bmm(q[:, :, first:last].reshape(len(q), -1, q.shape[-1]), k[:, :, reached])
+            weights = torch.exp(scores.view(*q.shape[:2], n, width) - norms[:, :, first:last])
+            at = torch.arange(reached.start, reached.stop, device=q.device)
+            weights.masked_fill_(at >= self._positions[first:last, None], 0.0)
+            received[reached] += weights.sum(2).mean((0, 1))
+        return AttentionMass(by_part[:, heads].mean(1), own[:, heads].mean(1), received)
 
     def combined(
         self, queries: torch.Tensor, keys: torch.Tensor, *, over_heads: Combine, over_queries: Combine

@@ -27,9 +27,14 @@ def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "")
     return _digest([_config_text(config), *hashes, dtype, KV_LAYOUT, adapter])
 
 
-def fingerprint_shape(config: Any, dtype: str, seed: int) -> str:
-    """Fingerprint of a random-weight model: geometry and seed instead of weights."""
-    return _digest([_config_text(config), f"seed={seed}", dtype, KV_LAYOUT])
+def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu") -> str:
+    """Fingerprint of a random-weight model: geometry and seed instead of weights.
+
+    The kind of `device` counts too: its random numbers are its own.
+    """
+    kind = device.split(":")[0]
+    drawn = f"seed={seed}" if kind == "cpu" else f"seed={seed} on {kind}"
+    return _digest([_config_text(config), drawn, dtype, KV_LAYOUT])
 
 
 def memo_path() -> Path:

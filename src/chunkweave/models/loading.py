@@ -77,7 +77,8 @@ def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: in
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())
     model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
-    return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint_shape(config, dtype, seed), name)
+    fingerprint = fingerprint_shape(config, dtype, seed, device)
+    return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name)
 
 
 def bundled_tokenizer() -> HuggingFaceTokenizer:

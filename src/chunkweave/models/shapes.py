@@ -43,12 +43,16 @@ def shape_config(name: str) -> PreTrainedConfig:
 
 
 def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str, seed: int) -> Any:
-    """A model of that configuration with normal(0, 0.02) weights from `seed`, in evaluation mode."""
+    """A model of that configuration with normal(0, 0.02) weights from `seed`, in evaluation mode.
+
+    They are drawn on `device` itself: drawing eight billion on a CPU takes minutes.
+    """
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
         build: Callable[..., Any] = AutoModelForCausalLM.from_config
-        model = build(config, dtype=dtype, attn_implementation="sdpa")
+        with torch.device(device):
+            model = build(config, dtype=dtype, attn_implementation="sdpa")
     finally:
         torch.random.set_rng_state(state)
     return model.to(device).eval()

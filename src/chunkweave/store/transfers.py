@@ -49,11 +49,7 @@ class Transfers(Generic[PayloadT]):
             stored = self._reserve(claim, leaving)
             if stored is not None:
                 return stored
-            evicted = self._payloads(leaving) if on_evict is not None else []
-            self._bury(leaving)
-            for gone, its_payload in evicted:
-                if on_evict is not None:
-                    on_evict(gone, its_payload)
+            self._let_go(leaving, on_evict)
             self._tier.tier.put(record, payload)
             return self._publish(claim, wanted)
 
@@ -166,6 +162,14 @@ class Transfers(Generic[PayloadT]):
             leaving.append(claim)
             self._ledger.under_way.add(claim)
         self._ledger.remove(record)
+
+    def _let_go(self, leaving: Sequence[Claim], on_evict: OnEvict[PayloadT] | None) -> None:
+        """Delete what leaves, and hand its payloads on; a tier may have room for others only once nobody has these."""
+        evicted = self._payloads(leaving) if on_evict is not None else []
+        self._bury(leaving)
+        for record, payload in evicted:
+            if on_evict is not None:
+                on_evict(record, payload)
 
     def _bury(self, leaving: Sequence[Claim]) -> None:
         if not leaving:

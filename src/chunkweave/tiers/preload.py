@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.tiers.copies import DeviceCopies, NullStreams, Send, Sent
+from chunkweave.tiers.host_memory import HostMemory, PlainMemory
 
 
 class LoadOrder(StrEnum):
@@ -41,13 +43,29 @@ class Gone:
 
 
 class LoadingSegment:
-    """One segment on its way into memory: a `SegmentSource` whose `layer` waits for the loader."""
+    """One segment on its way to where it is computed with: a `SegmentSource` whose `layer` waits for the loader.
 
-    def __init__(self, name: str, source: SegmentSource, num_layers: int, wait_s: float | None) -> None:
+    Each layer is read into memory of the host, unless the whole segment lies there, and sent to the device from there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: SegmentSource,
+        num_layers: int,
+        wait_s: float | None,
+        *,
+        send: Send,
+        memory: HostMemory,
+    ) -> None:
         self.name = name
         self._source = source
         self._wait_s = wait_s
-        self._kv: torch.Tensor | None = None
+        self._send = send
+        self._memory = memory
+        self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
+        self._in_memory = self._kv is not None
+        self._sent: dict[int, Sent[torch.cuda.Event] | Sent[None]] = {}
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._failure: SegmentLost | None = None
 
@@ -69,6 +87,9 @@ class LoadingSegment:
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """One layer, `[2, tokens, kv_heads, head_dim]`, as soon as it is read.
 
+        The first time it is what was sent to the device, which gives that memory back once the caller has; after that
+        it is what lies on the host.
+
         Raises:
             SegmentLost: reading failed or was cancelled.
             SegmentLate: it took longer than the loader was told to wait.
@@ -78,24 +99,36 @@ class LoadingSegment:
         if self._failure is not None:
             raise self._failure
         assert self._kv is not None, "a layer is ready only once there is memory for it"
-        return self._kv[index]
+        sent = self._sent.pop(index, None)
+        return self._kv[index] if sent is None else sent.receive()
 
     def read(self, index: int) -> None:
-        """Read one layer into memory, once; called by the loader only."""
+        """Read one layer into memory and send it on, once; called by the loader only."""
         if self._failure is not None or self._ready[index].is_set():
             return
-        place = None if self._kv is None else self._kv[index]
         try:
-            layer = self._source.layer(index, None if place is None else place.view(-1).view(torch.uint8))
+            here = self._read_into_memory(index)
+            self._sent[index] = self._send(here)
         except SegmentLost as lost:
             self.fail(lost)
             return
-        if self._kv is None:
-            self._kv = torch.empty((len(self._ready), *layer.shape), dtype=layer.dtype)
-            place = self._kv[index]
-        if place is not None and layer.data_ptr() != place.data_ptr():
-            _bytes_of(place)[:] = _bytes_of(layer.contiguous())
+        except torch.OutOfMemoryError as error:
+            self.fail(SegmentLost(self.name, f"no device memory for layer {index}: {error}"))
+            return
         self._ready[index].set()
+
+    def _read_into_memory(self, index: int) -> torch.Tensor:
+        if self._in_memory:
+            assert self._kv is not None, "it lies in memory"
+            return self._kv[index]
+        place = None if self._kv is None else self._kv[index]
+        layer = self._source.layer(index, None if place is None else place.view(-1).view(torch.uint8))
+        if place is None:
+            self._kv = self._memory.empty((len(self._ready), *layer.shape), layer.dtype)
+            place = self._kv[index]
+        if layer.data_ptr() != place.data_ptr():
+            _bytes_of(place)[:] = _bytes_of(layer.contiguous())
+        return place
 
     def fail(self, lost: SegmentLost) -> None:
         """Nobody needs to wait any longer."""
@@ -109,10 +142,16 @@ class LoadingSegment:
             if not ready.wait(self._wait_s):
                 return
 
+    @property
+    def complete(self) -> bool:
+        """Whether every layer was read and sent."""
+        return self._failure is None and all(ready.is_set() for ready in self._ready)
+
     def whole(self) -> SegmentKV | None:
-        """The segment, if every layer came in."""
-        done = self._failure is None and all(ready.is_set() for ready in self._ready)
-        return SegmentKV(self._kv) if done and self._kv is not None else None
+        """The segment in memory of the host, if every layer came in."""
+        if self._in_memory and isinstance(self._source, SegmentKV):
+            return self._source
+        return SegmentKV(self._kv) if self.complete and self._kv is not None else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
@@ -135,9 +174,18 @@ class LayerLoader:
         order: LoadOrder = LoadOrder.LAYERS,
         depth: int | None = None,
         wait_s: float | None = None,
+        send: Send | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
-        """Start reading `(name, source)` pairs; a layer that takes longer than `wait_s` counts as lost."""
-        self.segments = [LoadingSegment(name, source, num_layers, wait_s) for name, source in sources]
+        """Start reading `(name, source)` pairs; a layer that takes longer than `wait_s` counts as lost.
+
+        What is read goes into `memory` (None: plain) and by `send` to the device that computes (None: it is this one).
+        """
+        send = DeviceCopies(NullStreams()).send if send is None else send
+        memory = PlainMemory() if memory is None else memory
+        self.segments = [
+            LoadingSegment(name, source, num_layers, wait_s, send=send, memory=memory) for name, source in sources
+        ]
         self._num_layers = num_layers
         self._order = order
         self._limit = num_layers if depth is None else depth
@@ -172,7 +220,7 @@ class LayerLoader:
             segment.read(layer)
         if self._cancelled:
             for segment in self.segments:
-                if segment.whole() is None:
+                if not segment.complete:
                     segment.fail(SegmentLost(segment.name, "loading was cancelled"))
 
     def _in_order(self) -> Iterator[tuple[LoadingSegment, int]]:

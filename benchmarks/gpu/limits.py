@@ -1,0 +1,119 @@
+"""What the GPU benchmarks can show at most, from sizes and a machine's rates alone. Needs no GPU, and no PyTorch.
+
+    PYTHONPATH=src python benchmarks/gpu/limits.py --update-docs docs/gpu.md
+
+A time is the largest of three: operations over the rate of a large matrix product; the weights, read once, over the
+bandwidth of device memory; the reused KV over the bandwidth of where it lies. Nothing is measured.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from docs_tables import markdown_table, put_into_page
+
+from chunkweave.planning.flops import LayerWork, full_prefill_flops, prefill_flops
+from chunkweave.planning.known_shapes import known_shape
+from chunkweave.types import Geometry
+
+CHUNK_TOKENS, QUESTION_TOKENS, BYTES = 512, 33, 2
+CONTEXTS, RATIOS, SHARES = (4096, 8192, 16384, 32768), (0.0, 0.05, 0.15, 0.3), (0.05, 0.15, 0.3)
+WEAVE_HEADS = [
+    "shape, context, ratio",
+    "full",
+    "operations",
+    "KV on device",
+    "KV on host",
+    "weave",
+    "speed-up",
+    "bound by",
+]
+KERNEL_HEADS = ["context, share of queries", "GFLOP", "limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one machine, a second: operations of a bf16 product, bytes of device memory, bytes from host to device."""
+
+    flops: float
+    memory: float
+    host: float
+
+
+def main() -> None:
+    """Compute, print, write into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tflops", type=float, default=788.0, help="an H200's bf16 product on random data")
+    parser.add_argument("--memory-tb-s", type=float, default=4.3, help="an H200's device-to-device copy")
+    parser.add_argument("--host-gb-s", type=float, default=55.0, help="PCIe 5.0 x16 after its overheads; assumed")
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
+    arguments = parser.parse_args()
+    rates = Rates(arguments.tflops * 1e12, arguments.memory_tb_s * 1e12, arguments.host_gb_s * 1e9)
+    weave = markdown_table(
+        WEAVE_HEADS, [row for shape in ("llama-3-8b", "mistral-7b") for row in weave_rows(shape, rates)]
+    )
+    kernel = markdown_table(KERNEL_HEADS, kernel_rows(rates))
+    print(f"{weave}\n\n{kernel}")
+    if arguments.update_docs is not None:
+        put_into_page(arguments.update_docs, "weave-limits", weave)
+        put_into_page(arguments.update_docs, "kernel-limits", kernel)
+
+
+def weave_rows(shape: str, rates: Rates) -> list[list[str]]:
+    """Each context and ratio of one shape."""
+    geometry = known_shape(shape).geometry
+    weights_s = weight_bytes(geometry) / rates.memory
+    rows = []
+    for context in CONTEXTS:
+        full_s = max(full_prefill_flops(geometry, context + QUESTION_TOKENS) / rates.flops, weights_s)
+        nbytes = context * geometry.kv_elements_per_token() * BYTES
+        device_s, host_s = 2 * nbytes / rates.memory, nbytes / rates.host
+        for ratio in RATIOS:
+            flops_s = prefill_flops(geometry, weave_work(geometry, context, ratio)) / rates.flops
+            times = {"operations": flops_s, "weights": weights_s, "KV from host": host_s}
+            bound = max(times, key=lambda name: times[name])
+            seconds = [full_s, flops_s, device_s, host_s, times[bound]]
+            name = f"{shape}, {context // 1024}k, {ratio:g}"
+            rows.append([name, *(f"{one * 1e3:.1f} ms" for one in seconds), f"{full_s / times[bound]:.1f}x", bound])
+    return rows
+
+
+def weave_work(geometry: Geometry, reused: int, ratio: float) -> list[LayerWork]:
+    """`cacheblend` with one check layer, 1: everything is active up to it; at 0 `full-reuse`, only the question is."""
+    tokens = reused + QUESTION_TOKENS
+    kept = QUESTION_TOKENS + round(ratio * reused)
+    visible = QUESTION_TOKENS * tokens + (kept - QUESTION_TOKENS) * reused // 2  # the chosen lie anywhere
+    later = [LayerWork(kept, kept, kept, visible)] * (geometry.num_layers - 3)
+    last = LayerWork(kept, kept, 1, tokens)
+    if not ratio:
+        return [*[LayerWork(kept, kept, kept, visible)] * 2, *later, last]
+    first = LayerWork(tokens, tokens, tokens, tokens * (tokens + 1) // 2)
+    return [first, LayerWork(tokens, kept, kept, visible), *later, last]
+
+
+def weight_bytes(geometry: Geometry) -> int:
+    """Bytes of the layers and of the output head: what every prefill reads at least once."""
+    g = geometry
+    q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    layer = g.hidden_size * (2 * q_width + 2 * kv_width + 3 * g.intermediate_size)
+    return BYTES * (g.num_layers * layer + g.hidden_size * g.vocab_size)
+
+
+def kernel_rows(rates: Rates) -> list[list[str]]:
+    """Attention of evenly spread queries: 32 heads of 128 dimensions."""
+    rows = []
+    for context in (8192, 32768):
+        for share in SHARES:
+            flops = 4 * 32 * 128 * share * context * context / 2
+            rows.append(
+                [f"{context // 1024}k, {share:.0%}", f"{flops / 1e9:.0f}", f"{flops / rates.flops * 1e3:.3f} ms"]
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

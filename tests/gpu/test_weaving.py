@@ -1,0 +1,115 @@
+"""Weaving on a GPU against the same model on the CPU: logits, tiers, no synchronization, graphs."""
+
+import pytest
+import torch
+
+from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
+from chunkweave.engine import runner as runner_module
+from chunkweave.engine.runner import Runner
+from chunkweave.engine.stores import open_store
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.method import make_method
+from chunkweave.testing.toys import toy_model
+from tests.integration.weaving import alone, make_bench, make_prompt
+
+SIZES = [60, 44, 70]
+
+
+def on_gpu(loaded) -> HuggingFaceModel:
+    """The same weights; the toy on the CPU must not be used afterwards."""
+    return HuggingFaceModel(loaded.model.model.to("cuda"))
+
+
+def gpu_runner(store=None, **compute) -> Runner:
+    loaded = toy_model()
+    model = on_gpu(loaded)
+    return Runner(
+        model,
+        open_store(store or StoreConfig(1 << 30), loaded.fingerprint, model.device),
+        compute=ComputeConfig(**compute),
+    )
+
+
+def warm(runner, prompt) -> None:
+    for part in prompt.parts:
+        if part.kind == "chunk":
+            runner.store_new(runner.prefill(alone(part), make_method("full")))
+    runner.store.flush(10)
+
+
+@pytest.mark.parametrize("attention", [AttentionKernel.TRITON, AttentionKernel.SDPA])
+@pytest.mark.parametrize("method", ["full", "prefix", "full-reuse", "cacheblend", "epic", "query", "cachecraft"])
+def test_logits_are_those_of_the_cpu(method, attention):
+    prompt = make_prompt(SIZES, system=6)
+    bench = make_bench(toy_model())
+    bench.precompute(prompt)
+    expected = bench.log_probs(prompt, method)
+    runner = gpu_runner(attention=attention)
+    warm(runner, prompt)
+    found = runner.prefill(prompt, make_method(method)).logits
+    torch.testing.assert_close(torch.log_softmax(found, -1).cpu(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["full", "full-reuse", "cacheblend", "query"])
+def test_the_layer_loop_does_not_synchronize(method, monkeypatch):
+    """PyTorch itself raises at whatever waits for the device."""
+    prompt = make_prompt(SIZES, system=6)
+    runner = gpu_runner(attention=AttentionKernel.TRITON)
+    warm(runner, prompt)
+    runner.prefill(prompt, make_method(method), capture=False)  # kernels are compiled by now
+    run_pass = runner_module.run_pass
+
+    def strict(*args, **how):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run_pass(*args, **how)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner_module, "run_pass", strict)
+    runner.prefill(prompt, make_method(method), capture=False)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_segments_of_every_tier_give_the_same_logits(tier, tmp_path):
+    prompt = make_prompt(SIZES, system=6)
+    configs = {
+        "device": StoreConfig(1 << 30, device_budget_bytes=1 << 24),
+        "host": StoreConfig(1 << 30),
+        "disk": StoreConfig(0, cache_dir=tmp_path),
+    }
+    reference = gpu_runner()
+    warm(reference, prompt)
+    expected = reference.prefill(prompt, make_method("cacheblend"), capture=False).logits
+    runner = gpu_runner(configs[tier])
+    warm(runner, prompt)
+    prefilled = runner.prefill(prompt, make_method("cacheblend"), capture=False)
+    assert {runner.store.tier_of(segment) for segment in prefilled.plan.segments()} == {tier}
+    torch.testing.assert_close(prefilled.logits, expected, atol=1e-3, rtol=0)
+    runner.store.close()
+
+
+def test_host_segments_lie_in_page_locked_memory():
+    prompt = make_prompt(SIZES)
+    runner = gpu_runner()
+    warm(runner, prompt)
+    segments = [runner.store.get(record.id) for record in runner.store.records()]
+    assert segments
+    assert all(segment.kv.is_pinned() for segment in segments)
+
+
+def test_recorded_decode_steps_give_the_tokens_of_the_loop():
+    prompts = [make_prompt([30], seed=seed) for seed in range(3)]
+
+    def tokens(**compute) -> list[list[int]]:
+        runner = gpu_runner(**compute)
+        prefilled = [runner.prefill(prompt, make_method("full"), new_tokens=12) for prompt in prompts]
+        out = [[int(one.logits.argmax())] for one in prefilled]
+        for step in range(10):
+            at = [len(prompt) + step for prompt in prompts]
+            logits = runner.decode([one.cache for one in prefilled], [own[-1] for own in out], at)
+            for own, row in zip(out, logits, strict=True):
+                own.append(int(row.argmax()))
+        return out
+
+    assert tokens(decode_graphs=True) == tokens(decode_graphs=False)

@@ -1,0 +1,156 @@
+"""Copies beside computing: what waits for what, by stand-ins for streams; and host memory that is page-locked."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.tiers.copies import DeviceCopies, NullStreams
+from chunkweave.tiers.host_memory import PinnedMemory, PlainMemory, moved_into
+from chunkweave.tiers.preload import LayerLoader
+
+
+class LoggedStreams:
+    """Streams of a pretended device, that note what was asked of them and on which queue."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self._queue = "compute"
+
+    @contextmanager
+    def copying(self):
+        self._queue = "copy"
+        yield
+        self._queue = "compute"
+
+    def mark(self) -> int:
+        event = sum(what.startswith("mark") for what, _ in self.log)
+        self.log.append((f"mark {self._queue}", event))
+        return event
+
+    def wait_for(self, event: int) -> None:
+        self.log.append((f"wait {self._queue}", event))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.log.append((f"keep {self._queue}", 0))
+
+
+def segment_of(layers: int = 4) -> SegmentKV:
+    return SegmentKV(torch.randn(layers, 2, 3, 1, 2))
+
+
+def test_what_is_computed_waits_for_the_copy_of_its_own_layer_and_for_nothing_else():
+    streams, source = LoggedStreams(), segment_of()
+    loader = LayerLoader([("a", source)], 4, send=DeviceCopies(streams).send)
+    loader.release(4)
+    assert streams.log == [("mark copy", layer) for layer in range(4)]  # sent by the loader; nobody has waited
+    del streams.log[:]
+    for layer in range(4):
+        assert torch.equal(loader.segments[0].layer(layer), source.kv[layer])
+    assert streams.log == [entry for layer in range(4) for entry in (("wait compute", layer), ("keep compute", 0))]
+    loader.close()
+
+
+def test_a_layer_is_sent_once_and_then_read_from_the_host():
+    streams, source = LoggedStreams(), segment_of()
+    loader = LayerLoader([("a", source)], 4, send=DeviceCopies(streams).send)
+    loader.release(4)
+    first, second = loader.segments[0].layer(2), loader.segments[0].layer(2)
+    assert torch.equal(first, second)
+    assert [what for what, _ in streams.log].count("wait compute") == 1
+    loader.close()
+
+
+def test_a_segment_in_memory_is_not_copied_on_the_host():
+    source = segment_of()
+    loader = LayerLoader([("a", source)], 4)
+    loader.release(4)
+    assert loader.segments[0].layer(1).data_ptr() == source.kv[1].data_ptr()
+    assert loader.segments[0].whole() is source
+    loader.close()
+
+
+def test_running_out_of_device_memory_loses_the_segment_and_not_the_request():
+    def send(tensor):
+        raise torch.OutOfMemoryError("full")
+
+    loader = LayerLoader([("a", segment_of())], 4, send=send)
+    with pytest.raises(SegmentLost, match="no device memory for layer 0"):
+        loader.segments[0].layer(0)
+    loader.close()
+
+
+def test_the_cpu_copies_nothing():
+    tensor = torch.randn(3)
+    assert DeviceCopies(NullStreams()).send(tensor).receive() is tensor
+
+
+class Locked:
+    """Stands in for page-locked memory, which a machine without a GPU has not."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, shape, dtype):
+        self.shapes.append(shape)
+        return torch.empty(shape, dtype=dtype)
+
+
+def test_page_locked_memory_is_bounded_and_counts_until_the_last_view_is_gone():
+    locked = Locked()
+    memory = PinnedMemory(1024, locked)
+    first = memory.empty((100,), torch.float32)  # 400 bytes, 512 of them taken
+    assert memory.used_bytes == 512
+    view = first[10:]
+    second = memory.empty((128,), torch.float32)
+    assert memory.used_bytes == 1024
+    beyond = memory.empty((1,), torch.float32)
+    assert beyond.shape == (1,)
+    assert locked.shapes == [(100,), (128,)]  # the third is plain
+    del first
+    gc.collect()
+    assert memory.used_bytes == 1024  # the view lies in it
+    del view, second
+    gc.collect()
+    assert memory.used_bytes == 0
+
+
+def test_a_system_that_locks_no_more_pages_costs_speed_alone(caplog):
+    def refuse(shape, dtype):
+        raise RuntimeError("cudaHostAlloc")
+
+    memory = PinnedMemory(1024, refuse)
+    assert memory.empty((4, 2), torch.bfloat16).shape == (4, 2)
+    assert memory.used_bytes == memory.max_bytes == 0
+    assert "page-locked" in caplog.text
+
+
+def test_the_host_tier_takes_a_copy_in_page_locked_memory_and_in_plain_memory_none():
+    segment, locked = segment_of(), Locked()
+    assert moved_into(PlainMemory(), segment) is segment
+    moved = moved_into(PinnedMemory(1 << 20, locked), segment)
+    assert moved is not segment
+    assert torch.equal(moved.kv, segment.kv)
+    assert locked.shapes == [tuple(segment.kv.shape)]
+
+
+def test_what_is_read_from_a_slow_tier_goes_into_that_memory():
+    class Lazy:
+        tokens, nbytes = 3, 192
+
+        def __init__(self, kv):
+            self.kv_of = kv
+
+        def layer(self, index, scratch=None):
+            return self.kv_of[index].clone()
+
+    source, locked = segment_of(), Locked()
+    loader = LayerLoader([("a", Lazy(source.kv))], 4, memory=PinnedMemory(1 << 20, locked))
+    loader.release(4)
+    assert torch.equal(loader.segments[0].whole().kv, source.kv)
+    assert locked.shapes == [tuple(source.kv.shape)]
+    loader.close()

@@ -1,0 +1,108 @@
+"""The layer loop and decoding on the Triton kernel, against the same on PyTorch's."""
+
+import pytest
+import torch
+
+from chunkweave.config import AttentionKernel, CaptureConfig, ComputeConfig
+from chunkweave.engine.runner import Runner
+from chunkweave.errors import UsageError
+from chunkweave.fusion.graphed_decode import GraphedDecode
+from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.flat_attention import SdpaAttention, make_attention
+from chunkweave.models.triton_attention import TritonAttention
+from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.testing.toys import toy_model
+from chunkweave.tiers.host import HostTier
+from chunkweave.types import Geometry
+from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+
+CPU = torch.device("cpu")
+
+
+def two_benches(capture: CaptureConfig | None = None) -> tuple[Bench, Bench]:
+    """The same model over stores of their own: PyTorch's attention, and ours."""
+    loaded = toy_model(num_hidden_layers=3)
+    sdpa, ours = make_bench(loaded), make_bench(loaded)
+    store = TieredStore([Level("host", SegmentStore(HostTier(), budget_bytes=1 << 30))])
+    compute = ComputeConfig(attention=AttentionKernel.TRITON)
+    ours.runner = Runner(loaded.model, store, compute=compute, capture=capture)
+    sdpa.runner = Runner(loaded.model, sdpa.runner.store, capture=capture)
+    assert isinstance(ours.runner.attention, TritonAttention)
+    return sdpa, ours
+
+
+@pytest.mark.parametrize("method", ["full", "cacheblend", "query"])
+def test_weaving_gives_the_same_logits(method):
+    sdpa, ours = two_benches()
+    prompt = make_prompt([12, 9], system=4, question=3)
+    for bench in (sdpa, ours):
+        bench.prefill(alone(prompt.parts[2]), "full", keep=True)
+        bench.prefill(alone(prompt.parts[3]), "full", keep=True)
+    expected, found = (bench.log_probs(prompt, method) for bench in (sdpa, ours))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_profiles_are_those_that_are_read_off_the_weights(monkeypatch):
+    sdpa, ours = two_benches(CaptureConfig(layers=None, heads=2))
+    prompt = make_prompt([10, 7], system=4, question=3)
+    sdpa.prefill(prompt, "full", keep=True)
+    monkeypatch.delattr(AttentionMeter, "read")  # ours sums on the way
+    ours.prefill(prompt, "full", keep=True)
+    expected = {record.id: record.attention for record in sdpa.runner.store.records()}
+    found = {record.id: record.attention for record in ours.runner.store.records()}
+    assert expected.keys() == found.keys()
+    for segment, profile in expected.items():
+        assert found[segment].inter == pytest.approx(profile.inter, abs=1e-4)
+        assert found[segment].intra == pytest.approx(profile.intra, abs=1e-4)
+        assert found[segment].sink == pytest.approx(profile.sink, abs=1e-4)
+        assert found[segment].received == pytest.approx(profile.received, abs=1e-4)
+
+
+def test_recorded_decode_steps_give_the_logits_of_the_loop():
+    """Two requests, caches that grow in between, and one that takes the place of another."""
+    sdpa, _ = two_benches()
+    model = sdpa.loaded.model
+    recorded = []
+
+    def record(step):
+        recorded.append(step)
+        return step
+
+    graphed = GraphedDecode(model, dtype=model.dtype, device=CPU, record=record)
+    prompts = [make_prompt([10], question=3, seed=seed) for seed in range(3)]
+
+    def prefilled():
+        return [sdpa.prefill(prompt, "full") for prompt in prompts]
+
+    theirs, ours = prefilled(), prefilled()
+    for pair, tokens in (((0, 1), (5, 6)), ((0, 1), (7, 8)), ((2, 1), (9, 10))):
+        at = [len(prompts[index]) + (tokens[0] - 5) // 2 * (index != 2) for index in pair]
+        expected = sdpa.runner.decode([theirs[index].cache for index in pair], tokens, at)
+        found = graphed.decode([ours[index].cache for index in pair], tokens, at)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+        ours[1].cache.grow(ours[1].cache.capacity + 40)
+    assert len(recorded) == 1
+
+
+def test_a_step_that_cannot_be_recorded_leaves_decoding_to_the_loop(caplog):
+    model = toy_model().model
+
+    def record(step):
+        raise RuntimeError("capture failed")
+
+    graphed = GraphedDecode(model, dtype=model.dtype, device=CPU, record=record)
+    bench = make_bench(toy_model())
+    prefilled = bench.prefill(make_prompt([10]), "full")
+    assert graphed.decode([prefilled.cache], [5], [len(prefilled.prompt)]) is None
+    assert "run one by one" in caplog.text
+    assert graphed.decode([prefilled.cache], [5], [len(prefilled.prompt)]) is None
+
+
+def test_what_the_kernel_does_not_know_is_refused_by_name_and_left_alone_when_automatic():
+    wide = Geometry(1, 64, 2, 1, 24, 64, 10, 64)
+    with pytest.raises(UsageError, match="heads of 24 dimensions"):
+        make_attention(AttentionKernel.TRITON, wide, dtype=torch.float32, device=CPU)
+    assert isinstance(make_attention(AttentionKernel.AUTO, wide, dtype=torch.float32, device=CPU), SdpaAttention)
+    with pytest.raises(UsageError, match="float64"):
+        make_attention(AttentionKernel.TRITON, Geometry(1, 64, 2, 1, 16, 64, 10, 64), dtype=torch.float64, device=CPU)
