@@ -33,7 +33,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset(192, 384, 8, 4, 2, 64, step_tokens=8192, steps=4500),
+    "cpu": Preset(192, 384, 8, 4, 2, 64, step_tokens=8192, steps=3600),
     "gpu": Preset(384, 1024, 12, 6, 2, 64, step_tokens=65536, steps=6000),
     "test": Preset(64, 96, 2, 2, 1, 16, step_tokens=512, steps=4),
 }
