@@ -1,10 +1,10 @@
 """Our orderings beside ContextPilot's on one sequence of requests: prefix-token hit rate, and seconds to order.
 
-    python3 -m venv /tmp/contextpilot
-    /tmp/contextpilot/bin/pip install --no-deps contextpilot==0.5.0 numpy scipy tqdm
-    python benchmarks/contextpilot_comparison.py --contextpilot /tmp/contextpilot/bin/python \
+    python3 -m venv contextpilot
+    contextpilot/bin/pip install --no-deps contextpilot==0.5.0 numpy scipy tqdm
+    python benchmarks/contextpilot_comparison.py --contextpilot contextpilot/bin/python \
         --trace zipf --out docs/results/contextpilot-zipf.json
-    python benchmarks/contextpilot_comparison.py --contextpilot /tmp/contextpilot/bin/python \
+    python benchmarks/contextpilot_comparison.py --contextpilot contextpilot/bin/python \
         --trace FILE --top-k 5 --out docs/results/contextpilot-FILE.json
 
 `--trace` is `zipf` (chunks drawn by Zipf's law) or a file that `chunkweave analyze` reads. All orders go through the
