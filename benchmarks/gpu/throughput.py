@@ -107,7 +107,7 @@ def prefilled(runner: Runner, prompts: list[Prompt], method: str, ratio: float, 
 def decode(runner: Runner, jobs: list[Any], last: list[int], step: int) -> list[int]:
     """One more token of every request, chosen greedily on the host, as an engine does."""
     positions = [len(job.prompt) + step for job in jobs]
-    decoding = [Decoding(job.cache, token, at) for job, token, at in zip(jobs, last, positions, strict=True)]
+    decoding = [Decoding(job.cache, (token,), at) for job, token, at in zip(jobs, last, positions, strict=True)]
     tokens: list[int] = runner.step(decoding, []).argmax(-1).tolist()
     return tokens
 

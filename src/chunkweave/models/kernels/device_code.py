@@ -62,7 +62,8 @@ def _block(
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & inside[None, :]
         if HIDDEN:
-            flags = tl.load(hidden + key, mask=inside & flagged, other=0)
+            wanted = tl.where(inside, flagged.to(tl.int32), 0) != 0  # a mask by type, in the interpreter too
+            flags = tl.load(hidden + key, mask=wanted, other=0)
             seen = seen & (flags == 0)[None, :]
         scores = tl.where(seen, scores, HIDDEN_SCORE)
     top = tl.maximum(most, tl.max(scores, 1))
