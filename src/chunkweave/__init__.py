@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.engine.answer import Answer, Request, StreamEvent
-    from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+    from chunkweave.engine.answer_stream import AnswerStream
+    from chunkweave.engine.async_engine import AsyncEngine
     from chunkweave.engine.conversation import Conversation
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
@@ -51,7 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "chunkweave.engine.answer",
-    "AnswerStream": "chunkweave.engine.async_engine",
+    "AnswerStream": "chunkweave.engine.answer_stream",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.async_pipeline",
     "BatchingConfig": "chunkweave.scheduling.batching_config",

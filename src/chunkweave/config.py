@@ -77,6 +77,31 @@ class StoreConfig:
     max_instances: int | None = None
     pinned_bytes: int | None = None
 
+    @classmethod
+    def parse(
+        cls,
+        *,
+        store_budget: str,
+        cache_dir: Path | None,
+        disk_budget: str,
+        remote_url: str | None,
+        codec: str,
+        ttl: str | None,
+    ) -> "StoreConfig":
+        """From sizes and durations in text, as on the command line and in a server's settings.
+
+        Raises:
+            UsageError: a size or duration is none, or what the configuration refuses.
+        """
+        return cls(
+            parse_bytes(store_budget),
+            cache_dir=cache_dir,
+            disk_budget_bytes=parse_bytes(disk_budget),
+            remote_url=remote_url,
+            codec=codec,
+            ttl_s=None if ttl is None else parse_duration(ttl),
+        )
+
     def __post_init__(self) -> None:
         outer = (self.disk_budget_bytes, self.remote_budget_bytes or 0)
         budgets = (self.budget_bytes, self.device_budget_bytes, self.pinned_bytes or 0, *outer)

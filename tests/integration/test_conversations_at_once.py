@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from chunkweave import AsyncEngine, BatchingConfig, Engine, ReuseConfig, SamplingParams
+from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams
 from chunkweave.errors import ChunkweaveError, ConversationBusyError, PromptTooLongError
 from chunkweave.testing.toys import toy_model
 from tests.integration.test_conversations import FERRY, HARBOUR, MILL, PILOTS, SCHOOL
@@ -118,3 +118,22 @@ def test_a_conversation_is_cut_to_the_engines_memory(model):
             assert cut > 0
 
     asyncio.run(main())
+
+
+def test_a_conversation_is_cut_to_the_longest_prompt_that_is_allowed(model):
+    """Else it would be refused from there on, for ever."""
+
+    async def work():
+        limit = 160
+        async with AsyncEngine(Engine(model), BatchingConfig(max_prompt_tokens=limit)) as engine:
+            cut = 0
+            for turn in range(8):
+                request = Request(
+                    f"What about the ferry, turn {turn}?", [], sampling=SamplingParams(6), conversation_id="c"
+                )
+                report = (await engine.submit(request).answer()).report
+                assert report.prompt_tokens <= limit
+                cut += report.turns_cut
+            return cut
+
+    assert asyncio.run(work()) > 0

@@ -82,26 +82,16 @@ def ask(
         chunks = documents.chunks(engine, read)
         if not output.json or choice.random_weights:
             _hint(engine, choice, how)
+        base = Request("", (), system, sampling, order=order)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
             from chunkweave.cli.ask_ahead import answers_ahead
 
-            told = answers_ahead(
-                engine,
-                corpus,
-                asked,
-                output,
-                top_k=top_k,
-                order=order,
-                sampling=sampling,
-                system=system,
-                explain=explain,
-            )
+            told = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
             output.finish({"model": choice.name, "answers": told})
             return
         if precompute:
             precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
-        base = Request("", (), system, sampling, order=order)
         answers = [
             answer_aloud(engine, replace(base, question=question, chunks=own), output, explain=explain)
             for question, own in zip(asked, given, strict=True)

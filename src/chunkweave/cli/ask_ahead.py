@@ -12,6 +12,7 @@ from chunkweave.cli.tables import reuse_summary
 from chunkweave.config import SamplingParams
 
 if TYPE_CHECKING:
+    from chunkweave.engine.answer import Request
     from chunkweave.engine.engine import Engine
     from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.pipeline import RagAnswer
@@ -23,13 +24,13 @@ def answers_ahead(
     questions: Sequence[str],
     output: Output,
     *,
+    base: "Request",
     top_k: int | None,
-    order: str,
-    sampling: SamplingParams,
-    system: str | None,
     explain: bool,
 ) -> list[dict[str, Any]]:
     """Answer one question after the other from the corpus in `folder`, each as JSON; show them as they come.
+
+    `base` is how all are asked: instruction, sampling and order.
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
@@ -44,8 +45,8 @@ def answers_ahead(
 
     async def ask() -> list[dict[str, Any]]:
         async with AsyncEngine(engine) as batching:
-            pipeline = AsyncRagPipeline(batching, corpus, top_k=k, order=order, system=system)
-            return [await _aloud(pipeline, question, output, sampling, explain=explain) for question in questions]
+            pipeline = AsyncRagPipeline(batching, corpus, top_k=k, order=base.order or "free", system=base.system)
+            return [await _aloud(pipeline, question, output, base.sampling, explain=explain) for question in questions]
 
     return asyncio.run(ask())
 

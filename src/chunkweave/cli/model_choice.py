@@ -5,15 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from chunkweave.cli.console import status, stderr
-from chunkweave.config import ConversationConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.ordering.ordering_config import OrderingConfig
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
+    from chunkweave.engine.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,7 @@ class ModelChoice:
         return self.folder is None
 
     @contextmanager
-    def open(
-        self,
-        *,
-        store: StoreConfig | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        reuse: ReuseConfig | None = None,
-        ordering: OrderingConfig | None = None,
-        conversations: ConversationConfig | None = None,
-    ) -> Iterator["Engine"]:
+    def open(self, **options: "Unpack[EngineOptions]") -> Iterator["Engine"]:
         """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
 
         Raises:
@@ -62,9 +52,7 @@ class ModelChoice:
             UsageError: no such shape, method, quality, ordering or codec, a quality that was not calibrated, or a
                 remote URL that cannot be used.
         """
-        engine = self.load(
-            store=store, method=method, quality=quality, reuse=reuse, ordering=ordering, conversations=conversations
-        )
+        engine = self.load(**options)
         try:
             yield engine
         finally:
@@ -74,16 +62,7 @@ class ModelChoice:
             if unwritten := stats.writes_failed + stats.writes_skipped:
                 stderr().print(f"[yellow]{unwritten} writes of segments to disk or remote were not done.[/yellow]")
 
-    def load(
-        self,
-        *,
-        store: StoreConfig | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        reuse: ReuseConfig | None = None,
-        ordering: OrderingConfig | None = None,
-        conversations: ConversationConfig | None = None,
-    ) -> "Engine":
+    def load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         """Load the model and put an engine around it.
 
         Raises:
@@ -94,18 +73,10 @@ class ModelChoice:
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
 
-            wanted: dict[str, Any] = {
-                "store": store,
-                "method": method,
-                "quality": quality,
-                "reuse": reuse,
-                "ordering": ordering,
-                "conversations": conversations,
-            }
             if self.folder is not None:
-                return Engine.load(self.folder, device=self.device, dtype=self.dtype, **wanted)
+                return Engine.load(self.folder, device=self.device, dtype=self.dtype, **options)
             shape = self.shape or ""
-            return Engine.load_shape(shape, device=self.device, dtype=self.dtype, seed=self.seed, **wanted)
+            return Engine.load_shape(shape, device=self.device, dtype=self.dtype, seed=self.seed, **options)
 
 
 def _quiet_transformers() -> None:

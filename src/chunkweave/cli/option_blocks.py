@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -11,7 +11,7 @@ import typer
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli import options
 from chunkweave.cli.model_choice import ModelChoice
-from chunkweave.config import ReuseConfig, StoreConfig, parse_bytes, parse_duration
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.ordering.registry import make_ordering
@@ -136,14 +136,7 @@ class StoreOptions:
         """
         if self.cache_dir is not None and self.cache_dir.exists() and not self.cache_dir.is_dir():
             raise UsageError(f"--cache-dir {self.cache_dir} is not a folder")
-        return StoreConfig(
-            parse_bytes(self.store_budget),
-            cache_dir=self.cache_dir,
-            disk_budget_bytes=parse_bytes(self.disk_budget),
-            remote_url=self.remote_url,
-            codec=self.codec,
-            ttl_s=None if self.ttl is None else parse_duration(self.ttl),
-        )
+        return StoreConfig.parse(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)

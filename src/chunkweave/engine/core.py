@@ -114,6 +114,11 @@ class BatchingCore:
             prefetched_bytes=self._look_ahead.nbytes,
         )
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a prompt that may grow, its answer among them: conversations are cut down to it."""
+        return min(self.pool.tokens, self._config.max_prompt_tokens or self.pool.tokens)
+
     def fitting(self, prepared: Prepared) -> Prepared:
         """The request with no more tokens to generate than its KV could ever have room for. From any thread.
 

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
 from chunkweave.engine.answer import Answer, StreamEvent
-from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.answer_stream import AnswerStream
+from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import ChunkweaveError, RequestEndedError, UnknownRequestError
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining

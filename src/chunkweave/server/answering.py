@@ -10,7 +10,8 @@ from typing import Self
 
 from chunkweave.config import SamplingParams
 from chunkweave.engine.answer import Request, StreamEvent
-from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.answer_stream import AnswerStream
+from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import ChunkweaveError, RequestAbortedError, UnknownRequestError
 from chunkweave.retrieval.pipeline import RagPipeline, Retrieved

@@ -1,11 +1,11 @@
 """What a server may be told: every setting once, with its default and what it means."""
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from chunkweave.config import StoreConfig, parse_bytes, parse_duration
+from chunkweave.config import StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.scheduling.batching_config import BatchingConfig
@@ -62,14 +62,7 @@ class StoreSettings:
 
     def config(self) -> StoreConfig:
         """As the engine takes it."""
-        return StoreConfig(
-            parse_bytes(self.store_budget),
-            cache_dir=self.cache_dir,
-            disk_budget_bytes=parse_bytes(self.disk_budget),
-            remote_url=self.remote_url,
-            codec=self.codec,
-            ttl_s=None if self.ttl is None else parse_duration(self.ttl),
-        )
+        return StoreConfig.parse(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
