@@ -1,7 +1,7 @@
 """RAGCache's knowledge tree: which chunk sequences are stored exactly, and on which tiers each chunk of them lies."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
@@ -66,22 +66,17 @@ class TreePlace(Generic[KeyT]):
         """Tokens of the node alone; 0 at the root."""
         return self._node.tokens
 
-    @property
-    def has_children(self) -> bool:
-        """Whether anything may be stored below."""
-        return bool(self._node.children)
-
     def child(self, key: KeyT) -> "TreePlace[KeyT] | None":
         """The stored node of `key` right below; None if nothing is stored there."""
         node = self._node.children.get(key)
         return TreePlace(node) if node is not None and node.tiers else None
 
-    def children_among(self, keys: Set[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
-        """The stored nodes right below whose keys are among `keys`, in no order."""
+    def children_among(self, keys: Iterable[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
+        """The stored nodes right below that are among `keys`, in their order."""
         nodes = self._node.children
-        return [
-            (key, TreePlace(node)) for key in nodes.keys() & keys if (node := nodes.get(key)) is not None and node.tiers
-        ]
+        if not nodes:
+            return []
+        return [(key, TreePlace(node)) for key in keys if (node := nodes.get(key)) is not None and node.tiers]
 
 
 class KnowledgeTree(Generic[KeyT]):

@@ -1,7 +1,6 @@
 """`tree-greedy`: follow the stored path that saves most tokens, then frequency (DESIGN §5.6; CRAFT has none such)."""
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from chunkweave.ordering.orderings.frequency import by_frequency
 from chunkweave.ordering.registry import Unordered
@@ -39,22 +38,23 @@ def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[Chu
     Of equal ones that which is found first, trying `numbers` in their order: a depth-first search that leaves a branch
     as soon as all that is left could not make it the best. A chunk that comes twice is followed once.
     """
-    own = {given.chunks[number]: (rank, number) for rank, number in reversed(list(enumerate(numbers)))}
+    own: dict[ChunkId, int] = {}
+    for number in numbers:
+        own.setdefault(given.chunks[number], number)
+    last_first = list(own)[::-1]
+    tokens_of = {key: given.tokens[number] for key, number in own.items()}
     best: tuple[ChunkId, ...] = ()
     best_tokens = visited = 0
-    pending = [(place, best, 0, sum(given.tokens[number] for _, number in own.values()))]
+    pending = [(place, best, 0, sum(tokens_of.values()))]
     while pending and visited < MOST_NODES:
         here, path, tokens, left_tokens = pending.pop()
+        if tokens + left_tokens <= best_tokens:
+            continue
         visited += 1
         if tokens > best_tokens:
             best, best_tokens = path, tokens
-        if tokens + left_tokens <= best_tokens:
-            continue
-        if not here.has_children:
-            continue
-        below = [(own[key], key, node) for key, node in here.children_among(own.keys()) if key not in path]
-        below.sort(key=itemgetter(0), reverse=True)
-        for (_, number), key, node in below:
-            more = given.tokens[number]
-            pending.append((node, (*path, key), tokens + more, left_tokens - more))
-    return [own[key][1] for key in best]
+        for key, node in here.children_among(last_first):
+            if key not in path:
+                more = tokens_of[key]
+                pending.append((node, (*path, key), tokens + more, left_tokens - more))
+    return [own[key] for key in best]
