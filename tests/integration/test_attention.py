@@ -38,6 +38,20 @@ def test_runs_of_positions_whichever_path_they_take(start):
     assert compare(list(range(start, start + 40)), start + 40) < 1e-5
 
 
+def test_a_causal_run_behind_scattered_queries():
+    """Where BOS is computed again and the instruction behind it is stored, for one."""
+    assert compare([0, 2, *range(7, 60)], 60, block=1) < 1e-5
+    assert compare([0, *range(7, 60)], 60) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [(range(9), 0), ([0, *range(3, 20)], 1), ([0, 4, 5, 6], 4), ([5], 1), ([0], 1), ([0, 2, 4], 3), (range(2, 10), 0)],
+)
+def test_where_the_causal_run_begins(where, first):
+    assert attention._causal_from(list(where)) == first
+
+
 def test_keys_behind_the_last_query_are_not_seen():
     assert compare([3, 7, 8], 9) < 1e-5
 
