@@ -102,6 +102,25 @@ def run(engine: Engine, corpus, work, *, config: BatchingConfig | None = None, *
     return asyncio.run(main())
 
 
+def test_a_search_takes_no_core_that_the_model_computes_on(engine):
+    """Helpers of faiss would spin there while they wait for one another."""
+    faiss = pytest.importorskip("faiss")
+    seen = []
+
+    class Corpus(ScriptedCorpus):
+        def embed_query(self, question: str) -> np.ndarray:
+            seen.append(faiss.omp_get_max_threads())
+            return super().embed_query(question)
+
+    async def work(pipeline, batching):
+        return await pipeline.answer(QUESTION, sampling=FEW)
+
+    before = faiss.omp_get_max_threads()
+    run(engine, Corpus([[0, 3]], free=True), work)
+    assert seen == [1]
+    assert faiss.omp_get_max_threads() == before
+
+
 def test_a_match_at_the_end_is_returned_at_once(engine, loaded):
     """The whole answer is there before the search has ended; no step is made for it afterwards."""
     corpus = ScriptedCorpus([[0, 3], [2, 1], [2, 1], [2, 1]])

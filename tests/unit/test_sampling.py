@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 
 from chunkweave.config import SamplingParams
@@ -23,6 +24,12 @@ def test_a_nucleus_holds_the_fewest_tokens_that_reach_it():
     assert set(draw(SamplingParams(temperature=1.0, top_p=0.5, seed=0))) == {0}
     assert set(draw(SamplingParams(temperature=1.0, top_p=0.51, seed=0))) == {0, 1}
     assert set(draw(SamplingParams(temperature=1.0, top_p=1.0, seed=0))) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("params", [{"top_p": 5e-324}, {"temperature": 5e-324}, {"temperature": 1e308}])
+def test_settings_at_the_edge_of_what_a_number_can_be(params):
+    drawn = draw(SamplingParams(**{"temperature": 1.0, "seed": 0} | params))
+    assert set(drawn) == ({0, 1, 2, 3} if params.get("temperature", 0) > 1 else {0})
 
 
 def test_temperature_sharpens_and_flattens():

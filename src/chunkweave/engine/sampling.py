@@ -20,14 +20,16 @@ class Sampler:
         """The next token id from `logits` `[vocab]`; the first of equals when greedy."""
         if self._params.temperature == 0.0:
             return int(logits.argmax())
-        probabilities = torch.softmax(logits.float().cpu() / self._params.temperature, dim=-1)
+        behind_best = logits.double().cpu() - logits.max().double().cpu()  # so that no temperature is too low for it
+        probabilities = torch.softmax(behind_best / self._params.temperature, dim=-1)
         if self._params.top_p < 1.0:
             probabilities = _nucleus(probabilities, self._params.top_p)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all but the fewest most likely tokens whose probabilities reach `top_p`."""
+    """Zero all but the fewest most likely tokens, one at least, whose probabilities reach `top_p`."""
     ranked, order = probabilities.sort(descending=True, stable=True)
     outside = ranked.cumsum(0) - ranked >= top_p
+    outside[0] = False  # `top_p` may be too small to be told from 0
     return probabilities.index_fill(0, order[outside], 0.0)

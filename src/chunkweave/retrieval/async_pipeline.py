@@ -13,6 +13,7 @@ from chunkweave.engine.answer_stream import AnswerStream
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import DeadlineError, UsageError
 from chunkweave.retrieval.anticipation import Anticipation, DocumentName
+from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.retrieval.pipeline import RagAnswer, RagEvent
 from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood
@@ -67,7 +68,9 @@ class AsyncRagPipeline:
         self.corpus = corpus
         self._requests = RagRequests(top_k=top_k, order=order, system=system, cache_salt=cache_salt)
         self._speculate = speculate
-        self._threads = ThreadPoolExecutor(max_searches or os.cpu_count() or 1, thread_name_prefix="chunkweave-search")
+        self._threads = ThreadPoolExecutor(
+            max_searches or os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread
+        )
         self._speculation: Speculation[Anticipation, DocumentName] = Speculation(max_prefill_batch=max_prefill_batch)
 
     @property

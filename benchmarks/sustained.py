@@ -1,0 +1,185 @@
+"""Does reuse last? Many queries over a corpus that the store cannot hold (what LMCache's users see decay to 1x).
+
+    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json --update-docs docs/benchmarks.md
+    python benchmarks/sustained.py --engine vllm --out docs/results/sustained-vllm.json --update-docs docs/vllm.md
+
+`--queries` queries of `--chunks` distinct documents in random order, drawn by Zipf's law from `--documents` of
+`--document-tokens` tokens; no query comes twice. The byte budget holds a quarter of them. The store begins empty, and
+nothing is computed beforehand. After every `--every` queries one fixed prompt of the same size is prefilled in full: a
+TTFT ratio is the median of those of a stretch of queries over the median of the queries' own. Each method has an engine
+and a store of its own.
+
+*Kept* is the ratio over the last hundred queries over that of queries 21 to 100, *reuse* the share of the documents'
+tokens that were found stored, the cold start included; Belady's rule, which knows the future, bounds it for any store
+of that size. With vLLM it needs an environment that has it (`make test-vllm` makes one).
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from docs_tables import markdown_table, put_into_page
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sustained_engines import FULL, FirstToken, Query, Sizes, bytes_per_token, opened
+
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.simulator.bounds import bounds_of
+from chunkweave.eval.simulator.trace import Arrival, Part, build_trace
+
+HEADS = ["method", "TTFT ratio, 21-100", "last 100", "kept", "reuse, 21-100", "last 100", "in all", "Belady bound"]
+_EARLY = slice(20, 100)
+_LATE = slice(-100, None)
+
+
+class Workload:
+    """The corpus of random tokens, the queries, and the prompt that is prefilled in full again and again."""
+
+    def __init__(self, args: argparse.Namespace, vocab: int) -> None:
+        self._rng = Random(f"sustained {args.seed}")
+        self._vocab = vocab
+        self._question_tokens = args.question_tokens
+        self.documents = [self._tokens(args.document_tokens) for _ in range(args.documents)]
+        weights = list(accumulate((rank + 1) ** -args.zipf for rank in range(args.documents)))
+        self.drawn = [self._draw(args.chunks, weights) for _ in range(args.queries)]
+        self.queries = [self._query(numbers) for numbers in self.drawn]
+        self.fixed = Query(
+            tuple(self._tokens(args.document_tokens) for _ in range(args.chunks)), self._tokens(args.question_tokens)
+        )
+
+    def bound(self, budget_bytes: int, token_bytes: int) -> float:
+        """Belady's hit rate over the documents, each an object of its own whatever it stands behind."""
+        names = [number for numbers in self.drawn for number in numbers]
+        parts = [Part(str(number), len(self.documents[number])) for number in names]
+        arrivals = [Arrival(float(place), (part,)) for place, part in enumerate(parts)]
+        return bounds_of(build_trace("sustained", arrivals, token_bytes), budget_bytes).hit_rate
+
+    def _draw(self, count: int, weights: Sequence[float]) -> list[int]:
+        chosen: dict[int, None] = {}
+        while len(chosen) < count:
+            chosen[self._rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
+        return self._rng.sample(list(chosen), count)
+
+    def _query(self, numbers: Sequence[int]) -> Query:
+        return Query(tuple(self.documents[number] for number in numbers), self._tokens(self._question_tokens))
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(10, self._vocab) for _ in range(count))
+
+
+def measure(method: str, workload: Workload, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+    """All queries through one engine; a row of what was seen."""
+    document_tokens = args.chunks * args.document_tokens
+    found: list[FirstToken] = []
+    full: list[tuple[int, float]] = []
+    with opened(args.engine, sizes, document_tokens + args.question_tokens + 64, args.recompute_ratio) as engine:
+        for _ in range(2):
+            engine.first_token(workload.fixed, FULL)
+        for number, query in enumerate(track(workload.queries, method, console=Console(stderr=True))):
+            if number % args.every == 0:
+                full.append((number, engine.first_token(workload.fixed, FULL).ttft_s))
+            found.append(engine.first_token(query, method))
+    early, late = (_stretch(found, full, part, document_tokens) for part in (_EARLY, _LATE))
+    return {
+        "method": method,
+        "early": early,
+        "late": late,
+        "kept": late["ttft_ratio"] / early["ttft_ratio"],
+        "reuse": statistics.fmean(one.stored_tokens for one in found) / document_tokens,
+        "ttft_s": [round(one.ttft_s, 6) for one in found],
+        "full_ttft_s": [round(seconds, 6) for _, seconds in full],
+    }
+
+
+def _stretch(
+    found: Sequence[FirstToken], full: Sequence[tuple[int, float]], part: slice, document_tokens: int
+) -> dict[str, float]:
+    numbers = range(len(found))[part]
+    full_s = statistics.median(seconds for number, seconds in full if number in numbers)
+    own_s = statistics.median(found[number].ttft_s for number in numbers)
+    return {
+        "full_ttft_s": full_s,
+        "ttft_median_s": own_s,
+        "ttft_ratio": full_s / own_s,
+        "reuse": statistics.fmean(found[number].stored_tokens for number in numbers) / document_tokens,
+    }
+
+
+def _cells(row: dict[str, Any], bound: float) -> list[str]:
+    early, late = row["early"], row["late"]
+    return [
+        f"`{row['method']}`",
+        f"{early['ttft_ratio']:.2f}x",
+        f"{late['ttft_ratio']:.2f}x",
+        f"{row['kept']:.2f}",
+        f"{early['reuse']:.1%}",
+        f"{late['reuse']:.1%}",
+        f"{row['reuse']:.1%}",
+        f"{bound:.1%}",
+    ]
+
+
+def main() -> None:
+    """Parse the command line, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["own", "vllm"], default="own")
+    parser.add_argument("--methods", nargs="+", default=["query", "cacheblend", "cachecraft", "prefix"])
+    parser.add_argument("--recompute-ratio", type=float, default=0.05)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--queries", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=20, help="queries between two full prefills")
+    parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--document-tokens", type=int, default=128)
+    parser.add_argument("--chunks", type=int, default=14)
+    parser.add_argument("--question-tokens", type=int, default=32)
+    parser.add_argument("--zipf", type=float, default=1.2)
+    parser.add_argument("--budget-share", type=float, default=0.25, help="of the corpus's KV")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
+    args = parser.parse_args()
+    if args.queries < 200:
+        parser.error("the first hundred queries are compared with the last: give --queries 200 or more")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if args.out is not None:
+        check_writable(args.out)
+    torch.set_num_threads(args.threads)
+    token_bytes = bytes_per_token(args.shape, args.layers, args.dtype)
+    budget = int(args.budget_share * args.documents * args.document_tokens * token_bytes)
+    sizes = Sizes(args.shape, args.layers, args.dtype, budget, args.seed)
+    workload = Workload(args, sizes.config().vocab_size)
+    bound = workload.bound(budget, token_bytes)
+    rows = [measure(method, workload, sizes, args) for method in args.methods]
+    cells = [_cells(row, bound) for row in rows]
+    table = Table(title=f"{args.queries} queries, {args.engine}", title_justify="left")
+    for head in HEADS:
+        table.add_column(head)
+    for line in cells:
+        table.add_row(*line)
+    Console(width=140).print(table)
+    if args.out is not None:
+        config = {key: value for key, value in vars(args).items() if key not in ("out", "update_docs")}
+        command = shlex.join(["python", *sys.argv])
+        more = {"budget_bytes": budget, "belady_hit_rate": bound}
+        write_json(args.out, BenchmarkResult("sustained", command, args.seed, config, rows, more).as_dict())
+    if args.update_docs is not None:
+        put_into_page(args.update_docs, f"sustained-{args.engine}", markdown_table(HEADS, cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What benchmarks/sustained.py measures: chunkweave's own engine, and vLLM with the plug-in, behind one Protocol."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.engine.engine import Engine
+from chunkweave.models.fingerprint import fingerprint_shape
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.inspection import geometry_of
+from chunkweave.models.loading import LoadedModel, bundled_tokenizer
+from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.planning.method import make_method
+from chunkweave.planning.plan import Fate
+
+FULL = "full"
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Token ids of the documents, in prompt order, and of the question behind them."""
+
+    documents: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Seconds to the first token, and how many tokens of documents were not computed from nothing."""
+
+    ttft_s: float
+    stored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The model: a published geometry cut to `layers`, random weights of `seed`, and the bytes for segments."""
+
+    shape: str
+    layers: int
+    dtype: str
+    budget_bytes: int
+    seed: int
+
+    def config(self) -> Any:
+        """The Hugging Face configuration of the cut model."""
+        config = shape_config(self.shape)
+        config.num_hidden_layers = self.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: self.layers]
+        return config
+
+
+def bytes_per_token(shape: str, layers: int, dtype: str) -> int:
+    """KV bytes of one token of the cut model."""
+    return geometry_of(Sizes(shape, layers, dtype, 0, 0).config()).kv_elements_per_token() * _BYTES[dtype]
+
+
+class Served(Protocol):
+    """An engine with a store that lives through many queries."""
+
+    def first_token(self, query: Query, method: str) -> FirstToken:
+        """Serve one query by `method` (`full`: nothing is found, nothing stored), and keep what it computed."""
+
+
+class OwnEngine:
+    """chunkweave's own engine."""
+
+    def __init__(self, sizes: Sizes, recompute_ratio: float) -> None:
+        config = sizes.config()
+        model = random_model(config, dtype=getattr(torch, sizes.dtype), device="cpu", seed=sizes.seed)
+        self._fingerprint = fingerprint_shape(config, sizes.dtype, sizes.seed)
+        loaded = LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), self._fingerprint, sizes.shape)
+        self._engine = Engine(loaded, store=StoreConfig(sizes.budget_bytes))
+        self._reuse = ReuseConfig(recompute_ratio=recompute_ratio)
+
+    def first_token(self, query: Query, method: str) -> FirstToken:
+        prompt = self._prompt(query)
+        started = time.perf_counter()
+        prefilled = self._engine.runner.prefill(prompt, make_method(method, self._reuse), capture=method != FULL)
+        int(prefilled.logits.argmax())
+        ttft_s = time.perf_counter() - started
+        if method != FULL:
+            self._engine.runner.store_new(prefilled)
+        plan = prefilled.plan
+        return FirstToken(ttft_s, plan.tokens(Fate.EXACT) + plan.tokens(Fate.REUSED))
+
+    def close(self) -> None:
+        """Audit the store, and give it up."""
+        self._engine.store.check()
+        self._engine.close()
+
+    def _prompt(self, query: Query) -> Prompt:
+        documents = [PromptPart(PartKind.CHUNK, ids, chunk_id(self._fingerprint, "", ids)) for ids in query.documents]
+        return Prompt((*documents, PromptPart(PartKind.QUESTION, query.question)))
+
+
+class VllmEngine:
+    """vLLM in this process, with the plug-in."""
+
+    def __init__(self, folder: str, sizes: Sizes, max_tokens: int, recompute_ratio: float) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._loop = asyncio.new_event_loop()
+        self._ratio = recompute_ratio
+        self._sent = 0
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=folder,
+                    skip_tokenizer_init=True,
+                    load_format="dummy",
+                    seed=sizes.seed,
+                    dtype=sizes.dtype,
+                    max_model_len=max_tokens,
+                    enforce_eager=True,
+                    kv_transfer_config={  # type: ignore[arg-type]
+                        "kv_connector": "ChunkweaveConnector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {"host_budget": str(sizes.budget_bytes)},
+                    },
+                )
+            )
+
+        self._engine = self._loop.run_until_complete(start())
+
+    def first_token(self, query: Query, method: str) -> FirstToken:
+        return self._loop.run_until_complete(self._first_token(query, method))
+
+    async def _first_token(self, query: Query, method: str) -> FirstToken:
+        from vllm import SamplingParams
+
+        self._sent += 1
+        ids: list[int] = []
+        spans = []
+        for document in query.documents:
+            spans.append([len(ids), len(ids) + len(document)])
+            ids += document
+        prompt: dict[str, Any] = {"prompt_token_ids": [*ids, *query.question]}
+        extra = None
+        if method == FULL:
+            prompt["cache_salt"] = f"only-{self._sent}"
+        else:
+            asked: dict[str, Any] = {"chunks": spans, "method": method, "recompute_ratio": self._ratio}
+            extra = {"kv_transfer_params": {"chunkweave": asked}}
+        sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
+        started, ended, answer = time.perf_counter(), 0.0, None
+        async for output in self._engine.generate(prompt, sampling, f"r{self._sent}"):
+            ended = ended or time.perf_counter()
+            answer = output
+        report = ((answer.kv_transfer_params if answer is not None else None) or {}).get("chunkweave", {})
+        if "error" in report:
+            raise RuntimeError(report["error"])
+        found = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens")
+        return FirstToken(ended - started, sum(report.get(name, 0) for name in found))
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.shutdown()
+        self._loop.close()
+
+
+@contextmanager
+def opened(engine: str, sizes: Sizes, max_tokens: int, recompute_ratio: float) -> Iterator[Served]:
+    """The engine of that name, `own` or `vllm`, with an empty store."""
+    if engine == "own":
+        own = OwnEngine(sizes, recompute_ratio)
+        yield own
+        own.close()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config = sizes.config()
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.save_pretrained(folder)
+        vllm = VllmEngine(folder, sizes, max_tokens, recompute_ratio)
+        try:
+            yield vllm
+        finally:
+            vllm.close()
