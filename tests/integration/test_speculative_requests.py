@@ -112,7 +112,7 @@ def test_memory_that_a_request_needs_is_taken_from_speculations_alone(engine):
     assert driver.core.stats.blocks_reserved == 0
 
 
-def test_a_step_of_speculations_is_a_short_one(engine):
+def test_a_step_of_speculations_is_as_short_as_it_was_asked_to_be(engine):
     driver = Driver(engine, max_running=2, step_tokens=200, speculation_tokens=10)
     number = driver.submit(asked([4, 3, 2], 3), "full", speculative=True)
     driver.core.step()
@@ -123,8 +123,9 @@ def test_a_step_of_speculations_is_a_short_one(engine):
     assert driver.core.stats.prefilled_tokens > 50
     driver.run()
     assert driver.core.stats.pending == 0
-    assert BatchingConfig(step_tokens=400).tokens_of_speculations == 100
-    assert BatchingConfig(step_tokens=10, max_running=8).tokens_of_speculations == 9
+    assert BatchingConfig(step_tokens=400).tokens_of_speculations == 400
+    assert BatchingConfig(step_tokens=400, speculation_tokens=500).tokens_of_speculations == 400
+    assert BatchingConfig(step_tokens=400, speculation_tokens=50).tokens_of_speculations == 50
     with pytest.raises(UsageError):
         BatchingConfig(speculation_tokens=4, max_running=8)
 

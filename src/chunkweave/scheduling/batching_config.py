@@ -17,9 +17,10 @@ class BatchingConfig:
     most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
     not begun within `queue_timeout_s` is given up. A prompt has at most `max_prompt_tokens` (None: as many as fit).
 
-    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None: a quarter of
-    `step_tokens`): whoever arrives meanwhile waits for so much at most. Of the next `prefetch_requests` that wait,
-    segments on slow levels are read ahead, `prefetch_bytes` at most at any time; 0 reads nothing ahead.
+    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None: `step_tokens`;
+    fewer read the weights more often): whoever arrives meanwhile waits for one layer of so many at most. Of the next
+    `prefetch_requests` that wait, segments on slow levels are read ahead, `prefetch_bytes` at most at any time; 0 reads
+    nothing ahead.
     """
 
     max_running: int = 8
@@ -55,6 +56,5 @@ class BatchingConfig:
 
     @property
     def tokens_of_speculations(self) -> int:
-        """Tokens in a step of speculations: what was asked for, else a quarter of `step_tokens`, within its limits."""
-        wanted = self.step_tokens // 4 if self.speculation_tokens is None else self.speculation_tokens
-        return min(self.step_tokens, max(wanted, self.max_running + 1))
+        """Tokens in a step of speculations: what was asked for, and no more than in any other step."""
+        return self.step_tokens if self.speculation_tokens is None else min(self.step_tokens, self.speculation_tokens)
