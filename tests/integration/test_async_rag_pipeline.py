@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,6 +120,21 @@ def test_a_search_takes_no_core_that_the_model_computes_on(engine):
     run(engine, Corpus([[0, 3]], free=True), work)
     assert seen == [1]
     assert faiss.omp_get_max_threads() == before
+
+
+@pytest.mark.parametrize(("pending", "stages"), [(1, True), (2, False)])
+def test_a_search_has_no_stages_while_requests_queue_up(engine, monkeypatch, pending, stages):
+    corpus = ScriptedCorpus([[0, 3], [2, 1], [2, 1]], free=True)
+
+    async def work(pipeline, batching):
+        stats = replace(batching.stats, pending=pending)
+        with monkeypatch.context() as patched:
+            patched.setattr(AsyncEngine, "stats", property(lambda _: stats))
+            answer = await pipeline.answer(QUESTION, sampling=FEW)
+        assert [chunk.place for chunk in answer.retrieved] == [2, 1]
+
+    run(engine, corpus, work)
+    assert corpus.ended.is_set() is stages
 
 
 def test_a_match_at_the_end_is_returned_at_once(engine, loaded):

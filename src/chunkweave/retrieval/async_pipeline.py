@@ -24,8 +24,8 @@ from chunkweave.scheduling.speculation import Speculation, SpeculationCounts
 class AsyncRagPipeline:
     """`RagPipeline` over an `AsyncEngine`: any number of questions at a time, in one event loop.
 
-    Every search runs in stages on a thread of its own. While it goes on, the engine computes for the best chunks so far
-    if it has nothing else to do; what is computed is shown only when the search has ended with these very chunks, so
+    Every search has a thread of its own, and runs in stages unless requests are queueing up by then. While it goes on,
+    the engine computes for the best chunks so far if it has nothing else to do; what is computed is shown only when the search has ended with these very chunks, so
     that answers are those without speculation. A chunk that another list has in the same place is reused.
 
     Owns neither corpus nor engine.
@@ -68,6 +68,7 @@ class AsyncRagPipeline:
         self.corpus = corpus
         self._requests = RagRequests(top_k=top_k, order=order, system=system, cache_salt=cache_salt)
         self._speculate = speculate
+        self._max_prefill_batch = max_prefill_batch
         self._threads = ThreadPoolExecutor(
             max_searches or os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread
         )
@@ -168,7 +169,7 @@ class AsyncRagPipeline:
 
     async def _search(self, question: str, k: int, anticipation: Anticipation, until_s: float | None) -> Found:
         """Search to the end, and have the engine compute ahead meanwhile."""
-        search = SearchThread(self._threads, self.corpus, question, k, staged=self._speculate)
+        search = SearchThread(self._threads, self.corpus, question, k, staged=self._worth_stages)
         try:
             while True:
                 found = await asyncio.wait_for(search.next(), _left(until_s))
@@ -179,6 +180,10 @@ class AsyncRagPipeline:
             raise DeadlineError("the search was not over in the time that the question was given") from None
         finally:
             search.cancel()
+
+    def _worth_stages(self) -> bool:
+        """Whether there may be time to compute ahead: stages cost calls, and under load nothing would come of them."""
+        return self._speculate and self.engine.stats.pending <= self._max_prefill_batch
 
 
 _NOTHING = Found((), True, 0.0, 0.0, 0.0)

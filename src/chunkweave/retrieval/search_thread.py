@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,8 +51,13 @@ class SearchThread:
     passed over.
     """
 
-    def __init__(self, pool: Executor, corpus: StagedCorpus, question: str, k: int, *, staged: bool) -> None:
-        """Start as soon as a thread is free; unless `staged`, there is one stage, the whole search."""
+    def __init__(
+        self, pool: Executor, corpus: StagedCorpus, question: str, k: int, *, staged: Callable[[], bool]
+    ) -> None:
+        """Start as soon as a thread is free; unless it is to be `staged` by then, there is one stage, the whole search.
+
+        `staged` is asked in that thread.
+        """
         self._corpus = corpus
         self._question = question
         self._k = k
@@ -96,7 +101,7 @@ class SearchThread:
         asked = time.perf_counter()
         vector = self._corpus.embed_query(self._question)
         began = time.perf_counter()
-        if not self._staged:
+        if not self._staged():
             chunks = self._corpus.search(vector, self._k)
             yield self._found(chunks, True, asked, began)
             return
