@@ -25,8 +25,9 @@ class AsyncRagPipeline:
     """`RagPipeline` over an `AsyncEngine`: any number of questions at a time, in one event loop.
 
     Every search has a thread of its own, and runs in stages unless requests are queueing up by then. While it goes on,
-    the engine computes for the best chunks so far if it has nothing else to do; what is computed is shown only when the search has ended with these very chunks, so
-    that answers are those without speculation. A chunk that another list has in the same place is reused.
+    the engine computes for the best chunks so far if it has nothing else to do; what is computed is shown only when the
+    search has ended with these very chunks, so that answers are those without speculation. A chunk that another list
+    has in the same place is reused.
 
     Owns neither corpus nor engine.
     """

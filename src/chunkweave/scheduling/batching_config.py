@@ -17,10 +17,10 @@ class BatchingConfig:
     most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
     not begun within `queue_timeout_s` is given up. A prompt has at most `max_prompt_tokens` (None: as many as fit).
 
-    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None: `step_tokens`;
-    fewer read the weights more often): whoever arrives meanwhile waits for one layer of so many at most. Of the next
-    `prefetch_requests` that wait, segments on slow levels are read ahead, `prefetch_bytes` at most at any time; 0 reads
-    nothing ahead.
+    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None:
+    `step_tokens`; fewer read the weights more often): whoever arrives meanwhile waits for one layer of so many at most.
+    Of the next `prefetch_requests` that wait, segments on slow levels are read ahead, `prefetch_bytes` at most at any
+    time; 0 reads nothing ahead.
     """
 
     max_running: int = 8
