@@ -5,19 +5,21 @@
 Reordering (RAGCache Figure 18): Poisson arrivals at `--load` times what first come first served serves of a burst, for
 two documents each that 3 % of the documents get 60 % of (RAGCache §3.2). In order (window 0) and reordered (window 32)
 answer the same requests at the same times, in rounds that alternate; each has an engine and a store of its own, warmed
-by the requests before. One new token, as with MMLU.
+by the requests before. One new token, as with MMLU. No request is sent twice to an engine.
 
 Sustained rate (its §7): the greatest rate, by bisection, at which the mean TTFT stays within five times that of `full`
-without load. The objective is one for all methods, so that a faster one is not held to a stricter one. The store holds
-every chunk alone, but that of `prefix`, which the requests before have filled.
+without load. The objective is one for all methods, so that a faster one is not held to a stricter one. A trial lasts
+`--trial-seconds`, and has at least `--trial-requests`, so that a queue that grows is seen to. The store holds every
+chunk alone, but that of `prefix`, which the requests before have filled.
 """
 
 import argparse
 import asyncio
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,12 @@ class Served:
         return stored / sum(report.prompt_tokens for report in self.reports)
 
 
-def drawn_requests(loaded: LoadedModel, arguments: argparse.Namespace, count: int) -> list[Request]:
+def drawn_requests(loaded: LoadedModel, arguments: argparse.Namespace, in_all: int) -> list[Request]:
     """Requests for two of the passages each, skewed as RAGCache's."""
     documents = arguments.documents
     texts = passages(loaded.tokenizer, documents, arguments.chunk_tokens)
     corpus = Corpus(documents, exponent_for(documents, 0.03, 0.6), 2)
-    arrivals = draw_requests(corpus, [float(number) for number in range(count)], arguments.seed)
+    arrivals = draw_requests(corpus, [float(number) for number in range(in_all)], arguments.seed)
     numbers: dict[str, int] = {}
     sampling = SamplingParams(max_new_tokens=1)
     requests = []
@@ -105,15 +107,15 @@ async def reordering_row(
         for one in served.values():
             await one.run(0, warm)
         tell()
-        burst = await served[IN_ORDER].run(0, warm)
-        rate = arguments.load * burst.requests_per_s
+        bursts = [await one.run(arguments.warm_up, warm) for one in served.values()]
+        rate = arguments.load * bursts[0].requests_per_s
         rounds = []
         for turn in range(arguments.rounds):
             arrivals = poisson_arrivals(arguments.requests, rate, seed=turn)
             names = [IN_ORDER, REORDERED] if turn % 2 == 0 else [REORDERED, IN_ORDER]
             told = {}
             for name in names:
-                result = await served[name].run(arguments.warm_up + turn * arguments.requests, arrivals)
+                result = await served[name].run(2 * arguments.warm_up + turn * arguments.requests, arrivals)
                 told[name] = result.as_dict() | {"token_hits": served[name].token_hits}
                 tell()
             rounds.append(told)
@@ -149,8 +151,11 @@ async def rate_rows(
             unloaded_s = await _unloaded_ttft_s(served, arguments.warm_up)
             objective_s = 5 * (rows[0]["unloaded_ttft_s"] if rows else unloaded_s)
 
-            async def at_rate(rate: float, served: Served = served) -> LoadResult:
-                result = await served.run(0, poisson_arrivals(arguments.trial_requests, rate, arguments.seed))
+            fresh = count(arguments.warm_up + ALONE)
+
+            async def at_rate(rate: float, served: Served = served, fresh: Iterator[int] = fresh) -> LoadResult:
+                numbers = list(islice(fresh, _requests_of_trial(rate, arguments)))
+                result = await served.run(numbers[0], poisson_arrivals(len(numbers), rate, arguments.seed))
                 tell()
                 return result
 
@@ -161,6 +166,12 @@ async def rate_rows(
             served.batching.close()
         rows.append(_rate_row(method, unloaded_s, objective_s, found))
     return rows
+
+
+def _requests_of_trial(rate_per_s: float, arguments: argparse.Namespace) -> int:
+    """As many as come in its time, within limits."""
+    least, most = arguments.trial_requests
+    return min(most, max(least, round(rate_per_s * arguments.trial_seconds)))
 
 
 async def _unloaded_ttft_s(served: Served, first: int) -> float:
@@ -188,13 +199,16 @@ def main() -> None:
     parser.add_argument("--shape", default="demo")
     parser.add_argument("--documents", type=int, default=300)
     parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.4], help="of all documents' KV, as budgets")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4], help="of all documents' KV, as budgets"
+    )
     parser.add_argument("--load", type=float, default=1.1, help="of what first come first served serves")
     parser.add_argument("--requests", type=int, default=200, help="of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=60)
     parser.add_argument("--trials", type=int, default=6, help="runs of a bisection")
-    parser.add_argument("--trial-requests", type=int, default=60)
+    parser.add_argument("--trial-requests", type=int, nargs=2, default=[60, 1500], metavar=("LEAST", "MOST"))
+    parser.add_argument("--trial-seconds", type=float, default=15.0)
     parser.add_argument("--max-running", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -223,7 +237,8 @@ async def _measure(
     arguments: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     loaded = load_shape(arguments.shape, seed=arguments.seed)
-    in_all = arguments.warm_up + max(arguments.rounds * arguments.requests, arguments.trial_requests, ALONE)
+    trials = ALONE + arguments.trials * arguments.trial_requests[1]
+    in_all = arguments.warm_up + max(arguments.warm_up + arguments.rounds * arguments.requests, trials)
     requests = drawn_requests(loaded, arguments, in_all)
     runs = len(arguments.shares) * (1 + 2 * arguments.rounds) + len(METHODS) * arguments.trials
     task = progress.add_task("measuring", total=runs)
