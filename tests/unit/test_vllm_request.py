@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.config import ReuseConfig
+from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
+from chunkweave.planning.calibration_record import CalibrationRecord, Quality, Target
+from chunkweave.planning.method import METHODS
+from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span
-from chunkweave.vllm.request import METHODS, Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import WeaveRequest, parse
+from chunkweave.vllm.weave_settings import Defaults, told
 
 BOS = 1
 IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)
@@ -42,6 +47,22 @@ def test_chunks_may_fill_the_prompt():
 def test_without_bos_at_the_beginning_nothing_is_start():
     assert kinds(read({"chunks": [[2, 4]]}, IDS[1:]))[0] == (PartKind.SYSTEM, (11, 12))
     assert kinds(read({"chunks": [[2, 4]]}, bos=None))[0] == (PartKind.SYSTEM, (1, 11))
+
+
+def test_start_is_what_prompts_usually_begin_with():
+    two = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", bos=BOS, usual=(1, 11), defaults=Defaults())
+    assert kinds(two)[:2] == [(PartKind.START, (1, 11)), (PartKind.SYSTEM, (12,))]
+    none = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", bos=BOS, usual=(), defaults=Defaults())
+    assert kinds(none)[0] == (PartKind.SYSTEM, (1, 11, 12))
+
+
+def test_behind_the_usual_start_a_chunk_has_the_id_that_our_own_engine_gives_it():
+    for usual, ids in (((BOS,), IDS), ((), IDS[1:])):
+        params = {"chunks": [[len(usual), len(ids)]]}
+        request = parse(params, ids, fingerprint="model", salt="s", bos=BOS, usual=usual, defaults=Defaults())
+        assert request.prompt.parts[-1].id == chunk_id("model", "s", IDS[1:])
+    other = read({"chunks": [[0, 8]]}, IDS[1:], salt="s")
+    assert other.prompt.parts[-1].id != chunk_id("model", "s", IDS[1:])
 
 
 def test_start_tokens_may_be_said():
@@ -111,13 +132,12 @@ FINE = {"chunks": [[3, 6]]}
         ({"chunks": [[3, 5], [6, 8]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[3, 6], [5, 8]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[3, 10]]}, "the last chunk ends at 10, but the prompt has 9 tokens"),
-        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are check_layers, chunks"),
+        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, capture, check_layers"),
         ({**FINE, "start_tokens": 4}, "start_tokens must be between 0 and 3, where the first chunk begins"),
         ({**FINE, "start_tokens": -1}, "start_tokens must be between 0 and 3"),
         ({**FINE, "start_tokens": None}, "start_tokens must be a whole number, not None"),
         ({**FINE, "start_tokens": True}, "start_tokens must be a whole number, not True"),
-        ({**FINE, "method": "magic"}, f"unknown reuse method 'magic'; inside vLLM there are: {', '.join(METHODS)}"),
-        ({**FINE, "method": "cachecraft"}, "unknown reuse method 'cachecraft'"),
+        ({**FINE, "method": "magic"}, f"unknown reuse method 'magic'; there are: {', '.join(METHODS)}"),
         ({**FINE, "method": None}, "unknown reuse method None"),
         ({**FINE, "method": ["prefix"]}, "unknown reuse method ['prefix']"),
         ({**FINE, "recompute_ratio": 1.1}, "recompute_ratio must be a number between 0 and 1, not 1.1"),
@@ -137,6 +157,28 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "seed": 1.5}, "seed must be a whole number, not 1.5"),
         ({**FINE, "seed": float("inf")}, "seed must be a whole number, not inf"),
         ({**FINE, "seed": "x"}, "seed must be a whole number, not 'x'"),
+        ({**FINE, "alpha": "1"}, "alpha must be a number, not '1'"),
+        ({**FINE, "alpha": True}, "alpha must be a number, not True"),
+        ({**FINE, "alpha": -1}, "alpha must be a number from 0 on, not -1.0"),
+        ({**FINE, "alpha": float("nan")}, "alpha must be a number from 0 on"),
+        ({**FINE, "alpha": 10**400}, "alpha must be a number, not 1"),
+        ({**FINE, "focus": 1}, "focus must be true or false, not 1"),
+        ({**FINE, "capture": None}, "capture must be true or false, not None"),
+        ({**FINE, "quality": "best"}, "unknown quality 'best'; there are: exact, balanced, fast"),
+        ({**FINE, "quality": ["fast"]}, "unknown quality ['fast']; there are: exact, balanced, fast"),
+        ({**FINE, "quality": "fast"}, "quality 'fast' needs a calibration record"),
+        ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' contradict each other"),
+        ({**FINE, "query": 3}, "query must be an object such as {'tail': 4, 'layers': 'late'}"),
+        ({**FINE, "query": {"tails": 3}}, "unknown fields of query: tails; there are factor, first_tokens"),
+        ({**FINE, "query": {"tail": "all"}}, "query.tail must be a whole number, not 'all'"),
+        ({**FINE, "query": {"tail": 0}}, "at least one token of the question must be watched, not 0"),
+        ({**FINE, "query": {"layers": "early"}}, "query.layers must be one of all, late, first-third, not 'early'"),
+        ({**FINE, "query": {"layers": [2, 1]}}, "the watched layers must be ascending layer numbers"),
+        ({**FINE, "query": {"over_heads": "mean"}}, "query.over_heads must be one of sum, max, not 'mean'"),
+        ({**FINE, "query": {"factor": None}}, "query.factor must be one of none, stored, measured, not None"),
+        ({**FINE, "query": {"widen": float("inf")}}, "widen must be at least 1, not inf"),
+        ({**FINE, "query": {"mixed_share": 2}}, "mixed_share between 0 and 1"),
+        ({**FINE, "query": {"rounds": 3}}, "there are 1 or 2 rounds, not 3"),
     ],
     ids=repr,
 )
@@ -154,7 +196,11 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["chunks", "start_tokens", "method", "recompute_ratio", "seed", "x"]), JSON))
+FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
+QUERY = ["tail", "layers", "over_heads", "factor", "widen", "first_tokens", "mixed_share", "rounds"]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(QUERY), JSON | st.just("late"))))
 def test_no_json_raises_anything_else(params):
     """In vLLM's scheduler any other exception would end the engine."""
     given_fields = json.loads(json.dumps({"chunks": [[3, 6]]} | params))
@@ -229,8 +275,117 @@ def test_what_can_be_stored_are_system_and_chunks_with_what_came_before_them():
     assert (system.context, first.context, second.context) == ((), (system.id,), (system.id, first.id))
 
 
-def test_all_methods_are_the_projects_own():
-    from chunkweave.planning.method import make_method
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_asked_for(method):
+    request = read({"chunks": [[3, 6]], "method": method})
+    assert (request.method, request.choice.why) == (method, Why.ASKED_FOR)
 
-    for method in METHODS:
-        assert make_method(method).name == method
+
+def test_what_methods_are_told():
+    query = {"tail": None, "layers": [0, 2], "over_heads": "sum", "factor": "stored", "widen": 2, "rounds": 2}
+    request = read({"chunks": [[3, 6]], "method": "query", "alpha": 2, "focus": False, "query": query})
+    assert request.reuse == ReuseConfig(
+        alpha=2.0,
+        focus=False,
+        query=QueryConfig(
+            tail=None,
+            layers=(0, 2),
+            over_heads=Combine.SUM,
+            factor=DeviationFactor.STORED,
+            widen=2.0,
+            rounds=2,
+        ),
+    )
+    late = read({"chunks": [[3, 6]], "method": "query", "query": {"layers": "late"}})
+    assert late.reuse.query == QueryConfig(layers=WatchedLayers.LATE)
+
+
+@pytest.mark.parametrize(
+    "reuse",
+    [
+        ReuseConfig(),
+        ReuseConfig(0.3, (1, 4), 7, 0.5, focus=False, query=QueryConfig(tail=None, layers=(0, 3), mixed_share=0.5)),
+        ReuseConfig(query=QueryConfig(layers=WatchedLayers.LATE, factor=DeviationFactor.MEASURED, first_tokens=2)),
+    ],
+)
+def test_what_is_told_arrives(reuse):
+    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": "query", **told(reuse)}))
+    assert read(params).reuse == reuse
+
+
+def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
+    def salt(ids=IDS, **more) -> str:
+        return read({"chunks": [[3, 6], [6, 8]], **more}, ids).salt(None)
+
+    other = (*IDS[:-1], 99)
+    assert salt(method="query") == salt(method="query")
+    assert salt(method="query") != salt(other, method="query")
+    assert salt(method="cachecraft") != salt(other, method="cachecraft")
+    assert salt(method="cachecraft", focus=False) == salt(other, method="cachecraft", focus=False)
+    assert salt(method="h2o") == salt(other, method="h2o")
+
+
+@pytest.mark.parametrize(
+    ("params", "server", "capture"),
+    [
+        ({}, {}, False),
+        ({"method": "cachecraft"}, {}, True),
+        ({"method": "h2o", "capture": False}, {}, False),
+        ({"method": "query"}, {}, False),
+        ({"method": "query", "query": {"factor": "stored"}}, {}, True),
+        ({"method": "prefix"}, {"method": "cachecraft"}, True),
+        ({"method": "prefix"}, {"capture": True}, True),
+        ({"method": "cachecraft"}, {"capture": False}, True),
+    ],
+)
+def test_attention_is_captured_where_a_method_needs_it(params, server, capture):
+    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).capture is capture
+
+
+def calibrated() -> CalibrationRecord:
+    targets = {
+        Quality.BALANCED: Target(0.98, {"query": 0.1}, "query"),
+        Quality.FAST: Target(0.95, {"cachecraft": 0.5}, "cachecraft"),
+    }
+    return CalibrationRecord(
+        fingerprint="model",
+        model="tiny",
+        dtype="float32",
+        dataset="worlds",
+        dataset_digest="",
+        questions=1,
+        warm="alone",
+        max_new_tokens=1,
+        seed=0,
+        full_f1=1.0,
+        reuse=ReuseConfig(seed=3),
+        points=(),
+        targets=targets,
+    )
+
+
+@pytest.mark.parametrize(
+    ("server", "params", "method", "why"),
+    [
+        ({}, {}, "query", Why.CALIBRATED),
+        ({}, {"quality": "fast"}, "cachecraft", Why.CALIBRATED),
+        ({}, {"quality": "exact"}, "prefix", Why.EXACT),
+        ({}, {"method": "epic"}, "epic", Why.ASKED_FOR),
+        ({"quality": "fast"}, {}, "cachecraft", Why.CALIBRATED),
+        ({"method": "prefix"}, {}, "prefix", Why.ASKED_FOR),
+        ({"method": "prefix"}, {"quality": "balanced"}, "query", Why.CALIBRATED),
+    ],
+)
+def test_a_calibration_record_says_what_a_quality_means(server, params, method, why):
+    request = read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server, calibrated()))
+    assert (request.method, request.choice.why) == (method, why)
+    if why is Why.CALIBRATED:
+        assert request.reuse.seed == 3
+        assert request.choice.parameters in ({"recompute_ratio": 0.1}, {"alpha": 0.5})
+
+
+def test_what_was_calibrated_is_not_told_otherwise():
+    defaults = Defaults.from_config({}, calibrated())
+    with pytest.raises(UsageError, match="alpha can only be given with a method"):
+        read({"chunks": [[3, 6]], "alpha": 1}, defaults=defaults)
+    assert read({"chunks": [[3, 6]], "recompute_ratio": 0.4}, defaults=defaults).reuse.recompute_ratio == 0.4

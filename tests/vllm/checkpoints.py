@@ -1,5 +1,8 @@
 """Tiny checkpoints with random weights, so large that tokens differ and attention is not flat."""
 
+import json
+import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +42,13 @@ def make_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def add_tokenizer(folder: Path, *, adds_bos: bool) -> None:
+    """Give a checkpoint of 4096 tokens the bundled tokenizer, or one that puts nothing before a text."""
+    bundled = Path(str(files("chunkweave") / "assets" / "tokenizer"))
+    for path in bundled.iterdir():
+        shutil.copy(path, folder)
+    if not adds_bos:
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))

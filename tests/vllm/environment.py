@@ -1,5 +1,6 @@
 """The environment that vLLM's processes are started in."""
 
+from os import pathsep
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,5 +13,5 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "PYTHONPATH": str(ROOT),  # workers import the probe
+    "PYTHONPATH": f"{ROOT}{pathsep}{ROOT / 'src'}",  # workers import the probe, and the sources beside it
 }

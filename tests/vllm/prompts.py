@@ -65,11 +65,11 @@ class Scenario:
     seen: dict[tuple[int, ...], Given]
     exact: frozenset[tuple[int, ...]] = frozenset()
 
-    def precompute(self, served: Served) -> None:
-        """One after the other: what a request stores, the next one may find."""
+    def precompute(self, served: Served, **more: Any) -> None:
+        """One after the other: what a request stores, the next one may find. `more` is what requests say besides."""
         for first in dict.fromkeys(id(prompt) for prompt in self.seen.values()):
             (prompt,) = {id(p): p for p in self.seen.values() if id(p) == first}.values()
-            served.answer(prompt.ask("prefix"))
+            served.answer(prompt.ask("prefix", **more))
 
     def pieces(self, reference: Reference) -> list[Piece]:
         pieces = [Piece((BOS,))]

@@ -23,14 +23,14 @@ class Ask:
     ids: Sequence[int]
     params: Any = None
     tokens: int = 1
-    top: int = VOCAB
+    top: int | None = VOCAB
 
 
 @dataclass(frozen=True)
 class Got:
     """The answer: its tokens, log-probabilities `[tokens, vocab]`, and what the plug-in told of it.
 
-    Of a request that asked for the `top` few the others are NaN.
+    Of a request that asked for the `top` few, or none, the others are NaN.
     """
 
     tokens: list[int]
@@ -143,7 +143,7 @@ def sampling(ask: Ask) -> SamplingParams:
 def got(output: Any) -> Got:
     (answer,) = output.outputs
     rows = torch.full((len(answer.token_ids), VOCAB), float("nan"))
-    for row, entries in zip(rows, answer.logprobs, strict=True):
+    for row, entries in zip(rows, answer.logprobs or [{}] * len(rows), strict=True):
         for token, entry in entries.items():
             row[token] = entry.logprob
     report = (output.kv_transfer_params or {}).get("chunkweave")

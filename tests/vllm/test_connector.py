@@ -12,9 +12,14 @@ from chunkweave.vllm.connector import ChunkweaveConnector
 
 def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
     monkeypatch.setattr(connector, "model_fingerprint", lambda _: "model")
+    monkeypatch.setattr(connector, "usual_start", lambda _: ())
+    monkeypatch.setattr(connector, "model_folder", lambda _: None)
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, kv_load_failure_policy="fail"),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(
+            model="tiny", hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)
+        ),
     )
     return ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, None)
 

@@ -19,7 +19,7 @@ def cramped(request, checkpoint):
         yield served
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "full-reuse", "prefix"])
+@pytest.mark.parametrize("method", ["cacheblend", "full-reuse", "prefix", "query", "cachecraft"])
 def test_tokens_are_those_without_preemption(sliced, cramped, method):
     scenarios: list[Scenario] = [computed_alone(), one_missing(1), computed_in_context(), computed_alone()]
     asks = [replace(scenario.prompt.ask(method, 0.15, NEW_TOKENS), top=3) for scenario in scenarios]

@@ -33,9 +33,11 @@ def nothing_is_held(served: Served) -> bool:
         ({}, "chunks must be a list of [start, stop] token positions"),
         ({"chunks": [[1, 5], [7, 9]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
-        ({"chunks": [[1, 5]], "method": "cachecraft"}, "inside vLLM there are: prefix, full-reuse"),
+        ({"chunks": [[1, 5]], "method": "magic"}, "unknown reuse method 'magic'; there are: full, prefix"),
         ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
         ({"chunks": [[1, 5]], "check_layers": [4]}, "layer 4 is to be checked, but the model has 4 layers"),
+        ({"chunks": [[1, 5]], "query": {"layers": [5]}}, "layer 5 is to be watched, but the model has 4 layers"),
+        ({"chunks": [[1, 5]], "quality": "fast"}, "quality 'fast' needs a calibration record of this model"),
     ],
     ids=repr,
 )
@@ -220,4 +222,4 @@ def test_the_scheduler_knows_what_the_workers_hold(observed):
     core = observed.llm.llm_engine.engine_core.engine_core
     stored = core.scheduler.connector._scheduler._stored
     held = set(observed.worker("chunkweave_chunks")[0])
-    assert stored == held
+    assert set(stored._copies) == held

@@ -1,10 +1,11 @@
 """The scheduler's side against fakes: what is ordered, saved, called off and told."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
-from chunkweave.vllm.messages import StepResults
+from chunkweave.vllm.messages import Holdings, StepResults
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler_side import SchedulerSide
 
@@ -66,7 +67,7 @@ def stored_chunks(side: SchedulerSide, *indices: int, params=CHUNKS, salt=None, 
     side.add(request)
     parts = [part for part in side._requests["first"].request.prompt.parts if part.kind == "chunk"]
     side.finished(request)
-    side.note(StepResults(stored={parts[index].id for index in indices}), set())
+    side.note(StepResults(copies=Counter(parts[index].id for index in indices)), set())
 
 
 def woven(side: SchedulerSide, request: FakeRequest, local: int = 0):
@@ -150,7 +151,7 @@ def test_chunks_of_another_salt_or_adapter_do_not_count(side):
 
 def test_a_chunk_that_left_the_store_does_not_count(side):
     stored_chunks(side, 0, 2)
-    side.note(StepResults(dropped=set(side._stored)), set())
+    side.note(StepResults(copies=Counter(dict.fromkeys(side._stored._copies, -1))), set())
     request = FakeRequest(CHUNKS)
     side.add(request)
     assert side.matched(request, 0) == 0
@@ -232,11 +233,62 @@ def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
     assert not side._requests
 
 
-def test_ranks_agree_on_what_all_of_them_hold():
-    one = StepResults(stored={"x", "y"}, reports={"a": {}}, failed={"b"})
-    other = StepResults(stored={"x", "y", "z"}, dropped={"y"}, reports={"a": {}}, failed={"c"})
-    both = one.aggregate(other)
-    assert both == StepResults(stored={"x"}, dropped={"y"}, reports={"a": {}}, failed={"b", "c"})
+def test_what_ranks_say_is_added_up():
+    one = StepResults(Counter(x=1, y=1), {"a": {}}, {"b"}, Counter(q=1))
+    other = StepResults(Counter(x=1, y=-1, z=1), {"a": {}}, {"c"}, Counter(q=1))
+    assert one.aggregate(other) == StepResults(Counter(x=2, y=0, z=1), {"a": {}}, {"b", "c"}, Counter(q=2))
+
+
+def test_a_chunk_counts_once_every_rank_has_told_of_it():
+    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    stored_chunks(side, 0)
+    assert side.matched(request, 0) == 0
+    stored_chunks(side, 0, 1)  # the other one, in another step, and more
+    assert side.matched(request, 0) == 41
+    side.note(StepResults(copies=Counter(dict.fromkeys(side._stored._copies, -1))), set())
+    assert side.matched(request, 0) == 0
+
+
+def test_what_the_tiers_held_at_start_up_counts():
+    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    first, second, _ = (part.id for part in side._requests["a"].request.stored_parts())
+    side.begin_with({0: Holdings(frozenset({first, second}), False), 1: Holdings(frozenset({first}), False)})
+    assert side.matched(request, 0) == 41
+    assert not side.orders(step()).asks
+
+
+def test_where_others_fill_a_tier_a_request_waits_until_it_was_asked():
+    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    side.begin_with(dict.fromkeys((0, 1), Holdings(frozenset(), True)))
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    (ask,) = side.orders(step()).asks
+    assert (ask.request_id, ask.prompt.token_ids) == ("a", tuple(IDS))
+    assert side.matched(request, 0) is None
+    side.note(StepResults(answered=Counter(a=1)), set())
+    assert side.matched(request, 0) is None
+    chunk = next(side._requests["a"].request.stored_parts()).id
+    side.note(StepResults(copies=Counter({chunk: 2}), answered=Counter(a=1, gone=2)), set())
+    assert side.matched(request, 0) == 41
+    assert not side.orders(step()).asks
+
+
+def test_nobody_is_asked_for_what_is_known_or_where_a_worker_weaves_nothing():
+    known = SchedulerSide("model", BOS, Defaults())
+    known.begin_with({0: Holdings(frozenset(), True)})
+    stored_chunks(known, 0, 1, 2)
+    known.orders(step())
+    known.add(FakeRequest(CHUNKS))
+    assert not known.orders(step()).asks
+    half = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    half.begin_with({0: Holdings(frozenset(), True)})
+    half.add(FakeRequest(CHUNKS))
+    assert not half.orders(step()).asks
+    assert half.matched(FakeRequest(CHUNKS), 0) == 0
 
 
 def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, monkeypatch):
@@ -245,3 +297,20 @@ def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, mon
     monkeypatch.setattr(side, "_manager", None)  # would fail if asked for blocks
     assert side._requests["a"].all_saved
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
+
+
+def test_what_is_captured_is_woven_though_nothing_is_stored(side):
+    for params in ({"method": "cachecraft"}, {"method": "prefix", "capture": True}):
+        request = FakeRequest({**CHUNKS, **params}, name=str(params))
+        side.add(request)
+        assert side.matched(request, 0) == 121
+        assert side.matched(request, 128) == 0
+
+
+def test_full_means_vllms_own_prefill(side):
+    stored_chunks(side, 0, 1, 2)
+    request = FakeRequest({**CHUNKS, "method": "full", "capture": True})
+    side.add(request)
+    assert side.matched(request, 0) == 0
+    report = side.finished(request)["chunkweave"]
+    assert report["computed_tokens"] == len(IDS)

@@ -19,11 +19,14 @@ def test_a_model_with_a_sliding_window_is_served_by_vllm_alone(checkpoint, capfd
     with serving(folder) as served:
         scenario.precompute(served)
         got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
+        captured = served.answer(scenario.prompt.ask("cachecraft"))[0]
         assert served.worker("chunkweave_state") == [{"weaves": False}]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         logits = model(torch.tensor([scenario.prompt.ids])).logits[0, -1]
     assert (got.log_probs[0] - torch.log_softmax(logits, -1)).abs().max().item() <= 5e-4
+    assert (captured.log_probs - got.log_probs).abs().max().item() <= 5e-4
+    assert captured.report == got.report
     assert got.report == {"method": "prefix", "prompt_tokens": len(scenario.prompt.ids)} | {
         "computed_tokens": len(scenario.prompt.ids)
     }
@@ -31,7 +34,7 @@ def test_a_model_with_a_sliding_window_is_served_by_vllm_alone(checkpoint, capfd
     assert "chunkweave weaves nothing, requests are served by vLLM alone: MistralForCausalLM cannot be woven" in said
 
 
-def fakes(name="LlamaForCausalLM", rotary="RotaryEmbedding", window=None, own_rotary=False, **changes):
+def fakes(name="LlamaForCausalLM", rotary="RotaryEmbedding", window=None, own_rotary=False, scaled=False, **changes):
     """A model, a configuration and KV cache groups that pass, but for what is changed."""
     values = {
         "pipeline_parallel_size": 1,
@@ -47,6 +50,7 @@ def fakes(name="LlamaForCausalLM", rotary="RotaryEmbedding", window=None, own_ro
             self_attn=SimpleNamespace(
                 rotary_emb=type(rotary, (), {})() if own_rotary else turn,
                 attn=SimpleNamespace(impl=SimpleNamespace(sliding_window=window)),
+                do_llama_4_scaling=scaled,
             )
         )
         for _ in range(2)
@@ -89,6 +93,7 @@ def test_what_is_supported_passes(name, window):
         ({"rotary": "MRotaryEmbedding"}, "MRotaryEmbedding depends on more than a token's position"),
         ({"rotary": "Phi3LongRoPEScaledRotaryEmbedding"}, "depends on more than a token's position"),
         ({"rotary": "DualChunkRotaryEmbedding"}, "depends on more than a token's position"),
+        ({"scaled": True}, "its queries are scaled by their position"),
         ({"window": 64}, "it attends within a sliding window"),
         ({"window": (63, 0)}, "it attends within a sliding window"),
     ],

@@ -1,18 +1,21 @@
 """The worker's side with weaves that compute nothing: what it remembers, and that saving cannot end the engine."""
 
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
-from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentKV
+from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker_side
 from chunkweave.vllm.messages import SaveOrder, StepOrders, WeaveOrder
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import WeaveRequest, parse
+from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.weave_settings import Defaults
 from chunkweave.vllm.worker_side import WorkerSide
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
@@ -41,13 +44,16 @@ class FakeJob:
 
     given: ClassVar[list] = []
 
-    def __init__(self, *_args, chosen=None, **_kwargs) -> None:
+    layer = 0
+
+    def __init__(self, *_args, chosen=None, captured=None, **_kwargs) -> None:
+        self.captured = captured
         self.given.append(chosen)
-        self.chosen = {1: torch.tensor([21])}
+        self.chosen = {(0, 1): torch.tensor([21])}
         self.recomputed = [21]
         self.recompute_work = LAYERS
 
-    def run(self, layers):
+    def run(self, layers=None):
         return True
 
 
@@ -62,13 +68,40 @@ def side(paged, monkeypatch):
     monkeypatch.setattr(FakeJob, "given", [])
     rotation = SimpleNamespace(inverse=lambda keys, _: keys)
     layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation)
-    made = WorkerSide(layers, GEOMETRY, "model", StoreConfig(), layers_per_step=1)
+    modules = SimpleNamespace(layers=layers, geometry=GEOMETRY)
+    made = WorkerSide(modules, "model", PluginSettings.from_config({"layers_per_step": 1}, {}))
     yield made
     made.close()
 
 
-def request(method: str = "cacheblend") -> WeaveRequest:
-    params = {"chunks": [[10, 20], [20, 35]], "method": method}
+class FakeCaptured:
+    """Captures the last chunk, with a profile, or fails to tell of it."""
+
+    captures: ClassVar[tuple] = ()
+    attention = None
+    broken: ClassVar[bool] = False
+    exact_to: ClassVar[list] = []
+
+    def __init__(self, _modules, _prompt, _plan, _sources, _store, _config, *, first) -> None:
+        self.part = list(request().stored_parts())[-1]
+        self.spans = frozenset({self.part.span})
+
+    def segments(self, exact_to):
+        if self.broken:
+            raise RuntimeError("the device is out of memory")
+        self.exact_to.append(exact_to)
+        kv = SegmentKV(torch.ones(LAYERS, 2, len(self.part.span), HEADS, HEAD_DIM))
+        profile = AttentionProfile((), (), (), 1.0, 0.5, (0.0,) * 15, (1.0,) * 15)
+        yield (
+            SegmentRecord.of(
+                self.part.id, self.part.context, self.part.token_ids, exact=True, nbytes=kv.nbytes, attention=profile
+            ),
+            kv,
+        )
+
+
+def request(method: str = "cacheblend", **more) -> WeaveRequest:
+    params = {"chunks": [[10, 20], [20, 35]], "method": method, **more}
     return parse(params, IDS, fingerprint="model", salt="", bos=None, defaults=Defaults())
 
 
@@ -94,7 +127,7 @@ def test_a_weave_behind_cached_blocks_chooses_what_the_whole_one_chose(side):
     weave(side, "rest", first=16)
     nothing, remembered = FakeJob.given
     assert nothing is None
-    assert remembered[1].tolist() == [21]
+    assert remembered[0, 1].tolist() == [21]
 
 
 def test_a_choice_is_not_remembered_for_other_segments(side):
@@ -115,7 +148,7 @@ def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_nobody_is_hurt(si
     paged.broken = False
     side.save(StepOrders(saves=[order]))
     assert len(side._store) == 3
-    assert side.take_outcome()[2].stored == {part.id for part in request().stored_parts()}
+    assert side.take_outcome()[2].copies == {part.id: 1 for part in request().stored_parts()}
 
 
 def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
@@ -126,3 +159,68 @@ def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
     )
     assert [record.exact for record in system] == [True]
     assert all(record.context == () for records in chunks for record in records)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch, broken, caplog):
+    monkeypatch.setattr(worker_side, "CapturedParts", FakeCaptured)
+    monkeypatch.setattr(FakeCaptured, "broken", broken)
+    monkeypatch.setattr(FakeCaptured, "exact_to", [])
+    asked = request("cachecraft")
+    side.step(StepOrders(weaves=[WeaveOrder("a", asked, BLOCKS, 0, 35)]))
+    arrived, _, results = side.take_outcome()
+    assert (arrived, results.failed) == ({"a"}, set())
+    system, first, last = asked.stored_parts()
+    profiles = {record.chunk_id: record.attention for record in side._store.records()}
+    assert (profiles[system.id], profiles[first.id]) == (None, None)  # those are read from the blocks
+    assert broken == ("not stored" in caplog.text) == (last.id not in profiles)
+    if not broken:
+        assert profiles[last.id] is not None
+        assert FakeCaptured.exact_to == [len(asked.prompt)]
+
+
+def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
+    side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
+    arrived, broken, results = side.take_outcome()
+    assert (arrived, broken, results.failed) == ({"a"}, set(BLOCKS), {"a"})
+    assert not caplog.records
+
+
+def test_the_scheduler_is_told_of_changes_only_and_of_answers_behind_them(side, monkeypatch):
+    hold(side)
+    assert side.holdings().chunks == {part.id for part in list(request().stored_parts())[1:]}
+    assert not side.take_outcome()[2].has_news
+    monkeypatch.setattr(worker_side, "_NEWS_CHUNKS", 1)
+    monkeypatch.setattr(side._asks, "answered", lambda: {"asked"})
+    side._store.clear()
+    first, second = side.take_outcome()[2], side.take_outcome()[2]
+    assert [sum(first.copies.values()), sum(second.copies.values())] == [-1, -1]
+    assert not first.answered
+    assert second.answered == {"asked": 1}
+
+
+def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
+    hold(side)
+    extra = {"cache_dir": str(tmp_path), "layers_per_step": 1}
+    before = WorkerSide(side._modules, "model", PluginSettings.from_config(extra, {}))
+    for record in side._store.records():
+        before._store.insert(record, side._store.get(record.id))
+    before.close()
+    after = WorkerSide(side._modules, "model", PluginSettings.from_config(extra, {}))
+    assert after.holdings().shared
+    after.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
+    arrived: set[str] = set()
+    for _ in range(2000):
+        after.step(StepOrders())
+        done, broken, results = after.take_outcome()
+        assert not broken
+        assert not results.failed
+        arrived |= done
+        if arrived:
+            break
+        time.sleep(0.002)
+    assert arrived == {"a"}
+    chunks = [part.id for part in list(request().stored_parts())[1:]]
+    found = [after._store.tier_of(record.id) for record in after._store.records() if record.chunk_id in chunks]
+    assert found == ["host", "host"]
+    after.close()

@@ -1,5 +1,6 @@
 """What tests ask of a worker: vLLM mixes this class into it (`worker_extension_cls`)."""
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -17,7 +18,7 @@ class WorkerProbe:
             return {"weaves": False}
         return {
             "weaves": True,
-            "jobs": len(worker._jobs),
+            "jobs": len(worker._queue),
             "woven": len(worker._woven),
             "segments": len(worker._store),
         }
@@ -26,10 +27,31 @@ class WorkerProbe:
         """Ids of the chunks in the store."""
         return [record.chunk_id for record in get_kv_transfer_group()._worker._store.records()]
 
+    def chunkweave_records(self) -> dict[str, dict[str, Any]]:
+        """What is stored, by id: whether it is exact, and what its tokens attended to when it was computed."""
+        records = get_kv_transfer_group()._worker._store.records()
+        return {
+            record.id: {"exact": record.exact, "attention": record.attention and asdict(record.attention)}
+            for record in records
+        }
+
     def chunkweave_check(self) -> bool:
         """The store's own invariants; raises if one does not hold."""
         get_kv_transfer_group()._worker._store.check()
         return True
+
+    def chunkweave_flush(self) -> bool:
+        """Wait until what is stored is written to the slow tiers."""
+        return bool(get_kv_transfer_group()._worker._store.flush(30))
+
+    def chunkweave_forget_memory(self) -> None:
+        """As after a restart, but for what the slow tiers know: nothing is in memory."""
+        store: Any = get_kv_transfer_group()._worker._store
+        store.levels[0].store.remove_where(lambda _: True)
+
+    def chunkweave_is_of(self, segment: str, token_ids: list[int]) -> bool:
+        """Whether a stored segment is of a chunk of these tokens."""
+        return get_kv_transfer_group()._worker._store.record(segment).token_ids == tuple(token_ids)
 
     def chunkweave_break_layer(self, layer: int | None) -> None:
         """From now on reading that layer of any segment fails, as a corrupt file would; None ends it."""

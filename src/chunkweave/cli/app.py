@@ -20,6 +20,7 @@ from chunkweave.cli.ingest import ingest
 from chunkweave.cli.profile import profile
 from chunkweave.cli.serve import serve
 from chunkweave.cli.simulate import simulate
+from chunkweave.cli.vllm_serve import vllm_serve
 from chunkweave.errors import ChunkweaveError, UsageError
 
 EXIT_FAILURE = 1
@@ -61,6 +62,7 @@ app.command()(advise)
 app.command()(simulate)
 app.command()(analyze)
 app.command()(serve)
+app.command("vllm-serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(vllm_serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")

@@ -9,6 +9,7 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.console import Output
 from chunkweave.cli.settings_options import with_settings
+from chunkweave.server.settings import Settings
 from chunkweave.server.settings_sources import KEYS_VARIABLE, Resolved
 
 app = typer.Typer(no_args_is_help=True, help="Show what `chunkweave serve` would be told, and by what.")
@@ -16,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Show what `chunkweave serve` would
 
 @app.command("show")
 @with_settings
-def show(*, resolved: Resolved, json: options.Json = False, out: options.Out = None) -> None:
+def show(*, resolved: Resolved[Settings], json: options.Json = False, out: options.Out = None) -> None:
     """Show every setting, its value and where that comes from; secrets are masked."""
     output = Output(json, out)
     rows = resolved.rows()

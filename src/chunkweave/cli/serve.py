@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from chunkweave.cli.console import stderr
 from chunkweave.cli.settings_options import with_settings
 from chunkweave.errors import UsageError
+from chunkweave.server.settings import Settings
 from chunkweave.server.settings_sources import KEYS_VARIABLE, Resolved
 
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 
 
 @with_settings
-def serve(*, resolved: Resolved) -> None:
+def serve(*, resolved: Resolved[Settings]) -> None:
     """Serve answers over documents and corpora, as OpenAI's clients ask for them.
 
     Settings come from flags, else the environment (CHUNKWEAVE_<NAME>), else the file, else their defaults;

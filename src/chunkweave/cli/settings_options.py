@@ -10,8 +10,8 @@ from typing import Annotated, Any, Union, get_origin
 import typer
 
 from chunkweave.cli.console import stderr
-from chunkweave.server.settings import SettingField, setting_fields
-from chunkweave.server.settings_sources import FILE_VARIABLE, resolve, unused_variables
+from chunkweave.server.settings import SettingField, Settings, setting_fields
+from chunkweave.server.settings_sources import FILE_VARIABLE, resolve_as, unused_variables
 
 ConfigFile = Annotated[
     Path | None,
@@ -19,21 +19,21 @@ ConfigFile = Annotated[
 ]
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def with_settings(command: Callable[..., None], whole: type[Any] = Settings) -> Callable[..., None]:
     """`command` as Typer is to see it: `--config` and an option for each setting; it is called with `resolved`.
 
-    Its own parameters come after these, and must be keyword-only.
+    Its own parameters come after these, and must be keyword-only. `whole` is the class of the settings.
     """
     own = [one for name, one in inspect.signature(command).parameters.items() if name != "resolved"]
     shown = [inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)]
-    names = [one.name for one in setting_fields()]
-    shown += [_parameter(one) for one in setting_fields()]
+    names = [one.name for one in setting_fields(whole)]
+    shown += [_parameter(one) for one in setting_fields(whole)]
 
     def call(**values: Any) -> None:
         file = values.pop("config")
         flags = {name: _given(values.pop(name)) for name in names}
-        resolved = resolve(flags, os.environ, file)
-        for variable in unused_variables(os.environ):
+        resolved = resolve_as(whole, flags, os.environ, file)
+        for variable in unused_variables(os.environ, whole):
             stderr().print(f"[yellow]{variable} is no setting: it is not used.[/yellow]")
         command(**values, resolved=resolved)
 

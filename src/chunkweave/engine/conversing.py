@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.engine.answer import Request
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.running import RunningRequest
@@ -44,12 +44,15 @@ class TurnUnderWay:
 
 
 class Conversing:
-    """Begins and ends turns with one model's builder and store. What has been said is in `conversations`."""
+    """Begins and ends turns with one model's builder and store. What has been said is in `conversations`.
+
+    Without a store, because KV is kept elsewhere, turns end by `said`.
+    """
 
     def __init__(
         self,
         builder: PromptBuilder,
-        store: TieredStore[SegmentSource],
+        store: TieredStore[SegmentSource] | None,
         conversations: Conversations,
         max_positions: int,
     ) -> None:
@@ -104,18 +107,38 @@ class Conversing:
     def end(self, turn: TurnUnderWay, running: RunningRequest) -> None:
         """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
         prefilled = running.prefilled
-        context = prefilled.prompt.contexts()[-1]
-        said = self._builder.turn_part(prefilled.prompt.parts[-1], running.token_ids, cache_salt=turn.key[0])
-        assert said.id is not None, "a turn has an id"
-        turns = split_turns((*running.history, HistoryPart(said, segment_id(said.id, context), own=True)))
-        after = Standing(turns, turn.system, turn.before.asked + 1)
+        said = self._turn_part(turn, prefilled.prompt, running.token_ids)
         try:
-            exact = all(part.fate is not Fate.REUSED for part in prefilled.plan.parts)
-            kv = prefilled.cache.segment(len(said))
-            record = SegmentRecord.of(said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes)
-            self._store.insert(record, kv)
+            self._store_answer(prefilled, said)
         finally:  # what cannot be stored is computed again; what was said stays said
-            self.conversations.commit(turn.key, turn.before, after)
+            self._commit(turn, prefilled.prompt, said, running.history)
+
+    def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> None:
+        """Keep the tokens of an answer that is complete; its KV is nobody's business here."""
+        history = tuple(
+            HistoryPart(part, segment_id(part.id, context), own=False)
+            for part, context in zip(prompt.parts, prompt.contexts(), strict=True)
+            if part.id is not None and part.kind is not PartKind.SYSTEM
+        )
+        self._commit(turn, prompt, self._turn_part(turn, prompt, answer_ids), history)
+
+    def _turn_part(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
+        return self._builder.turn_part(prompt.parts[-1], answer_ids, cache_salt=turn.key[0])
+
+    def _store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
+        assert said.id is not None, "a turn has an id"
+        assert self._store is not None, "whoever computes KV has a store"
+        exact = all(part.fate is not Fate.REUSED for part in prefilled.plan.parts)
+        kv = prefilled.cache.segment(len(said))
+        context = prefilled.prompt.contexts()[-1]
+        record = SegmentRecord.of(said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes)
+        self._store.insert(record, kv)
+
+    def _commit(self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart]) -> None:
+        assert said.id is not None, "a turn has an id"
+        last = HistoryPart(said, segment_id(said.id, prompt.contexts()[-1]), own=self._store is not None)
+        turns = split_turns((*history, last))
+        self.conversations.commit(turn.key, turn.before, Standing(turns, turn.system, turn.before.asked + 1))
 
     def abandon(self, turn: TurnUnderWay) -> None:
         """Let the conversation be as it was before; harmless once the turn has ended."""

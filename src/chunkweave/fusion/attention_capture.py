@@ -9,6 +9,7 @@ from chunkweave.config import CaptureConfig
 from chunkweave.fusion.woven_profile import woven_profile
 from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.models.flat_attention import KeyParts, Measured
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.planning.plan import PartPlan
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import ChunkId, Geometry
@@ -22,22 +23,33 @@ class AttentionCapture:
     """
 
     def __init__(
-        self, parts: Sequence[PartPlan], geometry: Geometry, config: CaptureConfig, *, device: torch.device
+        self,
+        parts: Sequence[PartPlan],
+        geometry: Geometry,
+        config: CaptureConfig,
+        *,
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`parts` are all parts of the prompt.
+        """`parts` are all parts of the prompt. Of the captured heads this rank reads its own.
 
         The last layer is never captured: it is finished for one token only.
         """
         self._parts = tuple(parts)
         below_last = geometry.num_layers - 1
         self._layers = frozenset(evenly_spread(config.layers, below_last))
-        heads = evenly_spread(config.heads, geometry.num_heads)
-        self._heads = None if len(heads) == geometry.num_heads else heads  # all at once need no copy of their keys
+        here = ranks.own_heads(geometry.num_heads)
+        captured = evenly_spread(config.heads, geometry.num_heads)
+        heads = tuple(head - here.start for head in captured if head in here)
+        self._heads = None if len(heads) == len(here) else heads  # all at once need no copy of their keys
         self._num_heads = len(heads)
+        self._ranks = ranks
+        self._weight = geometry.num_heads / len(here) * len(heads) / len(captured)
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
         self._received = torch.zeros(self._tokens, device=device)
         self._layers_read: set[int] = set()
+        self._totals: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._where: list[int] = []
         self._key_parts: KeyParts | None = None
@@ -53,6 +65,7 @@ class AttentionCapture:
     def undo(self) -> None:
         """Forget what was read since `mark`: the same tokens will be read again."""
         self._by_part, self._received = self._marked
+        self._totals = None
 
     def wants(self, layer: int) -> bool:
         """Whether this layer is captured, and anything is followed."""
@@ -75,6 +88,10 @@ class AttentionCapture:
         start at position 0. `measured` is what the attention kernel summed of the active rows' weights on the way; None
         if it did not, and they are worked out once more.
         """
+        self._layers_read.add(layer)
+        self._totals = None
+        if not self._num_heads:
+            return
         if self._meter is None:
             spans = [part.span for part in self._parts]
             self._meter = AttentionMeter(self._positions, spans, heads=self._heads, where=self._where)
@@ -91,7 +108,6 @@ class AttentionCapture:
             )
         self._by_part.index_add_(0, self._positions, mass.by_part)
         self._received[: len(mass.received)] += mass.received
-        self._layers_read.add(layer)
 
     @property
     def key_parts(self) -> KeyParts:
@@ -120,8 +136,9 @@ class AttentionCapture:
         others = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
-        mass[list(recomputed)] = (self._by_part[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
-        received = (self._received[rows].double() / len(self._layers_read)).cpu()
+        by_part, by_all = self._over_ranks()
+        mass[list(recomputed)] = (by_part[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
+        received = (by_all[rows].double() / len(self._layers_read)).cpu()
         if not (mass.isfinite().all() and received.isfinite().all()):
             return None
         fresh = AttentionProfile(
@@ -134,6 +151,13 @@ class AttentionCapture:
             received=tuple(received.tolist()),
         )
         return woven_profile(fresh, before, recomputed)
+
+    def _over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums over the captured heads of all ranks; they are exchanged once, behind the last layer."""
+        if self._totals is None:
+            weight = self._weight
+            self._totals = self._ranks.mean(self._by_part * weight), self._ranks.mean(self._received * weight)
+        return self._totals
 
 
 def evenly_spread(count: int | None, total: int) -> tuple[int, ...]:

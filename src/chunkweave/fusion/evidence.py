@@ -2,23 +2,32 @@
 
 import torch
 
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.planning.plan import Evidence
 
 
 def measure(
-    by: Evidence, keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor, read: torch.Tensor | None = None
+    by: Evidence,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cached: torch.Tensor,
+    read: torch.Tensor | None = None,
+    *,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
     """Evidence of each token, `[tokens]` in float32.
 
     `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
-    before RoPE. `read` `[tokens]` is what the question gave to each in the pass before, where that counts.
+    before RoPE. `read` `[tokens]` is what the question gave to each in the pass before, where that counts. The heads
+    are this rank's; the evidence is over those of all `ranks`.
     """
+    deviation = ranks.norm(kv_deviation(keys, values, cached))
     match by:
         case Evidence.KV_DEVIATION:
-            return kv_deviation(keys, values, cached)
+            return deviation
         case Evidence.READ_DEVIATION:
             assert read is not None, "a pass that ranks by what was read starts by it"
-            return kv_deviation(keys, values, cached) * read
+            return deviation * read
 
 
 def kv_deviation(keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import torch
 
 from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.planning.focus import FocusTracker
 from chunkweave.planning.plan import StopUnfocused
 from chunkweave.types import Span
@@ -14,8 +15,9 @@ class FocusWatch:
     The question is few tokens, so that all heads are looked at.
     """
 
-    def __init__(self, rule: StopUnfocused, device: torch.device) -> None:
+    def __init__(self, rule: StopUnfocused, device: torch.device, *, ranks: Ranks = ALONE) -> None:
         self.rule = rule
+        self._ranks = ranks
         self._tracker = FocusTracker(rule.window, rule.reading)
         question = torch.arange(rule.question.start, rule.question.stop, device=device)
         self._meter = AttentionMeter(question, rule.chunks, where=rule.question.positions())
@@ -26,7 +28,7 @@ class FocusWatch:
         `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` of the next layer,
         after RoPE.
         """
-        mass = self._meter.read(queries, keys).by_part.sum(0)
+        mass = self._ranks.mean(self._meter.read(queries, keys).by_part.sum(0))
         return self._tracker.update(mass.tolist())
 
     def unfocused(self, focused: frozenset[int]) -> tuple[Span, ...]:

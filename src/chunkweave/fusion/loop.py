@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from chunkweave.fusion.rows import ActiveRows
-from chunkweave.models.base import LayerwiseModel
+from chunkweave.models.base import DecoderLayers
 from chunkweave.models.flat_attention import FlatAttention, Measured, SdpaAttention
 
 
@@ -30,7 +30,7 @@ class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
 
 
 def run_pass(
-    model: LayerwiseModel,
+    model: DecoderLayers,
     batch: Sequence[ActiveRows],
     times: LoopTimes | None = None,
     attention: FlatAttention | None = None,
@@ -48,21 +48,49 @@ def run_pass(
         PassInterrupted: before a layer `interrupt` said so. What the layers before have written, the same pass writes
             again.
     """
-    times = times if times is not None else LoopTimes()
-    hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
-    layers = model.geometry.num_layers
-    attention = attention if attention is not None else SdpaAttention()
-    live = [_Live(rows, rows.depth or layers) for rows in batch]
-    for layer in range(max(one.depth for one in live)):
-        live = [one for one in live if one.depth > layer]
+    run = PassRun(model, batch, times, attention)
+    while not run.done:
         if interrupt is not None and interrupt():
             raise PassInterrupted
+        run.next_layer()
+    return run.hidden
+
+
+class PassRun:
+    """A pass that is run layer by layer, for whoever has other work between two layers. Owned by one caller.
+
+    `hidden` is what `run_pass` gives, once it is `done`; `layer` is how many layers were run.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLayers,
+        batch: Sequence[ActiveRows],
+        times: LoopTimes | None = None,
+        attention: FlatAttention | None = None,
+    ) -> None:
+        """As for `run_pass`; the tokens are embedded, and nothing else is computed yet."""
+        self._model = model
+        self._times = times if times is not None else LoopTimes()
+        self._attention = attention if attention is not None else SdpaAttention()
+        self._live = [_Live(rows, rows.depth or model.geometry.num_layers) for rows in batch]
+        self.layer = 0
+        self._depth = max(one.depth for one in self._live)
+        self.hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
+
+    @property
+    def done(self) -> bool:
+        return self.layer == self._depth
+
+    def next_layer(self) -> None:
+        """Run one more layer; there must be one."""
+        layer, self.layer = self.layer, self.layer + 1
+        self._live = [one for one in self._live if one.depth > layer]
         started = time.perf_counter()
-        for one in live:
-            one.rows.cache.load_layer(layer, model.rotate)
-        times.load_s += time.perf_counter() - started
-        hidden = _run_layer(model, attention, layer, hidden, live)
-    return hidden
+        for one in self._live:
+            one.rows.cache.load_layer(layer, self._model.rotate)
+        self._times.load_s += time.perf_counter() - started
+        self.hidden = _run_layer(self._model, self._attention, layer, self.hidden, self._live)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +102,7 @@ class _Live:
 
 
 def _run_layer(
-    model: LayerwiseModel, attention: FlatAttention, layer: int, hidden: torch.Tensor, live: Sequence[_Live]
+    model: DecoderLayers, attention: FlatAttention, layer: int, hidden: torch.Tensor, live: Sequence[_Live]
 ) -> torch.Tensor:
     batch = [one.rows for one in live]
     q, k, v = model.qkv(layer, hidden)

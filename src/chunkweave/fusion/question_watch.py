@@ -4,14 +4,18 @@ import torch
 
 from chunkweave.config import Combine
 from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.planning.plan import Watch
 
 
 class QuestionWatch:
     """Combines the attention of one question's tokens on every position, layer by layer, in float32."""
 
-    def __init__(self, watch: Watch, device: torch.device, *, hidden: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, watch: Watch, device: torch.device, *, hidden: torch.Tensor | None = None, ranks: Ranks = ALONE
+    ) -> None:
         """`hidden` flags the positions that the question does not see, `[positions]`."""
+        self._ranks = ranks
         question = watch.question
         self.watch = watch
         where = question.positions()
@@ -29,7 +33,9 @@ class QuestionWatch:
         Both after RoPE.
         """
         watch = self.watch
-        found = self._meter.combined(queries, keys, over_heads=watch.over_heads, over_queries=watch.over_tokens)
+        found = self._meter.combined(
+            queries, keys, over_heads=watch.over_heads, over_queries=watch.over_tokens, ranks=self._ranks
+        )
         if watch.over_layers is Combine.MAX:
             self.attention = torch.maximum(self.attention, found)
         else:

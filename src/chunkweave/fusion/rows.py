@@ -6,7 +6,7 @@ something on the host has to know: parts that are kept for the store, and attent
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -16,11 +16,12 @@ from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.evidence import measure
 from chunkweave.fusion.focus import FocusWatch
+from chunkweave.fusion.pass_cache import PassCache
 from chunkweave.fusion.question_watch import QuestionWatch
 from chunkweave.fusion.start import mark, starting_rows, weighted
-from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import ScatteredQueries
 from chunkweave.models.flat_attention import Measured, OwnQueries
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
 from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused, Watch
@@ -42,12 +43,12 @@ class ActiveRows:
     """The active tokens of one request during one pass. Owned and narrowed by the layer loop.
 
     `positions` `[rows]` ascend; `token_ids` are the ids at the positions that were active first. `stop` is set once a
-    rule has found the focused chunks.
+    rule has found the focused chunks; `kept` has the positions of the candidates that each layer's rule kept.
     """
 
     def __init__(
         self,
-        cache: RequestCache,
+        cache: PassCache,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         *,
@@ -62,13 +63,16 @@ class ActiveRows:
         hidden: torch.Tensor | None = None,
         depth: int | None = None,
         answers: bool = True,
+        decided: Mapping[int, torch.Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`token_ids` and `positions` are `[rows]`, on the model's device; no position is at `stop` or behind it.
 
         `where` are the positions as the host knows them, if it does; `candidates` the rows, ascending, that rules may
         drop (none if absent). `read` `[positions]` is what the question gave to each in the pass before, `hidden` flags
         the positions that nobody sees. The rows run `depth` layers (None: all), and have no logits unless they are to
-        give `answers`.
+        give `answers`. Where it was `decided` before which positions a layer's rule keeps, these are kept. The heads of
+        keys and queries are this rank's of all `ranks`.
         """
         self.depth = depth
         self.answers = answers
@@ -77,9 +81,12 @@ class ActiveRows:
         self.key_stop = stop
         self.stop: Stop | None = None
         self._work: list[CountedWork] = []
+        self.kept: dict[int, torch.Tensor] = {}
         self._rules = {rule.layer: rule for rule in rules}
-        self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device)
-        self._question = None if watch is None else QuestionWatch(watch, positions.device, hidden=hidden)
+        self._decided = decided or {}
+        self._ranks = ranks
+        self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device, ranks=ranks)
+        self._question = None if watch is None else QuestionWatch(watch, positions.device, hidden=hidden, ranks=ranks)
         self._read = read
         self._hidden = hidden
         self._hidden_positions = None if hidden is None else torch.nonzero(hidden).squeeze(1)
@@ -93,7 +100,7 @@ class ActiveRows:
     @classmethod
     def of_pass(
         cls,
-        cache: RequestCache,
+        cache: PassCache,
         prompt_ids: torch.Tensor,
         a_pass: Pass,
         *,
@@ -101,11 +108,13 @@ class ActiveRows:
         evidence: torch.Tensor | None = None,
         recomputed: Sequence[Span] = (),
         answers: bool = True,
+        decided: Mapping[int, torch.Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> Self:
         """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
 
         `evidence` `[tokens]` is what the pass before found, for one that starts by it; `recomputed` is what earlier
-        passes did, and not chosen again. Only the last pass gives `answers`.
+        passes did, and not chosen again. Only the last pass gives `answers`. See `ActiveRows` for the rest.
         """
         device = prompt_ids.device
         if a_pass.start is not None:
@@ -129,6 +138,8 @@ class ActiveRows:
             hidden=hidden.to(device) if a_pass.hidden else None,
             depth=a_pass.depth,
             answers=answers,
+            decided=decided,
+            ranks=ranks,
         )
 
     def keep(
@@ -156,6 +167,11 @@ class ActiveRows:
         return self._where
 
     @property
+    def candidates(self) -> torch.Tensor:
+        """Positions of the active tokens that rules may drop, ascending."""
+        return self.positions[self._candidates]
+
+    @property
     def work(self) -> Sequence[CountedWork]:
         """What each layer computed so far."""
         return tuple(self._work)
@@ -178,8 +194,10 @@ class ActiveRows:
     def end(self) -> None:
         """This layer is the last: nobody reads hidden states behind it but that of the last token, for an answer.
 
-        So only that one is attended and finished, or none, and the pass ends with the KV of this layer.
+        So only that one is attended and finished, or none, and the pass ends with the KV of this layer. Who is focused
+        on does not matter any more.
         """
+        self._watch = None
         if not self.answers:
             self._finish_only(self.positions[:0])
             return
@@ -263,11 +281,17 @@ class ActiveRows:
 
     def _surviving_rows(self, rule: KeepTop, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows = self._candidates
-        cached = self.cache.cached_before_rope(layer, self.positions[rows])
-        read = None if self._read is None else self._read[self.positions[rows]]
-        evidence = measure(rule.by, keys[rows], values[rows], cached, read)
-        by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
-        return self._drop(by_rank[rule.count :], by_rank[: rule.count].sort().values)
+        if layer in self._decided:
+            stay = torch.isin(self.positions[rows], self._decided[layer])
+            dropped, candidates = rows[~stay], rows[stay]
+        else:
+            cached = self.cache.cached_before_rope(layer, self.positions[rows])
+            read = None if self._read is None else self._read[self.positions[rows]]
+            evidence = measure(rule.by, keys[rows], values[rows], cached, read, ranks=self._ranks)
+            by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
+            dropped, candidates = by_rank[rule.count :], by_rank[: rule.count].sort().values
+        self.kept[layer] = self.positions[candidates]
+        return self._drop(dropped, candidates)
 
     def _drop(self, dropped: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Make all rows but the `dropped` active, with these `candidates` (ascending); returns those that stay.

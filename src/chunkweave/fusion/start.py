@@ -39,12 +39,13 @@ def starting_rows(
         positions = torch.nonzero(required | candidate).squeeze(1)
         candidates = torch.nonzero(candidate[positions]).squeeze(1)
         where = positions.tolist()
-        return Start(positions.to(device), candidates.to(device), where[-1] + 1, where)
+        return Start(positions.to(device), candidates.to(device), where[-1] + 1 if where else 0, where)
     assert evidence is not None, "a pass that starts by evidence is given it"
     done = torch.zeros(tokens, dtype=torch.bool)
     mark(done, recomputed)
     candidate &= ~done
-    stop = int(torch.nonzero(required | candidate)[-1]) + 1
+    last = torch.nonzero(required | candidate)[-1:]
+    stop = int(last) + 1 if len(last) else 0
     from_which = torch.nonzero(candidate).squeeze(1).to(device)
     order = torch.sort(evidence[from_which], descending=True, stable=True).indices
     chosen = from_which[order[: a_pass.start.count]].sort().values

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkweave.config import Combine
+from chunkweave.models.ranks import ALONE, Ranks
 from chunkweave.types import Span
 
 _CPU_BLOCK_WEIGHTS = 1 << 19
@@ -120,17 +121,25 @@ class AttentionMeter:
         return AttentionMass(by_part[:, heads].mean(1), own[:, heads].mean(1), received)
 
     def combined(
-        self, queries: torch.Tensor, keys: torch.Tensor, *, over_heads: Combine, over_queries: Combine
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        *,
+        over_heads: Combine,
+        over_queries: Combine,
+        ranks: Ranks = ALONE,
     ) -> torch.Tensor:
         """Attention that each key gets, own keys included, combined over heads and then over queries, `[positions]`.
 
-        A sum over heads is taken as their mean, which ranks alike. Shapes are those of `read`.
+        A sum over heads is taken as their mean, which ranks alike. Shapes are those of `read`; the heads are this
+        rank's, and combined over all `ranks`.
         """
         q, k = self._by_head(queries, keys)
         found = q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
             by_head = self._weights_by_head(q[:, :, rows], k[:, :, :stop], rows)
-            weights = by_head.amax(0) if over_heads is Combine.MAX else by_head.mean(0)
+            maximal = over_heads is Combine.MAX
+            weights = ranks.maximum(by_head.amax(0)) if maximal else ranks.mean(by_head.mean(0))
             if over_queries is Combine.MAX:
                 found[:stop] = torch.maximum(found[:stop], weights.amax(0))
             else:

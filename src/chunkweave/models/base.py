@@ -7,8 +7,8 @@ import torch
 from chunkweave.types import Geometry
 
 
-class LayerwiseModel(Protocol):
-    """A decoder-only transformer that is driven one layer at a time over a flat batch of tokens.
+class DecoderLayers(Protocol):
+    """The layers of a decoder-only transformer, driven one at a time over a flat batch of tokens.
 
     All tensors have the tokens of all requests in their first dimension; nothing here knows who owns a token.
     Attention itself is not the model's: the loop calls `chunkweave.models.attention` between `qkv` and `finish`.
@@ -32,6 +32,10 @@ class LayerwiseModel(Protocol):
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer: output projection of `attended` `[tokens, heads * head_dim]`, residuals, MLP."""
+
+
+class LayerwiseModel(DecoderLayers, Protocol):
+    """Decoder layers, and the head that makes logits of what comes out of them."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output head: `[tokens, hidden]` -> `[tokens, vocab]` in float32."""

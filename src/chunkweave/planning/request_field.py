@@ -23,14 +23,14 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
         raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def checked_method(value: Any, methods: Collection[str], where: str = "") -> str:
-    """A reuse method's name, if it is one of `methods`; `where` is put before their list, such as `inside vLLM `.
+def checked_method(value: Any, methods: Collection[str]) -> str:
+    """A reuse method's name, if it is one of `methods`.
 
     Raises:
         UnknownMethodError: there is no such method.
     """
     if not isinstance(value, str) or value not in methods:
-        raise UnknownMethodError(f"unknown reuse method {value!r}; {where}there are: {', '.join(methods)}")
+        raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(methods)}")
     return value
 
 

@@ -37,5 +37,5 @@ def create_app(service: Service) -> FastAPI:
     for routes in (routes_completions, routes_corpora, routes_cache, routes_watch, routes_health):
         app.include_router(routes.router)
     refusals.install(app)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(Gate, service=service, limits=service.settings.limits)
     return app

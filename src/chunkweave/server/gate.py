@@ -1,31 +1,49 @@
 """What every HTTP request passes first: a request id, its key, its tenant's rate, and the size of its body."""
 
 import re
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Collection, MutableMapping
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkweave.config import parse_bytes
 from chunkweave.server.keys import Tenant, bearer
+from chunkweave.server.limits import TenantLimits
 from chunkweave.server.logs import request_id_of, serving
 from chunkweave.server.refusals import RefusalError
-from chunkweave.server.service import Service
+from chunkweave.server.settings import LimitSettings
 
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
+
+
+class Gated(Protocol):
+    """What a gate stands before, and asks whom to let in."""
+
+    @property
+    def limits(self) -> TenantLimits:
+        """What each tenant has done of late."""
+
+    def tenant_of(self, key: str | None) -> Tenant:
+        """Whose key it is; raises `RefusalError` if a key is needed and this is none."""
+
+    def require_ready(self) -> object:
+        """Raise `RefusalError` unless requests are answered."""
 
 
 class Gate:
     """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
 
-    Everything under `/v1` needs a key if the server has any. The tenant goes into `request.state.tenant`.
+    Everything under `/v1` needs a key if the server has any; with `but` everything else, save these paths. The tenant
+    goes into `request.state.tenant`.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Gated, limits: LimitSettings, *, but: Collection[str] | None = None
+    ) -> None:
         self._app = app
         self._service = service
-        limits = service.settings.limits
+        self._but = but
         self._max_body_bytes = parse_bytes(limits.max_body)
         self._max_upload_bytes = parse_bytes(limits.max_upload)
 
@@ -45,7 +63,7 @@ class Gate:
             await send(message)
 
         try:
-            if scope["path"].startswith("/v1/"):
+            if self._needs_key(scope["path"]):
                 state["tenant"] = self._admitted(headers)
             limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
             limited = _limited(receive, headers, limit_bytes)
@@ -54,6 +72,9 @@ class Gate:
             return
         with serving(request_id):
             await self._app(scope, limited, named_send)
+
+    def _needs_key(self, path: str) -> bool:
+        return path.startswith("/v1/") if self._but is None else path not in self._but
 
     def _admitted(self, headers: Headers) -> Tenant:
         tenant = self._service.tenant_of(bearer(headers))

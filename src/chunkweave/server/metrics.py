@@ -1,7 +1,7 @@
 """Prometheus metrics of one server, named as vLLM names its own, with `chunkweave:` before them."""
 
 from collections import Counter as Tally
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -77,6 +77,7 @@ class ServerMetrics:
         shadow: ShadowMonitor | None = None,
         speculation: Callable[[], SpeculationCounts] | None = None,
         tenants: Collection[str] | None = None,
+        others: Iterable[Source] = (),
     ) -> None:
         """Metrics of what is given; nothing has happened yet.
 
@@ -87,13 +88,14 @@ class ServerMetrics:
             shadow: the engine's, if it has one.
             speculation: reads the counters of speculative prefills.
             tenants: names that a `tenant` label may have, all others being `other`; None = there is no such label.
+            others: read more figures.
         """
         self.registry = CollectorRegistry()
         self._model = model
         self._tenants = None if tenants is None else frozenset(tenants)
         self._make_histograms()
         self._make_counters()
-        sources: list[Source] = []
+        sources: list[Source] = list(others)
         if batching is not None:
             sources.append(lambda: batching_figures(batching()))
         if store is not None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from chunkweave.engine.answer import Answer
+from chunkweave.metrics import ReuseReport
 from chunkweave.server.logs import log_request
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave.server.refusals import RefusalError
@@ -27,14 +28,15 @@ class Observer:
 
     def answered(self, asked: Asked, answer: Answer) -> None:
         """It has its whole answer."""
-        self.metrics.observe(answer.report, finish_reason=answer.finish_reason, tenant=asked.tenant)
+        self.answered_with(asked, answer.report, finish_reason=answer.finish_reason)
+
+    def answered_with(self, asked: Asked, report: ReuseReport, *, finish_reason: str) -> None:
+        """The same for an answer that another process gave."""
+        self.metrics.observe(report, finish_reason=finish_reason, tenant=asked.tenant)
         self._traces.record(
-            answer.report,
-            request_id=asked.request_id,
-            finish_reason=answer.finish_reason,
-            traceparent=asked.traceparent,
+            report, request_id=asked.request_id, finish_reason=finish_reason, traceparent=asked.traceparent
         )
-        log_request(Outcome.FINISHED, answer.report, finish_reason=answer.finish_reason)
+        log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
     def failed(self, asked: Asked, error: BaseException) -> None:
         """It ended with an error."""

@@ -14,7 +14,7 @@ from chunkweave.server.replies import ReplyForm
 from chunkweave.server.requests import Asking, ChatBody, CompletionBody
 from chunkweave.server.schema import STREAMED, refusals
 from chunkweave.server.service import Parts, Service
-from chunkweave.server.streams import EventStream, unless_gone, whole_answer
+from chunkweave.server.streams import EventStream, answer_events, unless_gone, whole_answer
 from chunkweave.server.turns import question_of
 
 router = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
@@ -85,4 +85,5 @@ async def _streamed(running: RunningAnswer, form: ReplyForm, request: Request, s
     except BaseException:
         await running.aclose()
         raise
-    return EventStream(running, first, form, stalled_s=service.settings.listen.stalled_s)
+    stalled_s = service.settings.listen.stalled_s
+    return EventStream(running, answer_events(running, first, form), stalled_s=stalled_s)

@@ -11,12 +11,11 @@ from chunkweave.chunking.splitter import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
 from chunkweave.retrieval.stages import usual_top_k
-from chunkweave.server.access import NEEDS_KEY, OfTenant, ReadyParts
+from chunkweave.server.access import NEEDS_KEY, CorpusParts, OfTenant, WithCorpora
 from chunkweave.server.keys import Tenant
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.requests import CorpusBody, IngestBody, IngestedDocument, SearchBody
 from chunkweave.server.schema import refusals
-from chunkweave.server.service import Parts
 from chunkweave.server.threads import in_thread, to_its_end
 
 router = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
@@ -26,26 +25,26 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 
 
 @router.get("", responses=refusals(503))
-async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def list_corpora(parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """The corpora that you may search."""
     return {"object": "list", "data": [served.as_dict() for served in parts.corpora.all(tenant)]}
 
 
 @router.post("", status_code=201, responses=refusals(400, 403, 409, 503))
-async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def create_corpus(body: CorpusBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """Make an empty corpus."""
     split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
     return (await to_its_end(parts.corpora.create(tenant, body.name, split))).as_dict()
 
 
 @router.get("/{name}", responses=refusals(404, 503))
-async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def get_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """One corpus."""
     return parts.corpora.get(tenant, name).as_dict()
 
 
 @router.delete("/{name}", responses=refusals(403, 404, 503))
-async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def delete_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a corpus, and the KV of its chunks from every tier."""
 
     async def work() -> int:
@@ -56,7 +55,7 @@ async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[
 
 @router.get("/{name}/documents", responses=refusals(404, 503))
 async def list_documents(
-    name: str, parts: ReadyParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
+    name: str, parts: CorpusParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """The documents of a corpus, in the order in which they were added."""
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
@@ -69,7 +68,7 @@ async def list_documents(
 
 
 @router.post("/{name}/documents", responses=refusals(400, 403, 404, 409, 503))
-async def add_documents(name: str, body: IngestBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def add_documents(name: str, body: IngestBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
     documents = [_document(one) for one in body.documents]
     return await _ingested(name, documents, body.update, parts, tenant)
@@ -77,7 +76,7 @@ async def add_documents(name: str, body: IngestBody, parts: ReadyParts, tenant: 
 
 @router.post("/{name}/documents/files", responses=refusals(400, 403, 404, 409, 503))
 async def add_files(
-    name: str, files: Annotated[list[UploadFile], File()], parts: ReadyParts, tenant: OfTenant, update: bool = False
+    name: str, files: Annotated[list[UploadFile], File()], parts: CorpusParts, tenant: OfTenant, update: bool = False
 ) -> dict[str, Any]:
     """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
     documents: list[CorpusDocument] = []
@@ -90,7 +89,7 @@ async def add_files(
 
 
 @router.delete("/{name}/documents/{document:path}", responses=refusals(403, 404, 503))
-async def delete_document(name: str, document: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def delete_document(name: str, document: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a document, and the KV of what no other document has from every tier."""
     served = parts.corpora.get(tenant, name, to_change=True)
 
@@ -102,7 +101,7 @@ async def delete_document(name: str, document: str, parts: ReadyParts, tenant: O
 
 
 @router.post("/{name}/search", responses=refusals(400, 404, 503))
-async def search(name: str, body: SearchBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def search(name: str, body: SearchBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
     """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
         k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
@@ -117,7 +116,7 @@ def _document(one: str | IngestedDocument) -> CorpusDocument:
 
 
 async def _ingested(
-    name: str, documents: Sequence[CorpusDocument], update: bool, parts: Parts, tenant: Tenant
+    name: str, documents: Sequence[CorpusDocument], update: bool, parts: WithCorpora, tenant: Tenant
 ) -> dict[str, Any]:
     served = parts.corpora.get(tenant, name, to_change=True)
 
@@ -134,5 +133,5 @@ async def _ingested(
     return await to_its_end(work())
 
 
-async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> int:
+async def _forget_gone(change: CorpusChange, parts: WithCorpora, tenant: Tenant) -> int:
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))

@@ -11,6 +11,7 @@ from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.engine_options import EngineOptions
 from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.server.admission import refuse_open_door, tenant_of
 from chunkweave.server.answering import Answering
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import ANONYMOUS, KeyRing, Tenant
@@ -34,6 +35,7 @@ class Stage(StrEnum):
     LOADING_MODEL = "loading the model"
     OPENING_CORPORA = "opening corpora"
     STARTING_ENGINE = "starting the engine"
+    STARTING_VLLM = "starting vLLM"
     READY = "ready"
     FAILED = "failed to start"
     BROKEN = "the engine has stopped"
@@ -73,12 +75,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.limits = TenantLimits(self.settings.limits)
-        listen = self.settings.listen
-        if not len(self.keys) and not listen.loopback and not listen.allow_anonymous:
-            raise UsageError(
-                f"{listen.host} can be reached from other machines: give API keys (keys_file, CHUNKWEAVE_API_KEYS), "
-                f"or allow_anonymous if everybody there may use the server"
-            )
+        refuse_open_door(self.settings.listen, self.keys)
 
     async def start(self) -> None:
         """Load everything, stage by stage, while the server already tells how far it is.
@@ -120,13 +117,7 @@ class Service:
         Raises:
             RefusalError: 401, a key is needed, and this is none.
         """
-        if not len(self.keys):
-            return ANONYMOUS
-        tenant = None if key is None else self.keys.find(key)
-        if tenant is None:
-            told = "give an API key as `Authorization: Bearer KEY`" if key is None else "no such API key"
-            raise RefusalError(401, told, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return tenant
+        return tenant_of(self.keys, key)
 
     def require_ready(self) -> Parts:
         """The parts.

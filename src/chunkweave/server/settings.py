@@ -210,12 +210,14 @@ class SettingField:
     secret: bool
 
 
-GROUPS: dict[str, type[Any]] = get_type_hints(Settings)
+def groups_of(whole: type[Any]) -> dict[str, type[Any]]:
+    """The groups of a settings class, `Settings` or another made like it, by name."""
+    return get_type_hints(whole)
 
 
-def setting_fields() -> Iterator[SettingField]:
-    """Every setting, in the order in which they are written here."""
-    for group, kind in GROUPS.items():
+def setting_fields(whole: type[Any] = Settings) -> Iterator[SettingField]:
+    """Every setting of a settings class, in the order in which they are written there."""
+    for group, kind in groups_of(whole).items():
         hints = get_type_hints(kind)
         one: Field[Any]
         for one in fields(kind):

@@ -5,10 +5,10 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import GROUPS, SettingField, Settings, setting_fields
+from chunkweave.server.settings import SettingField, Settings, groups_of, setting_fields
 from chunkweave.tiers.blobs import without_secrets
 
 PREFIX = "CHUNKWEAVE_"
@@ -17,17 +17,20 @@ FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
+SettingsT = TypeVar("SettingsT")
+
+
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(Generic[SettingsT]):
     """Settings, and for each by name where its value came from: `default`, the file, a variable or a flag."""
 
-    settings: Settings
+    settings: SettingsT
     origins: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a setting: `name`, `value` (secrets masked), `origin`, `meaning`."""
         rows = []
-        for one in setting_fields():
+        for one in setting_fields(type(self.settings)):
             value = getattr(getattr(self.settings, one.group), one.name)
             rows.append(
                 {
@@ -49,10 +52,18 @@ def shown(one: SettingField, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> Resolved:
-    """Settings from all sources.
+def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> Resolved[Settings]:
+    """The server's settings from all sources; see `resolve_as`."""
+    return resolve_as(Settings, flags, environment, file)
+
+
+def resolve_as(
+    whole: type[SettingsT], flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> Resolved[SettingsT]:
+    """Settings of a class made like `Settings` from all sources.
 
     Args:
+        whole: the class; its groups can be made without arguments.
         flags: values by name; None means not given.
         environment: `CHUNKWEAVE_<NAME>` for each setting.
         file: TOML, or YAML if it is called so; None = what `CHUNKWEAVE_CONFIG` names, if it is set.
@@ -64,7 +75,7 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
     written = {} if file is None else read_settings_file(file)
-    known = {one.name: one for one in setting_fields()}
+    known = {one.name: one for one in setting_fields(whole)}
     if unknown := sorted(set(written) - set(known)):
         raise UsageError(f"{file}: no such settings: {', '.join(unknown)}; there are {', '.join(known)}")
     values: dict[str, Any] = {}
@@ -82,14 +93,14 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path
         values[name], origins[name] = value, origin
     groups = {
         group: kind(**{one.name: values[one.name] for one in known.values() if one.group == group})
-        for group, kind in GROUPS.items()
+        for group, kind in groups_of(whole).items()
     }
-    return Resolved(Settings(**groups), origins)
+    return Resolved(whole(**groups), origins)
 
 
-def unused_variables(environment: Mapping[str, str]) -> list[str]:
-    """Variables that look like settings and are none: probably misspelt."""
-    known = {PREFIX + one.name.upper() for one in setting_fields()} | {KEYS_VARIABLE, FILE_VARIABLE}
+def unused_variables(environment: Mapping[str, str], whole: type[Any] = Settings) -> list[str]:
+    """Variables that look like settings of that class and are none: probably misspelt."""
+    known = {PREFIX + one.name.upper() for one in setting_fields(whole)} | {KEYS_VARIABLE, FILE_VARIABLE}
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -36,7 +36,16 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> R
     Raises:
         ClientGoneError: it has.
     """
-    return await _first_of(work, _gone(request.receive))
+    return await unless_gone_from(request.receive, work)
+
+
+async def unless_gone_from(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The same by what a request is received with.
+
+    Raises:
+        ClientGoneError: its client has gone.
+    """
+    return await _first_of(work, _gone(receive))
 
 
 async def whole_answer(running: RunningAnswer) -> Answer:
@@ -47,30 +56,37 @@ async def whole_answer(running: RunningAnswer) -> Answer:
     raise RefusalError(500, "the answer has no end", code="internal_error")
 
 
-class EventStream(Response):
-    """An answer as server-sent events, as OpenAI's clients read them.
+class Closable(Protocol):
+    """What a stream is made of, and has to be told when it ends."""
 
-    What the client does not take in waits in the connection's buffer, a few pieces long, and in the answer's own queue,
-    which its length bounds. A client that takes in nothing for `stalled_s` seconds is given up.
+    async def aclose(self) -> None:
+        """Nobody reads any more; a second time is harmless."""
+
+
+class EventStream(Response):
+    """Server-sent events, as OpenAI's clients read them.
+
+    What the client does not take in waits in the connection's buffer, a few pieces long, and where the events come
+    from, which an answer's length bounds. A client that takes in nothing for `stalled_s` seconds is given up.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, running: RunningAnswer, first: StreamEvent, form: ReplyForm, *, stalled_s: float) -> None:
+    def __init__(self, source: Closable, events: AsyncIterator[dict[str, Any]], *, stalled_s: float) -> None:
+        """A stream of `events`; `source` is closed at its end, however that comes."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._running = running
-        self._first = first
-        self._form = form
+        self._source = source
+        self._read = events
         self._stalled_s = stalled_s
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the answer ends or the client goes; either way the request is over afterwards."""
+        """Send events until they end or the client goes; either way the request is over afterwards."""
         try:
             with suppress(ClientGoneError, TimeoutError):
                 await _first_of(self._send_all(send), _gone(receive))
         finally:
-            await self._running.aclose()
+            await self._source.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -80,25 +96,27 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for one in self._form.first():
-            yield _event(one)
         try:
-            async for data in self._pieces():
-                yield data
+            async for one in self._read:
+                yield _event(one)
         except (ChunkweaveError, RefusalError) as error:  # the status is sent: what is left is to say so in the stream
             yield _event(refusal_of(error).body)
         yield _DONE
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        event = self._first
-        while True:
-            if event.text:
-                yield _event(self._form.piece(event.text))
-            if event.answer is not None:
-                for one in self._form.last(event.answer, self._running.retrieved):
-                    yield _event(one)
-                return
-            event = await anext(self._running)
+
+async def answer_events(running: RunningAnswer, first: StreamEvent, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
+    """An answer, whose `first` piece was read already, as events of that form."""
+    for one in form.first():
+        yield one
+    event = first
+    while True:
+        if event.text:
+            yield form.piece(event.text)
+        if event.answer is not None:
+            for one in form.last(event.answer, running.retrieved):
+                yield one
+            return
+        event = await anext(running)
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from chunkweave.errors import StoreError
+from chunkweave.store.chunk_follower import ChunkFollower
 from chunkweave.store.chunk_index import ChunkIndex
 from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.path_index import PathIndex
@@ -29,6 +30,12 @@ class Catalog:
         self._paths = PathIndex()
         self._tree: KnowledgeTree[ChunkId] | None = None
         self._tier = ""
+        self._follower: ChunkFollower | None = None
+
+    def tell(self, follower: ChunkFollower) -> None:
+        """From now on `follower` hears of the chunks whose records change; first of those that are here."""
+        self._follower = follower
+        self._changed(self._records.values())
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
         """From now on `tree` shows, as `tier`, which exact segments are held here."""
@@ -78,6 +85,7 @@ class Catalog:
         self._used_bytes += record.nbytes
         self._records[record.id] = record
         self._show(record)
+        self._changed([record])
 
     def remove(self, record: SegmentRecord) -> None:
         """Withdraw a held record."""
@@ -87,6 +95,7 @@ class Catalog:
         self._paths.remove(record)
         self._chunks.remove(record)
         self._hide(record)
+        self._changed([record])
 
     def note_request(self, request: PathRequest) -> None:
         """Tell the policy what a request asked for."""
@@ -130,6 +139,7 @@ class Catalog:
         for segment, record in tuple(self._records.items()):
             if sizes.get(segment) != record.nbytes:
                 self._hide(record)
+        self._changed(self._records.values())
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
         self._chunks, self._paths = ChunkIndex(), PathIndex()
@@ -162,6 +172,11 @@ class Catalog:
             shown = set(self._tree.paths(self._tier))
             if shown != {(*record.context, record.chunk_id) for record in self._records.values() if record.exact}:
                 raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+
+    def _changed(self, records: Iterable[SegmentRecord]) -> None:
+        if self._follower is not None:
+            for record in records:
+                self._follower.touched(record.chunk_id)
 
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:

@@ -6,6 +6,7 @@ from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import UsageError
+from chunkweave.store.chunk_follower import ChunkFollower
 from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.guarded_tier import GuardedTier
 from chunkweave.store.lease import Lease
@@ -138,6 +139,11 @@ class SegmentStore(Generic[PayloadT]):
         """From now on `tree` shows, as `tier`, which exact segments are held here."""
         with self._ledger.settled():
             self._ledger.catalog.show_in(tree, tier)
+
+    def tell(self, follower: ChunkFollower) -> None:
+        """From now on `follower` hears of the chunks whose segments change here; first of those that are here."""
+        with self._ledger.settled():
+            self._ledger.catalog.tell(follower)
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
         """Stored segments with the part's id and token ids, most recently used first."""

@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.ages import Ages
+from chunkweave.store.chunk_follower import ChunkFollower
 from chunkweave.store.level import Level
 from chunkweave.store.level_moves import LevelMoves
 from chunkweave.store.lookup import PromptLookup, look_up
@@ -122,19 +123,34 @@ class TieredStore(Generic[PayloadT]):
         holders = self._holders(segment)
         return holders[0][0].name if holders else None
 
+    @property
+    def shared(self) -> bool:
+        """Whether a level may hold what other processes have put there, so that `probe` may learn of more."""
+        return any(level.store.probes for level in self._slow)
+
+    def follow_chunks(self) -> ChunkFollower:
+        """What tells from now on which chunks come and go, beginning with all that are stored. One at a time."""
+
+        def holds(chunk: ChunkId) -> bool:
+            return any(level.store.records_of(chunk) for level in self.levels)
+
+        follower = ChunkFollower(holds)
+        for level in self.levels:
+            level.store.tell(follower)
+        return follower
+
+    def probe(self, prompt: Prompt) -> None:
+        """Ask the shared levels for what the faster ones lack of a prompt, as `lookup` does."""
+        self._probe(_path_of(prompt))
+
     def lookup(self, prompt: Prompt) -> PromptLookup:
         """What is stored anywhere for each part of `prompt`; pins nothing.
 
         The exact prefix may run over several levels. A shared level is asked, once, for what the faster ones lack:
         the exact path and the context-free variants. What has expired is dropped and not found.
         """
-        pairs = zip(prompt.parts, prompt.contexts(), strict=True)
-        path = {segment_id(part.id, context): part.id for part, context in pairs if part.id is not None}
-        alone = (segment_id(chunk, ()) for chunk in path.values())
-        asked = dict.fromkeys((*path, *alone))
-        for level in self._slow:
-            if level.probes:
-                level.probe([segment for segment in asked if self.record(segment) is None])
+        path = _path_of(prompt)
+        self._probe(path)
         expired: set[SegmentId] = set()
         found = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
         self._expire(expired)
@@ -290,6 +306,13 @@ class TieredStore(Generic[PayloadT]):
         found = [(level, record) for level in self.levels if (record := level.record(segment)) is not None]
         return sorted(found, key=lambda pair: not pair[1].exact)
 
+    def _probe(self, path: Mapping[SegmentId, ChunkId]) -> None:
+        alone = (segment_id(chunk, ()) for chunk in path.values())
+        asked = dict.fromkeys((*path, *alone))
+        for level in self._slow:
+            if level.probes:
+                level.probe([segment for segment in asked if self.record(segment) is None])
+
     def _variants(self, part: PromptPart, expired: set[SegmentId]) -> tuple[SegmentRecord, ...]:
         found = union(*(level.variants(part) for level in self.levels))
         with self._lock:
@@ -309,3 +332,9 @@ class TieredStore(Generic[PayloadT]):
         with self._lock:
             counts = self._counts
             self._counts = replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+def _path_of(prompt: Prompt) -> dict[SegmentId, ChunkId]:
+    """The segments that an exact prefix would run over, in prompt order, and their chunks."""
+    pairs = zip(prompt.parts, prompt.contexts(), strict=True)
+    return {segment_id(part.id, context): part.id for part, context in pairs if part.id is not None}

@@ -68,6 +68,7 @@ class LoadingSegment:
         self._sent: dict[int, Sent[torch.cuda.Event] | Sent[None]] = {}
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._failure: SegmentLost | None = None
+        self._layers_in = 0  # for one caller: none of these can leave again
 
     @property
     def tokens(self) -> int:
@@ -141,6 +142,15 @@ class LoadingSegment:
         for ready in self._ready[:layers]:
             if not ready.wait(self._wait_s):
                 return
+
+    @property
+    def layers_in(self) -> int:
+        """How many of its first layers were read and sent."""
+        if self._failure is not None:
+            return 0
+        while self._layers_in < len(self._ready) and self._ready[self._layers_in].is_set():
+            self._layers_in += 1
+        return self._layers_in
 
     @property
     def complete(self) -> bool:

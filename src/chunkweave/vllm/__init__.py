@@ -1,4 +1,5 @@
 """Weaving inside vLLM, as a plug-in: stock layers, stock scheduler, no fork (docs/vllm.md).
 
-Nothing here is imported by the rest of chunkweave, and nothing of vLLM is imported before one of its modules is.
+Of this the rest of chunkweave imports what needs neither vLLM nor torch (`request`, `report_socket`), and nothing of
+vLLM is imported before one of its modules is.
 """

@@ -1,8 +1,8 @@
 """The start-up gate: weaving is switched on only where this worker's own model shows that it comes out right.
 
-Two things must hold on random tokens (one of them alone misses faults of the other): with every token active the loop
-equals vLLM's own forward, and a chunk's KV, read, turned back, turned to another position and written, equals what
-vLLM computes at that position.
+Two things must hold on random tokens (one of them alone misses faults of the other): with every token active, each way
+to run a pass equals vLLM's own forward, and a chunk's KV, read, turned back, turned to another position and written,
+equals what vLLM computes at that position.
 """
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan, Watch
 from chunkweave.types import ChunkId, SegmentId, Span
+from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.stock_layers import BlockTable, StockLayers
 from chunkweave.vllm.weave_job import WeaveJob
 
@@ -21,12 +22,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
 
 
-def check(layers: StockLayers) -> None:
+def check(modules: LayerModules) -> None:
     """Try both on blocks whose contents are put back afterwards.
 
     Raises:
         UnsupportedModelError: one does not hold; the message says which, and how far off it is.
     """
+    layers = modules.layers
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
     if last < 2 * blocks:
@@ -36,27 +38,32 @@ def check(layers: StockLayers) -> None:
     slots = torch.cat([table.slots(everywhere) for table in tables])
     ids = torch.arange(_TOKENS) * 7919 % 251 + 3
     with layers.paged.preserved(slots), torch.inference_mode():
-        _check_all_active(layers, tables[0], ids)
-        _check_shift(layers, tables, ids)
+        _check_all_active(modules, tables[0], ids)
+        _check_shift(modules, tables, ids)
 
 
-def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor) -> None:
-    """Recompute ratio 1: the loop's KV of the last layer against that of vLLM's forward."""
+def _check_all_active(modules: LayerModules, table: BlockTable, ids: torch.Tensor) -> None:
+    """Recompute ratio 1: the KV of the last layer against that of vLLM's forward, with its kernels and with ours."""
+    layers = modules.layers
     positions = torch.arange(len(ids), device=layers.device)
     slots, last = table.slots(positions), layers.num_layers - 1
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, table))
     expected = layers.paged.read(last, slots).clone()
     span = Span(0, len(ids))
     part = PromptPart(PartKind.QUESTION, tuple(ids.tolist()))
-    plan = Plan("full", (PartPlan(part, span, Fate.COMPUTED),), (Pass((span,)),))
-    WeaveJob(layers, table, plan, (), part.token_ids, first=0, stop=len(ids)).run(layers.num_layers)
-    _compare(
-        "with every token computed, the layers driven one by one", layers, expected, layers.paged.read(last, slots)
-    )
+    ways = {
+        "the layers driven one by one": Pass((span,)),
+        "the layers' modules with attention that is watched": Pass((span,), watch=Watch(span, (0, last))),
+    }
+    for way, a_pass in ways.items():
+        plan = Plan("full", (PartPlan(part, span, Fate.COMPUTED),), (a_pass,))
+        WeaveJob(modules, table, plan, (), part.token_ids, first=0, stop=len(ids)).run()
+        _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
 
 
-def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tensor) -> None:
+def _check_shift(modules: LayerModules, tables: list[BlockTable], ids: torch.Tensor) -> None:
     """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
+    layers = modules.layers
     here = torch.arange(len(ids), device=layers.device)
     there = here + _SHIFT
     layers.forward(ids.to(layers.device), here, layers.activate(here, tables[0]))
@@ -75,9 +82,9 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     )
     source = SegmentKV(torch.stack(stored).cpu())
     job = WeaveJob(
-        layers, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
+        modules, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
     )
-    job.run(layers.num_layers)
+    job.run()
     for layer, wanted in enumerate(expected):
         _compare(
             f"KV shifted to another position, layer {layer},",

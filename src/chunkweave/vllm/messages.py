@@ -1,9 +1,15 @@
 """What scheduler and workers tell each other, once a step."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.types import ChunkId
 from chunkweave.vllm.request import WeaveRequest
 
@@ -34,33 +40,55 @@ class SaveOrder:
     exact: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Find out whether a tier that others fill too has something of a prompt; the request waits for that."""
+
+    request_id: str
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
+    """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too."""
+
+    chunks: frozenset[ChunkId]
+    shared: bool
+
+
 @dataclass(slots=True)
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
     """Scheduler to workers. `idle`: nothing else is to be computed in this step."""
 
     weaves: list[WeaveOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    asks: list[Ask] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     idle: bool = False
 
 
 @dataclass(slots=True)
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
-    """Workers to scheduler: chunks that came into the store or left it, reports of finished weaves, and failed ones."""
+    """Workers to scheduler: what came into the stores or left them, reports of finished weaves, and failed ones.
 
-    stored: set[ChunkId] = field(default_factory=set)
-    dropped: set[ChunkId] = field(default_factory=set)
+    `copies` says by how many more ranks (or fewer) something of a chunk is held now, `answered` how many have been told
+    what shared tiers have for a request.
+    """
+
+    copies: Counter[ChunkId] = field(default_factory=Counter)
     reports: dict[str, dict[str, object]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    answered: Counter[str] = field(default_factory=Counter)
 
     @property
     def has_news(self) -> bool:
         """Whether there is anything to send: most steps bring nothing."""
-        return bool(self.stored or self.dropped or self.reports or self.failed)
+        return bool(self.copies or self.reports or self.failed or self.answered)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
-        """What all ranks say: a chunk counts as stored if each has it; their reports are the same."""
+        """What all ranks say; their reports are the same."""
         assert isinstance(other, StepResults)
-        dropped = self.dropped | other.dropped
-        stored = (self.stored & other.stored) - dropped
-        return StepResults(stored, dropped, self.reports | other.reports, self.failed | other.failed)
+        copies, answered = Counter(self.copies), Counter(self.answered)
+        copies.update(other.copies)
+        answered.update(other.answered)
+        return StepResults(copies, self.reports | other.reports, self.failed | other.failed, answered)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,22 +10,13 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning.request_field import (
-    FIELD,
-    checked_method,
-    checked_ratio,
-    checked_whole,
-    refuse_unknown_keys,
-)
+from chunkweave.planning.attention_needs import reads_question
+from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.request_field import FIELD, checked_whole, refuse_unknown_keys
 from chunkweave.types import ChunkId, Context, Span
+from chunkweave.vllm.weave_settings import SETTINGS, Defaults, chosen
 
-__all__ = ["FIELD", "METHODS", "Defaults", "WeaveRequest", "parse"]
-
-METHODS = ("prefix", "full-reuse", "epic", "random", "cacheblend")
-"""Methods whose plans are one pass with rules on KV; what needs attention evidence is not here."""
-
-SETTINGS = frozenset({"method", "recompute_ratio", "check_layers", "seed"})
-"""What a request may say of the way it is woven, and the connector's extra config for those that do not."""
+__all__ = ["FIELD", "Defaults", "WeaveRequest", "parse"]
 
 _KEYS = SETTINGS | {"chunks", "start_tokens"}
 
@@ -44,12 +35,22 @@ class StoredPart:
 class WeaveRequest:
     """A prompt with its parts and how it is to be woven.
 
-    The parts cover the prompt's tokens as the client sent them; what the model generates is not among them.
+    The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. With
+    `capture` what newly computed chunks attend to is stored with them, for methods that score chunks by it.
     """
 
     prompt: Prompt
-    method: str
-    reuse: ReuseConfig
+    choice: MethodChoice
+    capture: bool = False
+
+    @property
+    def method(self) -> str:
+        return self.choice.method
+
+    @property
+    def reuse(self) -> ReuseConfig:
+        """What the method is told."""
+        return self.choice.reuse
 
     def stored_parts(self) -> Iterator[StoredPart]:
         """The parts that a store can hold, in prompt order."""
@@ -61,32 +62,16 @@ class WeaveRequest:
     def salt(self, given: str | None) -> str:
         """What keeps this request's blocks apart in vLLM's prefix cache.
 
-        Woven KV depends on all chunks of the prompt and on the method; so only a request with the same of both (and
-        the same salt of its own) may take its blocks.
+        Woven KV depends on all chunks of the prompt and on the method, and with some methods on the question; so only a
+        request with the same of these (and the same salt of its own) may take its blocks.
         """
         digest = hashlib.blake2b(digest_size=16)
         ids = [part.id or "" for part in self.prompt.parts]
+        if reads_question(self.method, self.reuse):
+            ids.append(repr(self.prompt.parts[-1].token_ids))
         for text in (self.method, repr(self.reuse), *ids):
             digest.update(text.encode() + b"\0")
         return f"{given or ''}|{FIELD}-1:{digest.hexdigest()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """What a request that does not say gets: the connector's extra config."""
-
-    method: str = "prefix"
-    reuse: ReuseConfig = field(default_factory=ReuseConfig)
-
-    @classmethod
-    def from_config(cls, extra: Mapping[str, Any]) -> "Defaults":
-        """Read the keys that a request may set too.
-
-        Raises:
-            UsageError: a value is out of range or of the wrong type.
-        """
-        fields = {key: extra[key] for key in SETTINGS & extra.keys()}
-        return cls(*_reuse(fields, cls()))
 
 
 def parse(
@@ -96,15 +81,17 @@ def parse(
     fingerprint: str,
     salt: str,
     bos: int | None,
+    usual: tuple[int, ...] | None = None,
     defaults: Defaults,
     num_layers: int | None = None,
 ) -> WeaveRequest:
     """A request's chunks and method.
 
     `params` is the value of `FIELD`: `chunks` are `[start, stop]` token positions, each beginning where the one before
-    ends. What comes before them is the system part, after `start_tokens` tokens that belong to nobody (by default one
-    if the prompt begins with `bos`, else none); what comes after them is the question. `num_layers` is the model's, if
-    it is to be checked that it has the layers that are asked for.
+    ends. What comes before them is the system part, after `start_tokens` tokens that belong to nobody (by default those
+    of `usual` if the prompt begins with them, else none); what comes after them is the question. `usual` is what the
+    project's own engine begins prompts with (None: `bos`, if there is one); chunks behind it have the ids which that
+    engine gives them. `num_layers` is the model's, if it is to be checked that it has the layers that are asked for.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -113,14 +100,11 @@ def parse(
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, _KEYS)
     chunks = _chunks(params.get("chunks"), len(token_ids))
-    default_start = int(bool(token_ids) and bos is not None and token_ids[0] == bos)
-    start = params.get("start_tokens", default_start)
+    usual = (() if bos is None else (bos,)) if usual is None else usual
+    start = params.get("start_tokens", len(usual) if tuple(token_ids[: len(usual)]) == usual else 0)
     if not 0 <= checked_whole(start, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
-    method, reuse = _reuse(params, defaults)
-    if num_layers is not None and reuse.check_layers[-1] >= num_layers:
-        raise UsageError(f"layer {reuse.check_layers[-1]} is to be checked, but the model has {num_layers} layers")
-    usual = () if bos is None else (bos,)
+    choice, capture = chosen(params, defaults, num_layers)
     if tuple(token_ids[:start]) != usual:
         # No context names what START holds; so that a chunk behind other tokens is no exact prefix here, its id does.
         salt = f"{salt}\0start:{','.join(map(str, token_ids[:start]))}"
@@ -136,7 +120,7 @@ def parse(
         *((PartKind.CHUNK, chunk.start, chunk.stop) for chunk in chunks),
         (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
     ]
-    return WeaveRequest(Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2])), method, reuse)
+    return WeaveRequest(Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2])), choice, capture)
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
@@ -151,18 +135,3 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
     if chunks[-1].stop > tokens:
         raise UsageError(f"the last chunk ends at {chunks[-1].stop}, but the prompt has {tokens} tokens")
     return chunks
-
-
-def _reuse(params: Mapping[str, Any], defaults: Defaults) -> tuple[str, ReuseConfig]:
-    method = checked_method(params.get("method", defaults.method), METHODS, "inside vLLM ")
-    changed: dict[str, Any] = {}
-    if "recompute_ratio" in params:
-        changed["recompute_ratio"] = checked_ratio(params["recompute_ratio"])
-    if "check_layers" in params:
-        layers = params["check_layers"]
-        if not isinstance(layers, list | tuple):
-            raise UsageError("check_layers must be a list of layer numbers")
-        changed["check_layers"] = tuple(checked_whole(layer, "check_layers") for layer in layers)
-    if "seed" in params:
-        changed["seed"] = checked_whole(params["seed"], "seed")
-    return method, replace(defaults.reuse, **changed)

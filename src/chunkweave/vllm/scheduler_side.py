@@ -1,7 +1,8 @@
 """The half of the connector that lives with vLLM's scheduler: whom to weave, what to save, whose blocks to keep apart.
 
 It plans nothing: what is stored, and where, the workers know. It keeps a mirror of the chunks that they reported as
-stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself.
+stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself. Where others fill a tier
+too, a request with chunks that the mirror lacks waits until the workers have asked that tier.
 """
 
 import logging
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.types import ChunkId
-from chunkweave.vllm.messages import SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.request import FIELD, Defaults, WeaveRequest, parse
+from chunkweave.vllm.stored_mirror import StoredMirror
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -23,7 +24,8 @@ class _Tracked:
 
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
-    `ends` are the positions where its stored parts end, ascending.
+    `asked` counts the workers that are still to say what shared tiers have of it. `ends` are the positions where its
+    stored parts end, ascending.
     """
 
     request: WeaveRequest
@@ -33,6 +35,7 @@ class _Tracked:
     woven: bool = False
     in_flight: bool = False
     failed: bool = False
+    asked: int = 0
     report: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -47,21 +50,42 @@ class _Tracked:
 class SchedulerSide:
     """Owns the state of requests with chunks. Called from the scheduler's thread only."""
 
-    def __init__(self, fingerprint: str, bos: int | None, defaults: Defaults, num_layers: int | None = None) -> None:
-        """`fingerprint` is the model's, part of every chunk id; `bos` its beginning-of-sequence token, if any."""
+    def __init__(
+        self,
+        fingerprint: str,
+        bos: int | None,
+        defaults: Defaults,
+        num_layers: int | None = None,
+        *,
+        usual: tuple[int, ...] | None = None,
+        ranks: int = 1,
+    ) -> None:
+        """`fingerprint` is the model's, part of every chunk id; `bos` its beginning-of-sequence token, if any.
+
+        `usual` is what prompts usually begin with, see `parse`; `ranks` how many workers share the heads.
+        """
         self._fingerprint = fingerprint
         self._bos = bos
+        self._usual = usual
+        self._ranks = ranks
         self._defaults = defaults
         self._num_layers = num_layers
         self._manager: Any = None
         self._requests: dict[str, _Tracked] = {}
-        self._stored: set[ChunkId] = set()
+        self._stored = StoredMirror(ranks)
+        self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take the scheduler's block bookkeeping, from which block ids are read."""
         self._manager = manager
+
+    def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
+        """What the workers hold from earlier on, by rank. Without a word from all of them nobody is asked anything."""
+        for one in holdings.values():
+            self._stored.add(one.chunks)
+        self._shared = len(holdings) == self._ranks and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
         """A request came in. One that says nothing of chunks is none of ours and stays as it is.
@@ -80,6 +104,7 @@ class SchedulerSide:
                 fingerprint=self._key(request),
                 salt=request.cache_salt or "",
                 bos=self._bos,
+                usual=self._usual,
                 defaults=self._defaults,
                 num_layers=self._num_layers,
             )
@@ -90,13 +115,18 @@ class SchedulerSide:
         request.cache_salt = woven.salt(request.cache_salt)
         request.block_hashes.clear()
         request.update_block_hashes()
-        self._requests[request.request_id] = _Tracked(woven)
+        tracked = self._requests[request.request_id] = _Tracked(woven)
+        if self._shared and any(part.id not in self._stored for part in woven.stored_parts()):
+            self._orders.asks.append(Ask(request.request_id, woven.prompt))
+            tracked.asked = self._ranks
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens beyond `computed` the workers can bring into the request's blocks."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens beyond `computed` the workers can bring into its blocks; None while they are being asked."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        if tracked.asked:
+            return None
         tracked.local = computed
         if tracked.failed:
             return 0
@@ -131,8 +161,9 @@ class SchedulerSide:
                 tracked.in_flight = False
         if results is None:
             return
-        self._stored |= results.stored
-        self._stored -= results.dropped
+        self._stored.note(results.copies)
+        for request_id in results.answered.keys() & self._requests.keys():
+            self._requests[request_id].asked -= results.answered[request_id]
         for request_id in results.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.failed, tracked.woven, tracked.saved = True, False, 0
@@ -161,7 +192,15 @@ class SchedulerSide:
         return self._fingerprint if adapter is None else f"{self._fingerprint}+lora:{adapter.lora_name}"
 
     def _weavable_stop(self, request: WeaveRequest) -> int:
-        """Where the last part ends of which something is stored; what follows vLLM computes itself."""
+        """Where the last part ends of which something is stored; what follows vLLM computes itself.
+
+        What is captured is computed where attention can be looked at, so that it is woven though nothing is stored; and
+        `full` means vLLM's own prefill.
+        """
+        if request.method == "full":
+            return 0
+        if request.capture:
+            return max((part.span.stop for part in request.stored_parts()), default=0)
         return max((part.span.stop for part in request.stored_parts() if part.id in self._stored), default=0)
 
     def _saves(self, output: Any) -> list[SaveOrder]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from chunkweave.errors import UnsupportedModelError
+from chunkweave.models.inspection import geometry_of
 from chunkweave.vllm.paged_kv import PagedKV
 from chunkweave.vllm.rotation import Rotation
 
@@ -66,6 +66,7 @@ class StockLayers:
         self._config = vllm_config
         self._body = model.model
         self._layers = list(model.model.layers)
+        self.geometry = geometry_of(vllm_config.model_config.hf_config)
         self._attentions = [layer.self_attn.attn for layer in self._layers]
         group = kv_cache_config.kv_cache_groups[0]
         self.paged = PagedKV(self._attentions, group.kv_cache_spec.block_size)
@@ -81,6 +82,11 @@ class StockLayers:
         return len(self._layers)
 
     @property
+    def blocks(self) -> Sequence[Any]:
+        """VLLM's decoder layers."""
+        return self._layers
+
+    @property
     def device(self) -> torch.device:
         """Where hidden states and KV are."""
         return self.paged.device
@@ -93,12 +99,16 @@ class StockLayers:
     def activate(self, positions: torch.Tensor, table: BlockTable) -> ActiveSet:
         """Prepare a set of positions, `[tokens]` ascending, of the request with that table."""
         pieces = []
-        for start in range(0, len(positions), self._most_rows):
-            rows = slice(start, min(start + self._most_rows, len(positions)))
+        for rows in self.pieces(len(positions)):
             metadata = self._builder.build(0, _runs(positions[rows], table))
             slots = table.slots(positions[rows])
             pieces.append((rows, dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, slots)))
         return ActiveSet(positions, tuple(pieces))
+
+    def pieces(self, rows: int) -> Iterator[slice]:
+        """That many rows in pieces of at most as many as vLLM was sized for."""
+        for start in range(0, rows, self._most_rows):
+            yield slice(start, min(start + self._most_rows, rows))
 
     def run(
         self, layer: int, active: ActiveSet, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -109,7 +119,7 @@ class StockLayers:
         """
         done = []
         for rows, metadata, slots in active.pieces:
-            with self._context(metadata, slots, rows.stop - rows.start):
+            with self.context(metadata, slots, rows.stop - rows.start):
                 part = None if residual is None else residual[rows]
                 done.append(self._layers[layer](active.positions[rows], hidden[rows], part))
         if len(done) == 1:
@@ -125,30 +135,45 @@ class StockLayers:
             normed = block.input_layernorm(hidden)
         else:
             normed, _ = block.input_layernorm(hidden.clone(), residual.clone())
-        attention = block.self_attn
-        qkv, _ = attention.qkv_proj(normed)
-        _, keys, values = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        keys, values = (part.reshape(len(hidden), *self.paged.shape) for part in (keys, values))
-        if hasattr(attention, "k_norm"):
-            keys = attention.k_norm(keys.contiguous())
-        return keys, values
+        _, keys, values = self._projected(layer, normed)
+        return self._keys(layer, keys), self._by_head(values)
 
-    def over_ranks(self, norms: torch.Tensor) -> torch.Tensor:
-        """The norm over all heads from the norms `[tokens]` over each tensor-parallel rank's own."""
-        if get_tensor_model_parallel_world_size() == 1:
-            return norms
-        total: torch.Tensor = tensor_model_parallel_all_reduce(norms.square())
-        return total.sqrt()
+    def qkv(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`, before RoPE.
+
+        `normed` `[tokens, hidden]` is behind the layer's first norm.
+        """
+        queries, keys, values = self._projected(layer, normed)
+        queries = self._by_head(queries)
+        norm = getattr(self._layers[layer].self_attn, "q_norm", None)
+        queries = queries if norm is None else norm(queries.contiguous())
+        return queries, self._keys(layer, keys), self._by_head(values)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
         """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up gate compares with."""
         ((rows, metadata, slots),) = active.pieces
-        with self._context(metadata, slots, rows.stop):
+        with self.context(metadata, slots, rows.stop):
             hidden: torch.Tensor = self._body(token_ids, positions, None, None)
         return hidden
 
+    def _projected(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        attention = self._layers[layer].self_attn
+        qkv, _ = attention.qkv_proj(normed)
+        parts: tuple[torch.Tensor, ...] = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        return parts
+
+    def _keys(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        keys = self._by_head(keys)
+        norm = getattr(self._layers[layer].self_attn, "k_norm", None)
+        normed: torch.Tensor = keys if norm is None else norm(keys.contiguous())
+        return normed
+
+    def _by_head(self, states: torch.Tensor) -> torch.Tensor:
+        return states.reshape(len(states), -1, self.paged.shape[1])
+
     @contextmanager
-    def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
+    def context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
+        """What vLLM's modules expect around them; attention needs `metadata` and `slots` by layer name."""
         with set_forward_context(metadata, self._config, num_tokens=tokens, slot_mapping=slots, skip_compiled=True):
             yield
 
@@ -205,6 +230,8 @@ def _check_layers(name: str, model: Any) -> None:
     kind = type(model.model.layers[0].self_attn.rotary_emb).__name__
     if any(word in kind for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
         raise UnsupportedModelError(f"{name} cannot be woven here: {kind} depends on more than a token's position")
+    if getattr(model.model.layers[0].self_attn, "do_llama_4_scaling", False):
+        raise UnsupportedModelError(f"{name} cannot be woven here: its queries are scaled by their position")
     windows = [getattr(layer.self_attn.attn.impl, "sliding_window", None) for layer in model.model.layers]
     if any(window not in (None, -1, (-1, -1)) for window in windows):
         raise UnsupportedModelError(f"{name} cannot be woven here: it attends within a sliding window")

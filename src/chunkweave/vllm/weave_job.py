@@ -1,32 +1,68 @@
-"""One request's plan, executed over vLLM's layers in slices.
-
-Per layer the order is the project's own (planning/plan.py): fresh K and V of the active tokens, evidence, refine;
-cached KV of all others into the blocks; then the stock layer, which writes and attends for the survivors.
-"""
+"""One request's plan, executed pass by pass over vLLM's layers, in slices of layers."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import ceil
+from dataclasses import replace
+from math import inf
+from typing import Protocol
 
 import torch
 
-from chunkweave.fusion.evidence import measure
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.plan import Fate, KeepTop, Pass, Plan
-from chunkweave.types import Span
-from chunkweave.vllm.stock_layers import ActiveSet, BlockTable, StockLayers
+from chunkweave.planning.clipping import clipped
+from chunkweave.planning.plan import Evidence, Fate, Pass, Plan
+from chunkweave.types import Scattered, Span, joined, spans_of
+from chunkweave.vllm.captured_parts import CapturedParts
+from chunkweave.vllm.layer_modules import LayerModules
+from chunkweave.vllm.loop_pass import LoopPass
+from chunkweave.vllm.paged_cache import PagedCache
+from chunkweave.vllm.stock_layers import BlockTable
+from chunkweave.vllm.stock_pass import StockPass
+
+START = -1
+"""Where a layer's number would stand: what a pass started with."""
+
+Choices = Mapping[tuple[int, int], torch.Tensor]
+"""Positions that evidence chose, by pass and layer."""
+
+
+class _RunningPass(Protocol):
+    """A pass that is run layer by layer: `StockPass` or `LoopPass`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def started(self) -> torch.Tensor: ...
+
+    @property
+    def kept(self) -> Mapping[int, torch.Tensor]: ...
+
+    @property
+    def evidence(self) -> torch.Tensor | None: ...
+
+    @property
+    def recomputed(self) -> list[int]: ...
+
+    @property
+    def recompute_work(self) -> int: ...
+
+    def next_layer(self) -> None: ...
 
 
 class WeaveJob:
     """Brings positions `first` to `stop` of one prompt into its blocks. Owned by one worker, run a few layers a step.
 
     What lies before `first` is in the blocks already; what lies from `stop` on, vLLM computes afterwards. Both are left
-    out of the plan's active sets, which changes nothing for the rest: attention is causal.
+    out of the plan's active sets, which changes nothing for the rest: attention is causal. Only a question that is
+    asked on the way, and tokens of parts that are captured, are computed here too, beside the blocks.
     """
 
     def __init__(
         self,
-        layers: StockLayers,
+        modules: LayerModules,
         table: BlockTable,
         plan: Plan,
         sources: Sequence[tuple[Span, SegmentSource]],
@@ -34,137 +70,121 @@ class WeaveJob:
         *,
         first: int,
         stop: int,
-        chosen: Mapping[int, torch.Tensor] | None = None,
+        captured: CapturedParts | None = None,
+        chosen: Choices | None = None,
     ) -> None:
-        """`sources` are the segments of the plan with the spans that they go to; the plan has one pass.
+        """`sources` are the segments of the plan with the spans that they go to.
 
-        `chosen` is what another job of the same chunks and method, from position 0 on, chose by layer: where this one
-        begins later, it takes the same, so that an answer does not depend on what vLLM's own cache held.
+        `captured` are parts that the last pass keeps for the store. `chosen` is what another job of the same chunks and
+        method, from position 0 on, chose: where this one begins later, it takes the same, so that an answer does not
+        depend on what vLLM's own cache held.
         """
-        (a_pass,) = plan.passes
-        self._layers = layers
-        self._table = table
-        self._plan = plan
-        self._rules = {rule.layer: rule for rule in a_pass.keep_top}
-        placed = [(span, source) for span, source in sources if span.stop > first and span.start < stop]
-        inside = [Span(max(first, span.start), min(stop, span.stop)) for span, _ in placed]
-        self._sources = [
-            (source, slice(part.start - span.start, part.stop - span.start))
-            for part, (span, source) in zip(inside, placed, strict=True)
-        ]
-        self._cached_positions = _positions(inside).to(layers.device)
-        positions, candidate = _starting(a_pass, first, stop)
+        layers = modules.layers
+        self._modules, self._layers = modules, layers
+        self._table, self._plan = table, plan
+        self._first, self._stop = first, stop
+        self._cache = PagedCache(layers, table, sources, first=first, stop=stop, capacity=plan.prompt_tokens)
+        self._ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
         self._reused = torch.zeros(plan.prompt_tokens, dtype=torch.bool)
         for span in plan.spans(Fate.REUSED):
             self._reused[span.start : span.stop] = True
-        ids = torch.tensor(token_ids, dtype=torch.long)[positions].to(layers.device)
-        self._candidate = candidate.to(layers.device)
-        self._candidate_share = int(candidate.sum()) / max(1, a_pass.candidate_tokens)
-        self._given = chosen if first else None
-        self.chosen: dict[int, torch.Tensor] = {}
-        """Positions of the candidates that each rule kept, by layer, ascending."""
-        self._activate(positions.to(layers.device))
-        self._hidden = layers.embed(ids) if len(ids) else None
-        self._residual: torch.Tensor | None = None
-        self._layer = 0
-        self.recompute_work = 0
-        """Reused-chunk tokens that were active, summed over the layers done."""
+        self.captured = captured
+        self._given: Choices = (chosen or {}) if first else {}
+        self._passes: dict[int, _RunningPass] = {}
+        self._next_pass()
 
     @property
     def done(self) -> bool:
-        return self._layer == self._layers.num_layers
+        return self._running.done and self._last_begun
+
+    @property
+    def layer(self) -> int:
+        """The layer that is run next: the number of those that were, in the pass at hand."""
+        return 0 if self._running.done and not self._last_begun else self._running.layer
+
+    @property
+    def chosen(self) -> Choices:
+        """Positions of the candidates that starts and rules kept so far, ascending."""
+        starts = {(n, START): p.started for n, p in self._passes.items() if self._plan.passes[n].start is not None}
+        return starts | {(n, layer): kept for n, p in self._passes.items() for layer, kept in p.kept.items()}
 
     @property
     def recomputed(self) -> list[int]:
-        """Positions of reused chunks that are active now, ascending."""
-        positions = self._active.positions.cpu()
-        found: list[int] = positions[self._reused[positions]].tolist()
-        return found
+        """Positions of reused chunks that were computed again, or are being, ascending."""
+        return [position for span in self._recomputed for position in span.positions()]
 
-    def run(self, layers: int) -> bool:
-        """The next `layers` layers, or as many as are left; True if that was all."""
-        for layer in range(self._layer, min(self._layer + layers, self._layers.num_layers)):
-            self._run_layer(layer)
-            self._layer = layer + 1
+    @property
+    def recompute_work(self) -> int:
+        """Reused-chunk tokens that were active, summed over the layers done."""
+        return sum(one.recompute_work for one in self._passes.values())
+
+    def run(self, layers: int | None = None) -> bool:
+        """The next `layers` layers of the pass at hand and of those after it (None: all); True if that was all."""
+        left = inf if layers is None else layers
+        while left and not self.done:
+            if self._running.done:
+                self._next_pass()
+            self._running.next_layer()
+            left -= 1
         return self.done
 
-    def _run_layer(self, layer: int) -> None:
-        cached = self._cached(layer) if self._sources else None
-        if layer in self._rules and self._hidden is not None:
-            assert cached is not None, "candidates are tokens of reused chunks"
-            self._refine(self._rules[layer], layer, cached)
-        if cached is not None and len(self._passive):
-            slots = self._passive_slots
-            keys, values = cached[:, self._passive]
-            keys = self._layers.rotation.forward(keys, self._cached_positions[self._passive])
-            self._layers.paged.write(layer, slots, keys, values)
-        self.recompute_work += self._active_reused
-        if self._hidden is None or not len(self._hidden):
+    @property
+    def _running(self) -> _RunningPass:
+        return self._passes[max(self._passes)]
+
+    @property
+    def _last_begun(self) -> bool:
+        return len(self._plan.passes) - 1 in self._passes
+
+    @property
+    def _recomputed(self) -> tuple[Span, ...]:
+        whole = (one for number, one in self._passes.items() if self._plan.passes[number].depth is None)
+        return joined(span for one in whole for span in spans_of(one.recomputed))
+
+    def _next_pass(self) -> None:
+        """Begin the first pass that was not begun, but for those that only ask what is known already."""
+        for number in range(max(self._passes, default=-1) + 1, len(self._plan.passes)):
+            a_pass = self._plan.passes[number]
+            known = a_pass.watch is not None and (number + 1, START) in self._given
+            if known and not a_pass.candidates:
+                continue
+            self._passes[number] = self._begin(number, replace(a_pass, watch=None) if known else a_pass)
             return
-        if layer < self._layers.num_layers - 1:
-            self._hidden, self._residual = self._layers.run(layer, self._active, self._hidden, self._residual)
-            return
-        # Nobody reads hidden states of these tokens behind the last layer: their K and V are all that is left to do.
-        keys, values = self._layers.keys_values(layer, self._hidden, self._residual)
-        positions = self._active.positions
-        self._layers.paged.write(
-            layer, self._table.slots(positions), self._layers.rotation.forward(keys, positions), values
+
+    def _begin(self, number: int, a_pass: Pass) -> _RunningPass:
+        last = number == len(self._plan.passes) - 1
+        start = self._given.get((number, START))
+        if a_pass.start is not None and start is not None:
+            a_pass = replace(a_pass, start=None, candidates=(Scattered(0, tuple(start.tolist())),))
+        captures = self.captured.captures if last and self.captured is not None else ()
+        asks = a_pass.watch is not None or (a_pass.stop_unfocused is not None and a_pass.starting_tokens > 0)
+        stop = max([self._stop, *(capture.part.span.stop for capture in captures)])
+        a_pass = clipped(a_pass, self._first, self._plan.prompt_tokens if asks else stop)
+        decided = {layer: kept for (of, layer), kept in self._given.items() if of == number and layer != START}
+        evidence = self._running.evidence if self._passes else None
+        reads = any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top)
+        if not (asks or captures or reads or a_pass.hidden) or not (a_pass.required or a_pass.candidates):
+            return StockPass(
+                self._layers,
+                self._table,
+                self._cache,
+                a_pass,
+                self._ids,
+                reused=self._reused,
+                ranks=self._modules.ranks,
+                evidence=evidence,
+                recomputed=self._recomputed,
+                decided=decided,
+            )
+        return LoopPass(
+            self._modules,
+            self._cache,
+            self._plan,
+            a_pass,
+            self._ids,
+            captures=captures,
+            attention=self.captured.attention if captures and self.captured is not None else None,
+            evidence=evidence,
+            recomputed=self._recomputed,
+            decided=decided,
         )
-
-    def _cached(self, layer: int) -> torch.Tensor:
-        """Keys before RoPE and values of all cached positions, `[2, tokens, kv_heads, head_dim]`."""
-        parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
-        device, dtype = self._layers.device, self._layers.paged.dtype
-        return torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1)
-
-    def _refine(self, rule: KeepTop, layer: int, cached: torch.Tensor) -> None:
-        assert self._hidden is not None
-        rows = torch.nonzero(self._candidate).squeeze(1)
-        if self._given is not None and layer in self._given:
-            best = torch.nonzero(torch.isin(self._active.positions[rows], self._given[layer])).squeeze(1)
-        else:
-            best = self._best(rule, layer, rows, cached)
-        self.chosen[layer] = self._active.positions[rows[best]].sort().values
-        keep = ~self._candidate
-        keep[rows[best]] = True
-        kept = torch.nonzero(keep).squeeze(1)
-        self._candidate = self._candidate[kept]
-        self._hidden = self._hidden[kept]
-        self._residual = None if self._residual is None else self._residual[kept]
-        self._activate(self._active.positions[kept])
-
-    def _best(self, rule: KeepTop, layer: int, rows: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-        """Which of the candidates `rows` the rule keeps: places in `rows`, those with the most evidence first."""
-        assert self._hidden is not None
-        keys, values = self._layers.keys_values(layer, self._hidden, self._residual)
-        places = torch.searchsorted(self._cached_positions, self._active.positions[rows])
-        evidence = self._layers.over_ranks(measure(rule.by, keys[rows], values[rows], cached[:, places]))
-        count = ceil(rule.count * self._candidate_share)
-        return torch.sort(evidence, descending=True, stable=True).indices[:count]
-
-    def _activate(self, positions: torch.Tensor) -> None:
-        """Make `positions` the active ones; what follows from them is worked out once, here."""
-        self._active: ActiveSet = self._layers.activate(positions, self._table)
-        self._active_reused = int(self._reused[positions.cpu()].sum())
-        passive = ~torch.isin(self._cached_positions, positions)
-        self._passive = torch.nonzero(passive).squeeze(1)
-        self._passive_slots = self._table.slots(self._cached_positions[self._passive])
-
-
-def _starting(a_pass: Pass, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions that are active at layer 0, ascending, and which of them rules may drop."""
-    required = torch.zeros(stop, dtype=torch.bool)
-    candidate = torch.zeros(stop, dtype=torch.bool)
-    for marks, spans in ((required, a_pass.required), (candidate, a_pass.candidates)):
-        for span in spans:
-            positions = torch.tensor(list(span.positions()), dtype=torch.long)
-            marks[positions[(positions >= first) & (positions < stop)]] = True
-    candidate &= ~required
-    positions = torch.nonzero(required | candidate).squeeze(1)
-    return positions, candidate[positions]
-
-
-def _positions(spans: Sequence[Span]) -> torch.Tensor:
-    """The positions of ascending spans in one row, `[tokens]`."""
-    assert all(one.stop <= other.start for one, other in pairwise(spans))
-    return torch.tensor([position for span in spans for position in span.positions()], dtype=torch.long)

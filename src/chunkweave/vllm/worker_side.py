@@ -1,30 +1,45 @@
 """The half of the connector that lives in each worker: the segment store, the weaves under way, what is saved."""
 
 import logging
-from collections import OrderedDict, deque
+import time
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
-from chunkweave.config import StoreConfig
 from chunkweave.engine.stores import open_store
-from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.pruning import without
+from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import ChunkId, Geometry, SegmentId, Span
-from chunkweave.vllm.messages import StepOrders, StepResults, WeaveOrder
+from chunkweave.types import SegmentId, Span
+from chunkweave.vllm.agreement import Agreement, Alone
+from chunkweave.vllm.captured_parts import CapturedParts
+from chunkweave.vllm.layer_modules import LayerModules
+from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.model_identity import rank_fingerprint
+from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.stock_layers import BlockTable, StockLayers
-from chunkweave.vllm.weave_job import WeaveJob
+from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.shared_asks import SharedAsks
+from chunkweave.vllm.stock_layers import BlockTable
+from chunkweave.vllm.weave_job import Choices, WeaveJob
+from chunkweave.vllm.weave_queue import NotWoven, QueuedWeave, WeaveQueue
 
 logger = logging.getLogger("vllm.chunkweave")
 
 
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
+
+_NEWS_CHUNKS = 4096
+"""Most chunks that the scheduler is told of in one step: what is left follows in the next."""
+
+_EXPIRE_S = 60.0
+"""How often the store is gone through for what has outlived its time."""
 
 _Same = tuple[str, tuple[SegmentId, ...]]
 """Requests of the same chunks and method, woven from the same segments, choose the same positions.
@@ -37,13 +52,12 @@ What is exact does not count: stored or computed, it is the same.
 class _Woven:
     """A request whose KV was or is being woven: its plan, kept so that a preempted request is woven the same again.
 
-    `pinned` keeps the plan's segments in the store until the request is finished. Before the position `exact_to`
-    nothing of its KV is approximate.
+    `pinned` keeps the plan's segments in the store until the request is finished, and says where each goes. Before the
+    position `exact_to` nothing of its KV is approximate.
     """
 
     plan: Plan
-    sources: list[tuple[Span, SegmentSource]]
-    pinned: ExitStack
+    pinned: PlannedSegments
     exact_to: int
 
 
@@ -59,50 +73,54 @@ class _Outcome:
 class WorkerSide:
     """Owns store and weaves of one worker. Called from the worker's thread only.
 
-    Every rank of a tensor-parallel group is given the same orders in the same order and decides the same: nothing here
-    looks at a clock.
+    Every rank of a tensor-parallel group is given the same orders in the same order, and does the same: what its tiers,
+    its threads or its clock say for it alone, `WeaveQueue` first agrees on with the others.
     """
 
     def __init__(
         self,
-        layers: StockLayers,
-        geometry: Geometry,
+        modules: LayerModules,
         fingerprint: str,
-        store: StoreConfig,
-        *,
-        layers_per_step: int,
+        settings: PluginSettings,
+        ranks: Agreement | None = None,
     ) -> None:
-        """`layers_per_step` layers are woven in a step in which other requests are computed too."""
-        self._layers = layers
-        self._geometry = geometry
-        self._store = open_store(store, fingerprint, torch.device("cpu"))
-        self._layers_per_step = layers_per_step
-        self._jobs: deque[tuple[WeaveOrder, WeaveJob | None]] = deque()
+        """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone)."""
+        ranks = Alone() if ranks is None else ranks
+        self._modules, self._layers = modules, modules.layers
+        self._geometry = modules.geometry
+        self._settings = settings
+        named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
+        self._store = open_store(settings.store, named, torch.device("cpu"))
+        self._follower = self._store.follow_chunks()
+        self._asks = SharedAsks(self._store.probe)
+        slow = any(level.background for level in self._store.levels)
+        self._queue: WeaveQueue[_Woven] = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
         self._woven: dict[str, _Woven] = {}
-        self._known: set[ChunkId] = set()
-        self._choices: OrderedDict[_Same, dict[int, torch.Tensor]] = OrderedDict()
+        self._choices: OrderedDict[_Same, Choices] = OrderedDict()
         self._outcome = _Outcome()
+        self._expired_s = time.monotonic()
+
+    def holdings(self) -> Holdings:
+        """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
+        return Holdings(self._follower.take().came, self._store.shared)
 
     def step(self, orders: StepOrders) -> None:
         """Call off what is cancelled, then weave on: a whole request if nothing else is to do, else a few layers.
 
         A whole weave is less work than the prefill slice that vLLM would run in the same place, so a request that
-        comes in meanwhile waits no longer than it does without the plug-in.
+        comes in meanwhile waits no longer than it does without the plug-in. Nothing here waits for a slow tier: while
+        segments of one request are read, another one is woven.
         """
-        self._jobs.extend((order, None) for order in orders.weaves)
+        self._asks.begin(orders.asks)
+        self._expire()
+        for order in orders.weaves:
+            self._queue.add(order, self._woven.get(order.request_id))
         for request_id in orders.cancelled:
-            self._cancel(request_id)
-        if not self._jobs:
-            return
-        order, job = self._jobs.popleft()
-        try:
-            job = job or self._begin(order)
-            if not job.run(self._geometry.num_layers if orders.idle else self._layers_per_step):
-                self._jobs.appendleft((order, job))
-                return
-            self._finish(order, job)
-        except Exception as error:  # noqa: BLE001  (a cache may cost time, never an answer: vLLM computes it instead)
-            self._fail(order, error)
+            if self._queue.remove(request_id):
+                self._outcome.arrived.add(request_id)
+        weave = self._queue.next()
+        if weave is not None:
+            self._weave(weave, self._geometry.num_layers if orders.idle else self._settings.layers_per_step)
 
     def save(self, orders: StepOrders) -> None:
         """Store the parts whose KV this step's forward has completed."""
@@ -122,55 +140,97 @@ class WorkerSide:
     def take_outcome(self) -> tuple[set[str], set[int], StepResults]:
         """Requests whose KV has arrived, blocks that hold nothing of use, and what the scheduler is told."""
         outcome, self._outcome = self._outcome, _Outcome()
+        self._tell(outcome.results)
         return outcome.arrived, outcome.broken_blocks, outcome.results
 
     def close(self) -> None:
-        """Give up the store."""
+        """Write what is still to be written, and give up the store."""
+        self._queue.close()
+        self._asks.close()
         self.forget(tuple(self._woven))
         self._store.close()
 
-    def _begin(self, order: WeaveOrder) -> WeaveJob:
-        woven = self._woven.get(order.request_id)
-        if woven is None:
-            woven = self._woven[order.request_id] = self._plan(order)
+    def look_up(self, order: WeaveOrder) -> PromptLookup:
+        """What is stored for an order's prompt. From any thread."""
+        return self._store.lookup(order.request.prompt)
+
+    def plan(self, order: WeaveOrder, found: PromptLookup) -> _Woven:
+        """Plan with what was found, pin it, and begin to read. From any thread.
+
+        Raises:
+            NotWoven: nothing of it is stored (any more), and nothing is to be captured.
+        """
+        method = make_method(order.request.method, order.request.reuse)
+        while found.hits or order.request.capture:
+            plan = method.plan(found, self._geometry)
+            plan.validate(self._geometry.num_layers)
+            try:
+                pinned = PlannedSegments(self._store, plan, self._geometry.num_layers)
+            except SegmentLost as lost:
+                found = without(found, [SegmentId(lost.segment)])
+                continue
+            approximate = [0] if order.first else [span.start for span in plan.spans(Fate.REUSED)]
+            return _Woven(plan, pinned, min(approximate, default=plan.prompt_tokens))
+        raise NotWoven("nothing of it is stored")
+
+    def _weave(self, weave: QueuedWeave[_Woven], most_layers: int) -> None:
+        order = weave.order
+        try:
+            if weave.error is not None:
+                raise weave.error
+            if weave.job is None:
+                weave.job = self._begin(weave)
+            if weave.job.run(weave.layers(most_layers)):
+                self._queue.remove(order.request_id)
+                self._finish(order, weave.job)
+        except Exception as error:  # noqa: BLE001  (a cache may cost time, never an answer: vLLM computes it instead)
+            self._queue.remove(order.request_id)
+            self._fail(order, error)
+
+    def _begin(self, weave: QueuedWeave[_Woven]) -> WeaveJob:
+        order = weave.order
+        assert weave.planned is not None
+        woven = self._woven[order.request_id] = weave.planned
         return WeaveJob(
-            self._layers,
+            self._modules,
             BlockTable(order.block_ids, self._layers.paged),
             woven.plan,
-            woven.sources,
+            woven.pinned.sources,
             order.request.prompt.token_ids,
             first=order.first,
             stop=order.stop,
+            captured=self._captured(order, woven),
             chosen=self._choices.get(_same(order.request, woven.plan)),
         )
 
-    def _plan(self, order: WeaveOrder) -> _Woven:
-        prompt, method = order.request.prompt, make_method(order.request.method, order.request.reuse)
-        plan = method.plan(self._store.lookup(prompt), self._geometry)
-        plan.validate(self._geometry.num_layers)
-        pinned = ExitStack()
-        pinned.enter_context(self._store.lease(plan.segments()))
-        sources: list[tuple[Span, SegmentSource]] = []
-        for part in plan.parts:
-            if part.segment is None:
-                continue
-            source = self._store.get(part.segment, exact=part.fate is Fate.EXACT)
-            if source is None:
-                pinned.close()
-                raise SegmentLost(part.segment, "it is not in the store any more")
-            sources.append((part.span, source))
-        approximate = [0] if order.first else [span.start for span in plan.spans(Fate.REUSED)]
-        return _Woven(plan, sources, pinned, min(approximate, default=plan.prompt_tokens))
+    def _captured(self, order: WeaveOrder, woven: _Woven) -> CapturedParts | None:
+        if not order.request.capture:
+            return None
+        return CapturedParts(
+            self._modules,
+            order.request.prompt,
+            woven.plan,
+            woven.pinned.sources,
+            self._store,
+            order.request.reuse.capture,
+            first=order.first,
+        )
 
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
         self._remember(order, job)
         self._outcome.arrived.add(order.request_id)
         self._outcome.results.reports[order.request_id] = _report(woven.plan, order, job, self._geometry.num_layers)
+        for segment, whole in woven.pinned.loaded():
+            self._store.promote(segment, whole)
         for part in woven.plan.parts:
             if part.segment is not None:
-                self._store.note_reuse(part.segment, 0.0 if part.fate is Fate.EXACT else 1.0)
+                unscored = 0.0 if part.fate is Fate.EXACT else 1.0
+                self._store.note_reuse(part.segment, unscored if part.fix is None else part.fix.impact)
         fresh = {part.span for part in woven.plan.parts if part.fate is Fate.COMPUTED}
+        if job.captured is not None:
+            fresh -= job.captured.spans
+            self._save_captured(order.request_id, job.captured, woven.exact_to)
         parts = [
             part
             for part in order.request.stored_parts()
@@ -206,7 +266,14 @@ class WorkerSide:
                 self._store.insert(record, kv)
         except Exception:  # a cache may cost time, never the engine
             logger.exception("what request %s computed is not stored", request_id)
-        self._tell_scheduler()
+
+    def _save_captured(self, request_id: str, captured: CapturedParts, exact_to: int) -> None:
+        """Store what was captured, with what it attended to."""
+        try:
+            for record, kv in captured.segments(exact_to):
+                self._store.insert(record, SegmentKV(kv.kv.cpu()))
+        except Exception:  # a cache may cost time, never the engine
+            logger.exception("what request %s computed is not stored", request_id)
 
     def _read(self, table: BlockTable, span: Span) -> SegmentKV:
         """A part's KV from its blocks, keys turned back to before RoPE."""
@@ -220,25 +287,27 @@ class WorkerSide:
             kv[layer, 1] = values
         return SegmentKV(kv)
 
-    def _tell_scheduler(self) -> None:
-        held = {record.chunk_id for record in self._store.records()}
-        results, came, went = self._outcome.results, held - self._known, self._known - held
-        results.stored = (results.stored | came) - went
-        results.dropped = (results.dropped | went) - came
-        self._known = held
+    def _tell(self, results: StepResults) -> None:
+        """Add what the scheduler is to know: first what is stored, then whose question that answers."""
+        news = self._follower.take(_NEWS_CHUNKS)
+        results.copies.update(dict.fromkeys(news.came, 1))
+        results.copies.update(dict.fromkeys(news.went, -1))
+        if not news.more:
+            results.answered.update(self._asks.answered())
 
-    def _cancel(self, request_id: str) -> None:
-        for entry in tuple(self._jobs):
-            if entry[0].request_id == request_id:
-                self._jobs.remove(entry)
-                self._outcome.arrived.add(request_id)
+    def _expire(self) -> None:
+        if self._settings.store.ttl_s is not None and time.monotonic() - self._expired_s > _EXPIRE_S:
+            self._expired_s = time.monotonic()
+            self._asks.run(self._store.expire)
 
     def _fail(self, order: WeaveOrder, error: Exception) -> None:
-        log = logger.warning if isinstance(error, SegmentLost) else logger.exception
-        log("request %s could not be woven (%s); vLLM computes it", order.request_id, error)
-        if isinstance(error, SegmentLost):
-            self._store.remove(error.segment)  # type: ignore[arg-type]
-            self._tell_scheduler()
+        if isinstance(error, NotWoven):
+            logger.debug("request %s is not woven: %s", order.request_id, error)
+        else:
+            log = logger.warning if isinstance(error, SegmentLost) else logger.exception
+            log("request %s could not be woven (%s); vLLM computes it", order.request_id, error)
+        if isinstance(error, SegmentLost) and not isinstance(error, SegmentLate):
+            self._store.remove(SegmentId(error.segment))
         self.forget([order.request_id])
         self._outcome.arrived.add(order.request_id)
         self._outcome.results.failed.add(order.request_id)
@@ -257,6 +326,8 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
     exact = plan.tokens(Fate.EXACT)
     return {
         "method": plan.method,
+        "why": str(order.request.choice.why),
+        "parameters": dict(order.request.choice.parameters),
         "prompt_tokens": plan.prompt_tokens,
         "prefix_exact_tokens": exact,
         "reused_tokens": reused - len(recomputed),

@@ -1,0 +1,393 @@
+"""From a checked body to an answer that comes: chunks, prompt, a replica, once more on another one, and who is told."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from chunkweave.config import SamplingParams
+from chunkweave.engine.answer import Request
+from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.front.bodies import FrontBody
+from chunkweave.front.fleet import Fleet, Placed, Replica
+from chunkweave.front.prompting import Prepared, Prompting, weave_params
+from chunkweave.front.replies import Choice, Ending, WholeChoices
+from chunkweave.front.report_inbox import Report, ReportInbox, cached_tokens, tokens_by_fate
+from chunkweave.front.settings import FrontSettings
+from chunkweave.front.shadow import FrontShadow
+from chunkweave.front.upstream import Event, UpstreamLostError
+from chunkweave.metrics import ReuseReport
+from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.request_field import FIELD
+from chunkweave.retrieval.passages import RetrievedChunk
+from chunkweave.retrieval.stages import usual_top_k
+from chunkweave.server.answering import Question, chunks_of
+from chunkweave.server.corpora import Corpora
+from chunkweave.server.keys import Tenant
+from chunkweave.server.limits import Slot, TenantLimits
+from chunkweave.server.observer import Asked, Observer
+from chunkweave.server.refusals import RefusalError
+from chunkweave.server.replies import TenantCounts
+from chunkweave.server.threads import in_thread
+from chunkweave.types import Chunk
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 2.0
+_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """What a corpus had for a question, and how long finding it took."""
+
+    chunks: tuple[RetrievedChunk, ...]
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """A request on its way: what is sent of it whichever replica gets it, and when it came."""
+
+    tenant: Tenant
+    asked: Asked
+    prepared: Prepared
+    body: dict[str, Any]
+    arrived_s: float
+    retrieval: Retrieval | None = None
+
+
+class FrontAnswer:
+    """vLLM's events of an answer as they come; `ending` is there after the last one. Leave it by `aclose`."""
+
+    def __init__(self, answering: "FrontAnswering", asking: Asking, slot: Slot) -> None:
+        self.ending: Ending | None = None
+        self.whole = WholeChoices()
+        self._answering = answering
+        self._asking = asking
+        self._slot = slot
+        self._placed: Placed | None = None
+        self._request_id = ""
+        self._usage: dict[str, Any] = {}
+        self._queued_s = 0.0
+        self._first_s: float | None = None
+        self._told = False
+        self._ended_by_us = False
+        self._limit: asyncio.Timeout | None = None
+        self._events = self._all()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event with a choice.
+
+        Raises:
+            RefusalError: vLLM refused the request, or two replicas failed.
+            ChunkweaveError: too many wait, the deadline has passed, or the front stops.
+        """
+        try:
+            async with asyncio.timeout(self._left_s()) as self._limit:
+                return await anext(self._events)
+        except TimeoutError:
+            late = DeadlineError("the request was not answered in time")
+            raise self._failed(RequestAbortedError("the front stops") if self._ended_by_us else late) from None
+        except (ChunkweaveError, RefusalError) as error:
+            raise self._failed(error) from error
+
+    def end(self) -> None:
+        """End it now; whoever reads it learns that."""
+        self._ended_by_us = True
+        if self._limit is not None and not self._limit.expired():
+            with suppress(RuntimeError):  # nobody reads now: whoever does next finds no time left
+                self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def aclose(self) -> None:
+        """End it if it runs, and free its places; a second time is harmless."""
+        await self._events.aclose()
+        if not self._told:
+            self._told = True
+            self._answering.observer.given_up(self._asking.asked)
+        if self._placed is not None:
+            self._answering.fleet.leave(self._placed)
+        self._answering.prompting.abandon(self._asking.prepared)
+        self._slot.release()
+        self._answering.running.pop(self, None)
+
+    async def _all(self) -> AsyncGenerator[Event, None]:
+        failed: Replica | None = None
+        for last in (attempt == _TRIES - 1 for attempt in range(_TRIES)):
+            try:
+                async for event in self._attempt(failed):
+                    yield event
+                return
+            except UpstreamLostError as error:
+                logger.warning("a request was not answered: %s", error)
+                if last or self._first_s is not None:
+                    told = "the vLLM server that answered this went away; its log says why"
+                    raise RefusalError(502, told, code="replica_lost") from error
+                failed = None if self._placed is None else self._placed.replica
+                self._answering.retries += 1
+
+    async def _attempt(self, avoid: Replica | None) -> AsyncGenerator[Event, None]:
+        fleet, prepared = self._answering.fleet, self._asking.prepared
+        self._placed = placed = await fleet.place(prepared, avoid=avoid)
+        self._queued_s = time.perf_counter() - self._asking.arrived_s
+        self._request_id = uuid.uuid4().hex
+        try:
+            params = weave_params(placed.prompt, prepared.choice)
+            body = {**self._asking.body, "prompt": list(placed.prompt.token_ids), "max_tokens": prepared.room}
+            if params is not None:
+                body["kv_transfer_params"] = {FIELD: params}
+            stream = placed.replica.upstream.complete(body, self._request_id)
+            try:
+                async for event in stream:
+                    if event.get("usage"):
+                        self._usage = event["usage"]
+                    if event.get("choices"):
+                        if self._first_s is None:
+                            self._first_s = time.perf_counter()
+                        self.whole.add(event)
+                        yield event
+            finally:
+                await stream.aclose()
+            await self._conclude(placed, reported=params is not None)
+        finally:
+            fleet.leave(placed, served=self.ending is not None)
+
+    async def _conclude(self, placed: Placed, *, reported: bool) -> None:
+        """All of it has come: get its report, tell everybody."""
+        answering = self._answering
+        told = await answering.inbox.report(self._request_id, _REPORT_S) if reported and answering.inbox else None
+        report = self._report(placed, told)
+        cached = cached_tokens(report, told)
+        answering.fleet.served(placed, cached_tokens=cached)
+        choice = self.whole.choices[0] if self.whole.choices else {}
+        self._end_turn(placed, choice)
+        usage = {
+            "prompt_tokens": report.prompt_tokens,
+            "completion_tokens": report.new_tokens,
+            "total_tokens": report.prompt_tokens + report.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        self.ending = Ending(usage, self._shown(placed, report, told))
+        self._told = True
+        asked = self._asking.asked
+        answering.counts[asked.tenant].add(report)
+        answering.observer.answered_with(asked, report, finish_reason=str(choice.get("finish_reason") or "stop"))
+        if answering.shadow is not None and report.reused_tokens:
+            answering.shadow.offer(placed, self._asking.body, choice)
+
+    def _end_turn(self, placed: Placed, choice: Choice) -> None:
+        cut = isinstance(choice.get("stop_reason"), str)
+        ids = choice.get("token_ids", [])
+        self._answering.prompting.end(
+            self._asking.prepared, placed.prompt, ids, text=choice.get("text", "") if cut else None
+        )
+
+    def _report(self, placed: Placed, told: Report | None) -> ReuseReport:
+        prepared, now = self._asking.prepared, time.perf_counter()
+        arrived_s = self._asking.arrived_s
+        first_s = now if self._first_s is None else self._first_s
+        prompt_tokens = len(placed.prompt)
+        details = self._usage.get("prompt_tokens_details") or {}
+        fates = tokens_by_fate(told, prompt_tokens, int(details.get("cached_tokens") or 0))
+        content = None if prepared.turn is None else prepared.turn.content
+        return ReuseReport(
+            method=str((told or {}).get("method") or prepared.choice.method),
+            prompt_tokens=prompt_tokens,
+            prefix_exact_tokens=fates.prefix_exact,
+            reused_tokens=fates.reused,
+            recomputed_tokens=fates.recomputed,
+            computed_tokens=fates.computed,
+            recompute_fraction=float((told or {}).get("recompute_fraction") or 0.0),
+            queue_s=self._queued_s,
+            lookup_s=0.0,
+            load_s=0.0,
+            weave_s=max(0.0, first_s - arrived_s - self._queued_s),
+            ttft_s=first_s - arrived_s,
+            decode_s=now - first_s,
+            new_tokens=int(self._usage.get("completion_tokens") or len(self.whole.choices[0]["token_ids"])),
+            prefill_flops=0.0,
+            full_prefill_flops=0.0,
+            why=str(prepared.choice.why),
+            parameters=prepared.choice.parameters,
+            order=placed.arranged.ordering,
+            history_tokens=0 if content is None else content.history_tokens,
+            chunks_not_sent=0 if content is None else len(content.not_sent),
+            tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
+            turns_cut=0 if content is None else content.cut,
+        )
+
+    def _shown(self, placed: Placed, report: ReuseReport, told: Report | None) -> dict[str, Any]:
+        """The report in the answer: what the plug-in says but for lists of positions, and what the front knows."""
+        unknown = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flops", "flops_limit", "chunks")
+        ours = {name: value for name, value in report.as_dict().items() if name not in unknown}
+        also = {name: value for name, value in (told or {}).items() if name not in ours and name != "recomputed"}
+        ranks = placed.arranged.ranks
+        chunks = [
+            {"source": part.source, "tokens": len(part), "rank": ranks[number]}
+            for number, part in enumerate(placed.prompt.parts)
+            if number in ranks
+        ]
+        shown = {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
+        if (retrieval := self._asking.retrieval) is not None:
+            found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieval.chunks]
+            shown |= {"retrieved": found, "search_s": retrieval.seconds}
+        return shown
+
+    def _left_s(self) -> float | None:
+        if self._ended_by_us:
+            return 0.0
+        limit_s = self._answering.settings.fleet.deadline_s
+        return None if limit_s is None else max(0.0, self._asking.arrived_s + limit_s - time.perf_counter())
+
+    def _failed(self, error: Exception) -> Exception:
+        if not self._told:
+            self._told = True
+            self._answering.observer.failed(self._asking.asked, error)
+        return error
+
+
+class FrontAnswering:
+    """Starts answers and knows which are under way. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        prompting: Prompting,
+        fleet: Fleet,
+        inbox: ReportInbox | None,
+        corpora: Corpora,
+        limits: TenantLimits,
+        settings: FrontSettings,
+        observer: Observer,
+        shadow: FrontShadow | None = None,
+    ) -> None:
+        self.prompting = prompting
+        self.fleet = fleet
+        self.inbox = inbox
+        self.settings = settings
+        self.observer = observer
+        self.shadow = shadow
+        self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
+        self.running: dict[FrontAnswer, None] = {}
+        self.retries = 0
+        self._corpora = corpora
+        self._limits = limits
+
+    async def start(self, tenant: Tenant, body: FrontBody, asked: Asked, *, model: str) -> FrontAnswer:
+        """Retrieve if need be, tokenize, and let the request be read.
+
+        Raises:
+            RefusalError: too many requests or documents, a corpus that is not there, a conversation that is not here.
+            ChunkweaveError: what `Prompting.prepare` raises.
+        """
+        try:
+            slot = self._limits.occupy(tenant.name)
+            try:
+                answer = FrontAnswer(self, await self._asking(tenant, body, asked, model), slot)
+            except BaseException:
+                slot.release()
+                raise
+        except asyncio.CancelledError:
+            self.observer.given_up(asked)
+            raise
+        except (ChunkweaveError, RefusalError) as error:
+            self.observer.failed(asked, error)
+            raise
+        self.running[answer] = None
+        return answer
+
+    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:  # noqa: ARG002
+        """VLLM's plug-in removes nothing by name: what no request asks for any more leaves by eviction."""
+        return 0
+
+    async def _asking(self, tenant: Tenant, body: FrontBody, asked: Asked, model: str) -> Asking:
+        arrived_s = time.perf_counter()
+        limits, reuse = self.settings.limits, body.chunkweave
+        if len(body.documents) > limits.max_documents:
+            told = f"a request may have {limits.max_documents} documents, not {len(body.documents)}"
+            raise RefusalError(400, told, param="documents", code="too_many_documents")
+        question, salt = body.question, tenant.salt(body.cache_salt)
+        self._check_earlier(question, body, salt)
+        retrieval = await self._retrieve(tenant, question, body)
+        chunks = chunks_of(body.documents) if retrieval is None else _found(retrieval)
+        sampling = SamplingParams(self._answer_tokens(body))
+        request = Request(question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id)
+        wish = Wish.of(reuse.method, self._quality(body), reuse.recompute_ratio)
+        prepared = await in_thread(lambda: self.prompting.prepare(request, wish))
+        return Asking(tenant, asked, prepared, self._upstream_body(body, prepared, model), arrived_s, retrieval)
+
+    def _upstream_body(self, body: FrontBody, prepared: Prepared, model: str) -> dict[str, Any]:
+        stops = set(body.handed_on.get("stop_token_ids") or ()) | set(self.prompting.tokenizer.stop_ids)
+        told: dict[str, Any] = {
+            **body.handed_on,
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "n": body.n,
+            "stop_token_ids": sorted(stops),
+        }
+        if body.temperature is not None:
+            told["temperature"] = body.temperature
+        if prepared.salt:
+            told["cache_salt"] = prepared.salt
+        logprobs = body.logprobs_of_tokens
+        if self.shadow is not None and prepared.weaves:
+            logprobs = max(logprobs or 0, self.shadow.alternatives)
+            if body.logprobs_of_tokens is None:
+                told["return_tokens_as_token_ids"] = True
+        if logprobs is not None:
+            told["logprobs"] = logprobs
+        return told
+
+    async def _retrieve(self, tenant: Tenant, question: Question, body: FrontBody) -> Retrieval | None:
+        name, top_k = body.chunkweave.corpus, body.chunkweave.top_k
+        if name is None:
+            return None
+        most = self.settings.limits.max_documents
+        if top_k is not None and top_k > most:
+            raise RefusalError(400, f"chunkweave.top_k must be at most {most}", param="chunkweave.top_k")
+        served = self._corpora.get(tenant, name)
+        async with self._corpora.locked(served):
+            k = min(most, usual_top_k(len(served.corpus)) if top_k is None else top_k)
+            started = time.perf_counter()
+            found = await in_thread(lambda: served.corpus.search(question.text, k)) if k else ()
+            return Retrieval(tuple(found), time.perf_counter() - started)
+
+    def _check_earlier(self, question: Question, body: FrontBody, salt: str) -> None:
+        conversation = body.chunkweave.conversation_id
+        if conversation is None or not question.earlier:
+            return
+        standing = self.prompting.conversations.standing((salt, conversation))
+        here = 0 if standing is None else standing.asked
+        if question.earlier != here:
+            told = (
+                f"the messages hold {question.earlier} earlier questions, but this conversation has had {here} here: "
+                f"send the last message alone to go on from those, or take a new conversation_id"
+            )
+            raise RefusalError(409, told, param="messages", code="conversation_mismatch")
+
+    def _quality(self, body: FrontBody) -> str | None:
+        quality = body.chunkweave.quality
+        if quality not in (None, "exact") and body.chunkweave.method is None and self.prompting.chooser.record is None:
+            told = "this model was not calibrated: quality can only be 'exact'; or name a method"
+            raise RefusalError(400, told, param="chunkweave.quality", code="not_calibrated")
+        return quality
+
+    def _answer_tokens(self, body: FrontBody) -> int:
+        limits, asked = self.settings.limits, body.answer_tokens
+        if asked is not None and asked > limits.max_answer_tokens:
+            told = f"max_tokens must be at most {limits.max_answer_tokens}, not {asked}"
+            raise RefusalError(400, told, param="max_tokens")
+        return min(limits.default_answer_tokens, limits.max_answer_tokens) if asked is None else asked
+
+
+def _found(retrieval: Retrieval) -> tuple[Chunk, ...]:
+    return tuple(one.chunk for one in retrieval.chunks)

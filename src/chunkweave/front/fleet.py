@@ -1,0 +1,239 @@
+"""The replicas: who is up, who gets a request, and who waits before whom."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.errors import QueueFullError
+from chunkweave.front.prompting import Prepared
+from chunkweave.front.settings import FleetSettings
+from chunkweave.front.upstream import Upstream, UpstreamLostError
+from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.ordering_config import OrderingConfig
+from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
+from chunkweave.scheduling.replica_contents import ReplicaContents, waiting_path
+from chunkweave.scheduling.routing import Candidate, make_routing
+from chunkweave.server.refusals import RefusalError
+from chunkweave.types import ChunkId
+
+logger = logging.getLogger(__name__)
+
+
+class NoReplicaError(RefusalError):
+    """No replica answers now."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "no vLLM server is ready; try again", code="no_replica", retry_after_s=5)
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A request at the replica that computes it, its chunks in the order that suits that one.
+
+    `expected_tokens` of it are believed to be cached there; `work_tokens` are those left, its answer's among them.
+    """
+
+    replica: "Replica"
+    prepared: Prepared
+    arranged: Arranged
+    expected_tokens: int
+    work_tokens: int
+    released: asyncio.Future[None]
+    waiting: Waiting[int] | None = None
+    left: bool = False
+
+    @property
+    def prompt(self) -> Prompt:
+        """As it is computed."""
+        return self.arranged.prompt
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One vLLM server as the front sees it.
+
+    `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
+    `handed_through` beside these.
+    """
+
+    name: str
+    upstream: Upstream
+    contents: ReplicaContents
+    arranger: Arranger
+    queue: CacheAwareQueue[int]
+    up: bool = False
+    running: int = 0
+    handed_through: int = 0
+    outstanding_tokens: int = 0
+    served: int = 0
+    placed: dict[int, Placed] = field(default_factory=dict)
+
+
+class Fleet:
+    """Routes requests and lets them wait. Belongs to one event loop.
+
+    Each replica has a queue of its own, since what is cached differs; whoever is in it is given to that replica, or
+    routed anew when it goes down.
+    """
+
+    def __init__(self, upstreams: Sequence[Upstream], settings: FleetSettings, ordering: OrderingConfig) -> None:
+        """All replicas are down until they are said to be `up`."""
+        self._settings = settings
+        self._routing = make_routing(settings.routing, settings.imbalance)
+        self._numbers = itertools.count()
+        self.replicas = tuple(_replica(one, settings, ordering) for one in upstreams)
+        self.on_idle: Callable[[], None] | None = None
+        """Called when a request has left and nothing is under way."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether any replica is up."""
+        return any(replica.up for replica in self.replicas)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in all queues."""
+        return sum(len(replica.queue) for replica in self.replicas)
+
+    @property
+    def running(self) -> int:
+        """Requests that replicas were given and have not answered."""
+        return sum(replica.running for replica in self.replicas)
+
+    def up(self, name: str) -> None:
+        """A replica answers from now on; it holds nothing yet."""
+        replica = self._named(name)
+        if not replica.up:
+            replica.contents.clear()
+            replica.up = True
+            self._release(replica)
+
+    def down(self, name: str) -> None:
+        """A replica answers no more: who waits for it learns that, and is to be placed anew."""
+        replica = self._named(name)
+        replica.up = False
+        for number, placed in list(replica.placed.items()):
+            if replica.queue.remove(number) and not placed.released.done():
+                placed.released.set_exception(UpstreamLostError(f"{name} is gone"))
+
+    def least_loaded(self, *, avoid: Replica | None = None) -> Replica:
+        """For what is handed through; `avoid` only if there is no other.
+
+        Raises:
+            NoReplicaError: none is up.
+        """
+        return min(self._up(), key=lambda one: (one is avoid, one.outstanding_tokens, one.handed_through, one.served))
+
+    async def place(self, prepared: Prepared, *, avoid: Replica | None = None) -> Placed:
+        """Route a request and wait for its turn; `leave` it.
+
+        `avoid` is taken only if there is no other.
+
+        Raises:
+            NoReplicaError: none is up.
+            QueueFullError: as many wait as may.
+            UpstreamLostError: the replica went down meanwhile: place it anew.
+        """
+        replicas = self._up()
+        if avoid is not None and len(replicas) > 1:
+            replicas = [one for one in replicas if one is not avoid]
+        if self.waiting >= self._settings.max_waiting:
+            raise QueueFullError(f"{self.waiting} requests wait already; try again later or raise max_waiting")
+        placed = self._choose(prepared, replicas)
+        number = next(self._numbers)
+        replica = placed.replica
+        path, _ = _stored(placed.prompt)
+        replica.placed[number] = placed
+        replica.outstanding_tokens += placed.work_tokens
+        replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
+        placed.waiting = replica.queue.submit(number, waiting_path(path, weaves=prepared.weaves), len(placed.prompt))
+        self._release(replica)
+        try:
+            await placed.released
+        except BaseException:
+            self.leave(placed)
+            raise
+        return placed
+
+    def leave(self, placed: Placed, *, served: bool = False) -> None:
+        """A request has its answer, or will not get it here; a second time is harmless."""
+        if placed.left:
+            return
+        placed.left = True
+        replica = placed.replica
+        assert placed.waiting is not None, "it was submitted"
+        number = placed.waiting.request
+        del replica.placed[number]
+        replica.outstanding_tokens -= placed.work_tokens
+        replica.served += served
+        if not replica.queue.remove(number) and placed.released.done() and not _failed(placed.released):
+            replica.running -= 1
+        self._release(replica)
+        if not self.running and not self.waiting and self.on_idle is not None:
+            self.on_idle()
+
+    def served(self, placed: Placed, *, cached_tokens: int) -> None:
+        """A replica has prefilled a request: from now on it holds its chunks.
+
+        If it found nothing where much was expected, it holds less than was believed: what is believed is forgotten.
+        """
+        path, sizes = _stored(placed.prompt)
+        contents = placed.replica.contents
+        if placed.expected_tokens > 0 and not cached_tokens:
+            contents.forget(path)
+        contents.note(path, sizes, weaves=placed.prepared.weaves)
+
+    def _choose(self, prepared: Prepared, replicas: Sequence[Replica]) -> Placed:
+        options: dict[str, Placed] = {}
+        candidates: list[Candidate] = []
+        for replica in replicas:
+            arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
+            path, sizes = _stored(arranged.prompt)
+            cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
+            work = len(arranged.prompt) - cached + prepared.room
+            released = asyncio.get_running_loop().create_future()
+            options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
+            # The instruction is everybody's: whoever has it has nothing that speaks for it.
+            instruction = sum(len(part) for part in arranged.prompt.parts if part.kind is PartKind.SYSTEM)
+            of_chunks = max(0, cached - instruction)
+            candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
+        return options[self._routing.choose(len(prepared.prompt), candidates).name]
+
+    def _release(self, replica: Replica) -> None:
+        """Give a replica what it may have, the most cached first."""
+        while replica.up and replica.running < self._settings.replica_requests:
+            waiting = replica.queue.pop()
+            if waiting is None:
+                return
+            placed = replica.placed[waiting.request]
+            if not placed.released.done():
+                replica.running += 1
+                placed.released.set_result(None)
+
+    def _up(self) -> list[Replica]:
+        found = [replica for replica in self.replicas if replica.up]
+        if not found:
+            raise NoReplicaError
+        return found
+
+    def _named(self, name: str) -> Replica:
+        return next(replica for replica in self.replicas if replica.name == name)
+
+
+def _replica(upstream: Upstream, settings: FleetSettings, ordering: OrderingConfig) -> Replica:
+    contents = ReplicaContents(settings.mirror_tokens)
+    queue: CacheAwareQueue[int] = CacheAwareQueue(contents, window=settings.window)
+    return Replica(upstream.name, upstream, contents, Arranger(ordering, contents.tree), queue)
+
+
+def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
+    """Ids and sizes of the parts that a replica stores."""
+    stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
+    return [chunk for chunk, _ in stored], [size for _, size in stored]
+
+
+def _failed(future: "asyncio.Future[None]") -> bool:
+    return future.cancelled() or future.exception() is not None

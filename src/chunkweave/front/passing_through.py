@@ -1,0 +1,134 @@
+"""Requests that say nothing of documents, and all other endpoints: handed to a vLLM server as they are."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chunkweave.front.fleet import Fleet, Replica
+from chunkweave.front.upstream import UpstreamLostError, handed_back
+from chunkweave.server.keys import Tenant
+from chunkweave.server.refusals import RefusalError
+from chunkweave.server.streams import ClientGoneError, unless_gone_from
+
+SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
+
+_TRIES = 2
+
+_FOR_ALL = frozenset(
+    {
+        "/classify",
+        "/detokenize",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/tokenize",
+        "/v1/embeddings",
+        "/v1/models",
+        "/v1/rerank",
+        "/v1/score",
+        "/v2/rerank",
+    }
+)
+"""Endpoints that keep nothing of a request where another one could find it."""
+
+
+def refuse_unless_allowed(path: str, tenant: Tenant) -> None:
+    """Where there are tenants, only what keeps them apart is for all of them.
+
+    Raises:
+        RefusalError: 403, this is for admins.
+    """
+    if tenant.admin or path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/"):
+        return
+    raise RefusalError(403, f"only an admin may use {path} here", code="not_admin")
+
+
+def salted(path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+    """A parsed body with the tenant's own salt in the place of the one that it gives."""
+    given = body.get("cache_salt") or ""
+    if tenant.anonymous or path not in SALTED or not isinstance(given, str):
+        return body
+    return {**body, "cache_salt": tenant.salt(given)}
+
+
+class PassedThrough(Response):
+    """vLLM's answer to a request, byte by byte as it comes; the connection is closed when the client goes."""
+
+    def __init__(self, fleet: Fleet, request: Request, body: bytes | None) -> None:
+        """`body` is what was read of the request already; None if nothing was."""
+        super().__init__()
+        self._fleet = fleet
+        self._request = request
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand it through; once more to another server if the first one cannot be reached."""
+        body = await self._request.body() if self._body is None else self._body
+        failed: Replica | None = None
+        try:
+            for _ in range(_TRIES):
+                try:
+                    await self._pass(self._fleet.least_loaded(avoid=failed), body, receive, send)
+                    return
+                except _UnsentError as lost:
+                    failed = lost.replica
+            raise RefusalError(502, "the vLLM server went away; its log says why", code="replica_lost")
+        except RefusalError as refusal:
+            await refusal.response(scope, receive, send)
+
+    async def _pass(self, replica: Replica, body: bytes, receive: Receive, send: Send) -> None:
+        request = self._request
+        query = request.url.query
+        path = f"{request.url.path}?{query}" if query else request.url.path
+        replica.handed_through += 1
+        try:
+            await unless_gone_from(receive, self._copy(replica, request.method, path, body, send))
+        except ClientGoneError:
+            return
+        finally:
+            replica.handed_through -= 1
+
+    async def _copy(self, replica: Replica, method: str, path: str, body: bytes, send: Send) -> None:
+        begun = streams = False
+        try:
+            async with replica.upstream.passed(method, path, dict(self._request.headers), body) as reply:
+                headers = [(name.encode(), value.encode()) for name, value in handed_back(reply.headers)]
+                await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+                begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
+                async for data in _raw(reply.aiter_raw()):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except UpstreamLostError as error:
+            if not begun:
+                raise _UnsentError(replica) from error
+            if not streams:
+                raise  # half a body: the connection is closed before its end, so that nobody takes it for a whole one
+            await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
+
+
+class _UnsentError(Exception):
+    """A server could not be reached, and its client has been sent nothing."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica.name)
+        self.replica = replica
+
+
+async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for data in chunks:
+            yield data
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        raise UpstreamLostError(f"gone: {error}") from error
+
+
+def _lost_event() -> bytes:
+    """What a stream that broke ends with."""
+    refusal = RefusalError(502, "the vLLM server went away", code="replica_lost")
+    return b"data: " + json.dumps(refusal.body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,201 @@
+"""From a question over chunks to parts and method: the same code as in our own engine, with a tokenizer alone."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.template import template_for
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.config import ConversationConfig, ReuseConfig
+from chunkweave.engine.answer import Request
+from chunkweave.engine.conversing import Conversing, TurnUnderWay
+from chunkweave.errors import ModelNotFoundError, PromptTooLongError
+from chunkweave.ordering.conversations import Conversations
+from chunkweave.ordering.ordering_config import ChunkOrder
+from chunkweave.planning.calibration_file import CALIBRATION_FILE, stored_calibration
+from chunkweave.planning.calibration_record import CalibrationRecord
+from chunkweave.planning.method import METHODS
+from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, Wish
+from chunkweave.planning.request_field import checked_method
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.vllm.weave_settings import told
+
+_NO_REUSE = "full"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A request with its parts, in the order in which they were given, and the method that was chosen for it.
+
+    `room` are the tokens that its answer may have. `salt` is the whole cache salt, the tenant's in it.
+    """
+
+    request: Request
+    prompt: Prompt
+    order: ChunkOrder
+    choice: MethodChoice
+    room: int
+    salt: str
+    turn: TurnUnderWay | None = None
+
+    @property
+    def weaves(self) -> bool:
+        """Whether chunks may be taken from other company."""
+        return self.choice.method not in EXACT_METHODS
+
+
+class Prompting:
+    """Makes prompts for one model. May be called from several threads; its state is what conversations have said."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        model: str,
+        most_tokens: int,
+        chooser: MethodChooser | None = None,
+        usual_order: ChunkOrder = ChunkOrder.FREE,
+        shadow: ShadowMonitor | None = None,
+        conversations: ConversationConfig | None = None,
+    ) -> None:
+        """For prompts and answers of `most_tokens` together.
+
+        `model` takes the fingerprint's place in ids of chunks: these are the front's own and stay here.
+        """
+        self.tokenizer = tokenizer
+        self.chooser = chooser or MethodChooser()
+        self.builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{model}")
+        self.conversations = Conversations(conversations)
+        self._conversing = Conversing(self.builder, None, self.conversations, most_tokens)
+        self._most_tokens = most_tokens
+        self._usual_order = usual_order
+        self._shadow = shadow
+        self._lock = threading.Lock()  # tokenizers are not made for several threads at once
+
+    def prepare(self, request: Request, wish: Wish) -> Prepared:
+        """Everything that can be said before it is known who computes it; `end` or `abandon` it.
+
+        Raises:
+            UsageError: an empty question or chunk, no such order, a method that vLLM cannot run, or a conversation
+                that is still being answered.
+            PromptTooLongError: chunks and question do not fit the model's context.
+        """
+        choice = self._choice(wish)
+        with self._lock:
+            turn: TurnUnderWay | None = None
+            if request.conversation_id is None:
+                prompt = self.builder.build(
+                    request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
+                )
+            else:
+                turn, prompt = self._conversing.begin(request)
+        room = self._most_tokens - len(prompt) - (0 if turn is None else len(turn.closing))
+        if room < 1:
+            if turn is not None:
+                self._conversing.abandon(turn)
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens, but the model's context holds {self._most_tokens}, "
+                f"the answer counted: send fewer or smaller documents"
+            )
+        order = self._usual_order if request.order is None else ChunkOrder.parse(request.order)
+        room = min(room, request.sampling.max_new_tokens)
+        return Prepared(request, prompt, order, choice, room, request.cache_salt, turn)
+
+    def end(self, prepared: Prepared, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
+        """Keep a complete answer for its conversation, if it is one's; `prompt` is as it was computed.
+
+        `text` is that of an answer whose last tokens were cut away; what is kept then is tokenized anew.
+        """
+        if prepared.turn is None:
+            return
+        with self._lock:
+            said = answer_ids if text is None else self.tokenizer.encode(text)
+            while said and said[-1] in self.tokenizer.stop_ids:  # what ends a turn comes from the template
+                said = said[:-1]
+            self._conversing.said(prepared.turn, prompt, said)
+
+    def abandon(self, prepared: Prepared) -> None:
+        """A request ends without an answer; harmless behind `end`."""
+        if prepared.turn is not None:
+            self._conversing.abandon(prepared.turn)
+
+    def _choice(self, wish: Wish) -> MethodChoice:
+        choice = self.chooser.choose(wish)
+        if choice.method == _NO_REUSE:
+            return choice
+        checked_method(choice.method, METHODS)
+        return choice if self._shadow is None else self._shadow.allowed(choice)
+
+
+def weave_params(prompt: Prompt, choice: MethodChoice) -> dict[str, Any] | None:
+    """What a prompt's request tells the connector; None if there is nothing for it to do."""
+    spans = [
+        [span.start, span.stop]
+        for part, span in zip(prompt.parts, prompt.spans(), strict=True)
+        if part.kind in (PartKind.CHUNK, PartKind.TURN)
+    ]
+    if not spans or choice.method == _NO_REUSE:
+        return None
+    start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
+    return {"chunks": spans, "start_tokens": start, "method": choice.method, **told(choice.reuse)}
+
+
+def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:
+    """The tokenizer of a folder or hub name, without any weights.
+
+    Args:
+        source: folder or hub name.
+        flags: `revision` and `chat_template` (a file or the template itself), as vLLM was told; None is the usual.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=flags.get("revision") or "main")
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFoundError(f"the tokenizer of {source} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if template := flags.get("chat_template"):
+        file = Path(template)
+        tokenizer.chat_template = file.read_text(encoding="utf-8") if file.is_file() else template
+    try:
+        ended = GenerationConfig.from_pretrained(source).eos_token_id
+    except (OSError, ValueError):
+        ended = None
+    stops = ended if isinstance(ended, list) else [] if ended is None else [ended]
+    return HuggingFaceTokenizer(tokenizer, stop_ids=stops)
+
+
+def chooser_for(
+    source: str, *, method: str | None, quality: str | None, recompute_ratio: float | None, dtype: str | None
+) -> MethodChooser:
+    """What chooses methods: what the operator says, and the calibration record beside the model, if there is one.
+
+    A record is that of weights and dtype: weights are read only if there is a record to compare with.
+
+    Raises:
+        UsageError: a quality without a record.
+    """
+    reuse = ReuseConfig() if recompute_ratio is None else ReuseConfig(recompute_ratio=recompute_ratio)
+    record = _calibration(Path(source), dtype)
+    chooser = MethodChooser(Wish.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
+    chooser.choose(Wish())
+    return chooser
+
+
+def _calibration(folder: Path, dtype: str | None) -> CalibrationRecord | None:
+    if not (folder / CALIBRATION_FILE).is_file():
+        return None
+    from transformers import AutoConfig
+
+    from chunkweave.models.fingerprint import fingerprint_folder
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    meant = dtype if dtype not in (None, "auto") else str(getattr(config, "dtype", None) or "float32")
+    return stored_calibration(None, folder, fingerprint_folder(folder, config, str(meant).removeprefix("torch.")))

@@ -1,0 +1,168 @@
+"""HTTP to one vLLM server: completions as events, and requests handed through as they are."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from chunkweave.errors import ChunkweaveError
+from chunkweave.server.refusals import RefusalError
+
+Event = dict[str, Any]
+"""One event of vLLM's stream of a completion, parsed."""
+
+COMPLETIONS = "/v1/completions"
+_CONNECT_S = 5.0
+_DONE = "[DONE]"
+_HOP_BY_HOP = frozenset(
+    {
+        "accept-encoding",
+        "authorization",
+        "connection",
+        "content-length",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-request-id",
+    }
+)
+"""Headers that concern one connection, or that the front answers for."""
+
+
+class UpstreamLostError(ChunkweaveError):
+    """A vLLM server could not be reached, went away, or broke: another one may do better."""
+
+
+class Upstream:
+    """A vLLM server by its URL. Belongs to one event loop; leaving a stream early closes its connection.
+
+    vLLM aborts a request whose connection is closed.
+    """
+
+    def __init__(self, name: str, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport` stands in for the network in tests."""
+        self.name = name
+        self.url = url
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill says nothing for a long time
+        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, transport=transport)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def complete(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Event, None]:
+        """Events of a streamed completion, without the mark of its end.
+
+        Raises:
+            UpstreamLostError: the server is gone, or ended the stream before its end.
+            RefusalError: it refused the request, in its own words.
+        """
+        ended = False
+        try:
+            headers = {"x-request-id": request_id}
+            async with self._client.stream("POST", COMPLETIONS, json=body, headers=headers) as reply:
+                if reply.status_code != 200:
+                    raise _refusal(reply.status_code, await reply.aread())
+                async for line in reply.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == line:  # an empty line between events, or a comment
+                        continue
+                    if data == _DONE:
+                        ended = True
+                        break
+                    yield _checked(json.loads(data))
+        except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
+            raise UpstreamLostError(f"{self.name} is gone: {type(error).__name__} {error}") from error
+        if not ended:
+            raise UpstreamLostError(f"{self.name} ended an answer before its end")
+
+    @asynccontextmanager
+    async def passed(
+        self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterator[bytes] | bytes
+    ) -> AsyncIterator[httpx.Response]:
+        """The server's answer to a request that is handed through, its body still to be read.
+
+        Raises:
+            UpstreamLostError: it cannot be reached, or goes away.
+        """
+        kept = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+        # What it sends is handed on byte by byte: it must not be compressed for us alone.
+        kept["accept-encoding"] = headers.get("accept-encoding", "identity")
+        request = self._client.build_request(method, path, headers=kept, content=body)
+        try:
+            reply = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise UpstreamLostError(f"{self.name} is gone: {type(error).__name__} {error}") from error
+        try:
+            yield reply
+        finally:
+            await reply.aclose()
+
+    async def text(self, path: str, *, timeout_s: float = 5.0) -> str:
+        """The body of a GET.
+
+        Raises:
+            UpstreamLostError: there is none.
+        """
+        try:
+            reply = await self._client.get(path, timeout=timeout_s)
+            reply.raise_for_status()
+        except httpx.HTTPError as error:
+            raise UpstreamLostError(f"{self.name} does not answer {path}: {error}") from error
+        return reply.text
+
+    async def most_tokens(self) -> int | None:
+        """The context length that it was started with; None if it does not say.
+
+        Raises:
+            UpstreamLostError: it does not answer.
+        """
+        models = json.loads(await self.text("/v1/models"))["data"]
+        found = models[0].get("max_model_len") if models else None
+        return found if isinstance(found, int) else None
+
+
+def handed_back(headers: httpx.Headers) -> list[tuple[str, str]]:
+    """The headers of an answer that its client gets."""
+    return [(name, value) for name, value in headers.multi_items() if name.lower() not in _HOP_BY_HOP]
+
+
+def _checked(event: Any) -> Event:
+    """An event that is no error.
+
+    Raises:
+        UpstreamLostError: the server says that it failed.
+        RefusalError: it says that the request is wrong.
+    """
+    if not isinstance(event, dict):
+        raise UpstreamLostError("an event of vLLM is no object")
+    if error := event.get("error"):
+        raise _refusal_of(error if isinstance(error, dict) else {}, 500)
+    return event
+
+
+def _refusal(status: int, body: bytes) -> ChunkweaveError | RefusalError:
+    try:
+        told = json.loads(body)
+    except ValueError:
+        told = {}
+    error = told.get("error", told) if isinstance(told, dict) else {}
+    return _refusal_of(error if isinstance(error, dict) else {}, status)
+
+
+def _refusal_of(error: Mapping[str, Any], status: int) -> ChunkweaveError | RefusalError:
+    code = error.get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else status
+    message = str(error.get("message") or "vLLM refused the request")
+    if status >= 500:
+        return UpstreamLostError(f"vLLM failed: {message}")
+    param = error.get("param")
+    return RefusalError(status, message, param=param if isinstance(param, str) else None)

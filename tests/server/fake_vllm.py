@@ -1,0 +1,174 @@
+"""What the front sees of vLLM with the plug-in: an HTTP server in a thread that stores chunks and computes nothing."""
+
+import asyncio
+import json
+import math
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from chunkweave.vllm.report_socket import ReportSender
+
+CONTEXT = 2048
+Behave = Callable[[dict[str, Any]], Response | None]
+
+
+@dataclass
+class FakeVllm:
+    """Answers `max_tokens` tokens, the piece ` w<number>` each, and reports what its store would have reused.
+
+    `behave` may answer in its place; `gate` holds answers back until it is set; `break_after` tokens it drops the
+    connection.
+    """
+
+    report_to: str | None = None
+    behave: Behave | None = None
+    break_after: int | None = None
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    aborted: int = 0
+    stored: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+        self._sender = ReportSender(self.report_to or "")
+        self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "FakeVllm":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.gate.set()
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join()
+        self._sender.close()
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/{path:path}", self._other, methods=["GET", "POST"]),
+            ]
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _metrics(self, _: Request) -> Response:
+        return PlainTextResponse(
+            "# HELP vllm:requests Requests.\n# TYPE vllm:requests counter\n"
+            f'vllm:requests{{model_name="m"}} {len(self.seen)}\n'
+        )
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "m", "max_model_len": CONTEXT}]})
+
+    async def _other(self, request: Request) -> Response:
+        body = await request.body()
+        self.paths.append((request.method, str(request.url.path), dict(request.headers), body))
+        if request.url.path == "/stream":
+            return StreamingResponse(_numbers(), media_type="text/event-stream")
+        if request.url.path == "/missing":
+            return JSONResponse({"error": {"message": "no such thing", "code": 404}}, 404)
+        return JSONResponse({"path": request.url.path, "query": request.url.query, "body": body.decode()})
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.seen.append(body)
+        if self.behave is not None and (reply := self.behave(body)) is not None:
+            return reply
+        if not body.get("stream"):
+            return JSONResponse({"object": "text_completion", "choices": [{"index": 0, "text": "plain"}]})
+        self._report(body, request.headers.get("x-request-id", ""))
+        return StreamingResponse(self._events(body), media_type="text/event-stream")
+
+    def _report(self, body: dict[str, Any], request_id: str) -> None:
+        params = (body.get("kv_transfer_params") or {}).get("chunkweave")
+        if params is None:
+            return
+        salt, total = body.get("cache_salt", ""), len(body["prompt"])
+        chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in params["chunks"]]
+        found = [chunk for chunk in chunks if chunk in self.stored]
+        self.stored |= set(chunks)
+        report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
+        if found:
+            reused = sum(len(ids) for _, ids in found)
+            again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0
+            report = {
+                "method": params["method"],
+                "prompt_tokens": total,
+                "prefix_exact_tokens": 0,
+                "reused_tokens": reused - again,
+                "recomputed_tokens": again,
+                "computed_tokens": total - reused,
+                "recompute_fraction": 0.2,
+                "local_tokens": 0,
+                "recomputed": list(range(again)),
+            }
+        self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
+
+    async def _events(self, body: dict[str, Any]) -> Any:
+        ended = False
+        try:
+            await asyncio.to_thread(self.gate.wait, 30)
+            count = min(body["max_tokens"], 5)
+            for number in range(count):
+                if self.break_after is not None and number >= self.break_after:
+                    raise ConnectionError("broken on purpose")
+                last = number == count - 1
+                for index in range(body.get("n", 1)):
+                    yield _event(body, index, number, last=last)
+                await asyncio.sleep(0.002)
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count, "total_tokens": 0}
+            yield _data({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}})
+            yield b"data: [DONE]\n\n"
+            ended = True
+        finally:
+            self.aborted += not ended
+
+
+def _event(body: dict[str, Any], index: int, number: int, *, last: bool) -> bytes:
+    choice: dict[str, Any] = {"index": index, "text": f" w{number}", "finish_reason": "length" if last else None}
+    choice["token_ids"] = [600 + number]
+    if body.get("logprobs") is not None:
+        top = {f" w{number}": -0.1, " x": -2.5}
+        choice["logprobs"] = {
+            "tokens": [f" w{number}"],
+            "token_logprobs": [-0.1],
+            "top_logprobs": [top],
+            "text_offset": [0],
+        }
+    return _data({"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice]})
+
+
+def _data(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+async def _numbers() -> Any:
+    for number in range(3):
+        yield f"data: {number}\n\n".encode()
+        await asyncio.sleep(0.01)

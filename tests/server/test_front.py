@@ -1,0 +1,343 @@
+"""The front before servers that look like vLLM: what is sent, what comes back, and what happens when one goes."""
+
+import json
+import threading
+
+import openai
+import pytest
+from starlette.responses import JSONResponse
+
+from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, wait_until
+from tests.server.fake_vllm import FakeVllm
+from tests.server.fronts import DOCUMENTS, MORE, running_front
+
+WEAVE = {"method": "cacheblend", "recompute_ratio": 0.25, "order": "fixed"}
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    with FakeVllm(str(tmp_path / "reports")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def front(vllm):
+    with running_front(vllm) as client:
+        yield client
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two servers, and a front before them."""
+    path = str(tmp_path / "reports")
+    with FakeVllm(path) as one, FakeVllm(path) as other, running_front(one, other) as client:
+        yield client, one, other
+
+
+def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
+    assert front.ask(documents=DOCUMENTS, chunkweave=WEAVE).status_code == 200
+    (sent,) = vllm.seen
+    params = sent["kv_transfer_params"]["chunkweave"]
+    builder = front.service.parts.answering.prompting.builder
+    prompt = builder.build("When does the ferry leave?", DOCUMENTS)
+    assert sent["prompt"] == list(prompt.token_ids)
+    assert [sent["prompt"][start:stop] for start, stop in params["chunks"]] == [
+        list(part.token_ids) for part in prompt.parts if part.kind == "chunk"
+    ]
+    assert (params["method"], params["recompute_ratio"]) == ("cacheblend", 0.25)
+    assert params["start_tokens"] == len(prompt.parts[0])
+    assert sent["max_tokens"] == 4
+
+
+def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
+    front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+    told = front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()
+    report = told["chunkweave"]
+    assert report["recomputed_tokens"] > 0
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
+    fates = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    assert sum(report[name] for name in fates) == report["prompt_tokens"] == told["usage"]["prompt_tokens"]
+    assert report["why"] == "asked for"
+    assert [chunk["rank"] for chunk in report["chunks"]] == [0, 1]
+
+
+def test_a_chat_that_is_not_streamed(front):
+    told = front.ask(documents=DOCUMENTS).json()
+    assert told["object"] == "chat.completion"
+    choice = told["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": " w0 w1 w2 w3", "refusal": None}
+    assert choice["finish_reason"] == "length"
+    assert told["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_a_chat_that_is_streamed_ends_with_usage_and_report(front, with_usage):
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    events = front.events(documents=DOCUMENTS, **options)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(one["choices"][0]["delta"].get("content", "") for one in events if one["choices"])
+    assert text == " w0 w1 w2 w3"
+    assert [("chunkweave" in one) for one in events] == [False] * (len(events) - 1) + [True]
+    finished = [one["choices"][0]["finish_reason"] for one in events if one["choices"]]
+    assert finished == [None] * (len(finished) - 1) + ["length"]
+    assert bool(events[-1]["choices"]) is not with_usage
+    if with_usage:
+        assert events[-1]["usage"]["completion_tokens"] == 4
+        assert all(one["usage"] is None for one in events[:-1])
+
+
+def test_plain_completions_with_documents_and_several_answers(front):
+    body = {"prompt": "When?", "documents": DOCUMENTS, "max_tokens": 2, "n": 2, "logprobs": 1}
+    told = front.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in told["choices"]] == [" w0 w1"] * 2
+    assert told["choices"][1]["logprobs"]["tokens"] == [" w0", " w1"]
+    events = front.events("/v1/completions", **body)
+    assert {choice["index"] for one in events for choice in one["choices"]} == {0, 1}
+    assert "chunkweave" in events[-1]
+
+
+def test_log_probabilities_of_a_chat_look_like_a_chats(front):
+    told = front.ask(documents=DOCUMENTS, logprobs=True, top_logprobs=1).json()
+    first = told["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == (" w0", -0.1, [32, 119, 48])
+    assert [one["token"] for one in first["top_logprobs"]] == [" w0"]
+
+
+def test_openais_client(front):
+    client = openai.OpenAI(base_url=str(front.base_url.join("/v1")), api_key="none")
+    ask = {"model": "m", "messages": [{"role": "user", "content": "When?"}], "extra_body": {"documents": DOCUMENTS}}
+    whole = client.chat.completions.create(**ask, max_tokens=3)
+    assert whole.choices[0].message.content == " w0 w1 w2"
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    stream = client.chat.completions.create(**ask, max_tokens=3, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in stream) == " w0 w1 w2"
+    assert "m" in [model.id for model in client.models.list()]
+
+
+def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [{}]}).encode()
+    told = front.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert told.json()["body"] == body.decode()
+    assert front.get("/tokenize?a=1").json() == {"path": "/tokenize", "query": "a=1", "body": ""}
+    assert front.get("/missing").status_code == 404
+    assert front.get("/missing").json()["error"]["message"] == "no such thing"
+    with front.stream("GET", "/stream") as reply:
+        assert [line for line in reply.iter_lines() if line] == ["data: 0", "data: 1", "data: 2"]
+        assert reply.headers["content-type"].startswith("text/event-stream")
+    assert {method for method, *_ in vllm.paths} == {"GET", "POST"}
+
+
+def test_fields_of_vllm_go_on_to_it(front, vllm):
+    front.ask(documents=DOCUMENTS, top_k=7, repetition_penalty=1.1, cache_salt="s", stop=["x"], temperature=0.3)
+    (sent,) = vllm.seen
+    picked = {name: sent[name] for name in ("top_k", "repetition_penalty", "cache_salt", "stop", "temperature")}
+    picked["cache_salt"] = bool(picked["cache_salt"])  # the tenant's own, of which "s" is a part
+    assert list(picked.values()) == [7, 1.1, True, ["x"], 0.3]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"documents": ["a"], "tools": [{"type": "function"}]}, "not supported with documents or chunkweave: tools"),
+        ({"documents": [""]}, "documents[0] is empty"),
+        ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
+        ({"documents": ["a"], "chunkweave": {"methd": "full"}}, "unknown fields"),
+        ({"documents": ["a"], "max_tokens": 10**6}, "max_tokens must be at most"),
+        ({"documents": ["a " * 5000]}, "the model's context holds 2048"),
+        ({"documents": ["a"], "chunkweave": {"corpus": "c"}}, "either documents or"),
+        ({"chunkweave": {"corpus": "c"}}, "no corpus 'c'"),
+        ({"documents": ["a"], "chunkweave": {"quality": "fast"}}, "was not calibrated"),
+        ({"documents": ["a"], "messages": []}, "messages"),
+    ],
+)
+def test_wrong_requests_are_refused_in_openais_form(front, vllm, body, told):
+    refused = front.ask(**body)
+    assert 400 <= refused.status_code < 500
+    assert told in refused.json()["error"]["message"]
+    assert not vllm.seen
+
+
+def test_what_vllm_refuses_is_told_in_its_words(front, vllm):
+    vllm.behave = lambda _: JSONResponse({"error": {"message": "top_k is odd", "code": 400, "param": "top_k"}}, 400)
+    refused = front.ask(documents=DOCUMENTS, top_k=-7)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "top_k is odd"
+
+
+def test_a_request_without_reuse_tells_the_plug_in_nothing(front, vllm):
+    told = front.ask(documents=DOCUMENTS, chunkweave={"method": "full"}).json()
+    assert "kv_transfer_params" not in vllm.seen[0]
+    assert told["chunkweave"]["computed_tokens"] == told["usage"]["prompt_tokens"]
+
+
+def test_a_conversation_goes_on_and_documents_are_not_sent_twice(front, vllm):
+    reuse = {"conversation_id": "c", "order": "fixed"}
+    first = front.ask(documents=DOCUMENTS, chunkweave=reuse).json()["chunkweave"]
+    told = front.ask("And who boards ships?", documents=[DOCUMENTS[1], MORE], chunkweave=reuse).json()["chunkweave"]
+    assert (first["history_tokens"], told["chunks_not_sent"]) == (0, 1)
+    before, sent = (one["prompt"] for one in vllm.seen)
+    assert sent[: len(before)] == before, "the first turn stands as it was computed"
+    assert sent[len(before) : len(before) + 4] == [600, 601, 602, 603], "with its answer behind it"
+    again = front.ask(messages=[{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], chunkweave=reuse)
+    assert again.status_code == 409
+
+
+def test_documents_may_be_reordered_unless_the_request_says_no(front):
+    def ranks(order, documents):
+        told = front.ask(documents=documents, chunkweave={"order": order}).json()["chunkweave"]
+        return [chunk["rank"] for chunk in told["chunks"]]
+
+    for _ in range(3):
+        ranks("free", [DOCUMENTS[1]])
+    assert ranks("fixed", DOCUMENTS) == [0, 1]
+    assert ranks("free", DOCUMENTS) == [1, 0]
+
+
+def test_a_corpus_is_searched_before_vllm_is_asked(front, vllm):
+    assert front.post("/v1/corpora", json={"name": "sea", "chunk_tokens": 32}).status_code == 201
+    added = front.post("/v1/corpora/sea/documents", json={"documents": [*DOCUMENTS, MORE]})
+    assert added.status_code == 200, added.text
+    told = front.ask(chunkweave={"corpus": "sea", "top_k": 2}).json()["chunkweave"]
+    assert len(told["retrieved"]) == 2
+    assert len(vllm.seen[0]["kv_transfer_params"]["chunkweave"]["chunks"]) == 2
+
+
+def test_tenants_never_share_a_salt(vllm):
+    with running_front(vllm, keys=key_ring()) as front:
+        assert front.ask(documents=DOCUMENTS).status_code == 401
+        for key in KEYS.values():
+            for body in ({"documents": DOCUMENTS}, {"prompt": "plain"}, {"prompt": "plain", "cache_salt": "x"}):
+                path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+                whole = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, **body}
+                told = front.post(path, json=whole, headers={"authorization": f"Bearer {key}"})
+                assert told.status_code == 200
+        salts = [sent.get("cache_salt") for sent in vllm.seen]
+        assert None not in salts
+        assert salts[0] == salts[1], "documents and plain prompts of one tenant meet"
+        assert len(set(salts)) == 4
+        assert front.get("/collective_rpc", headers={"authorization": f"Bearer {KEYS['acme']}"}).status_code == 403
+        assert front.get("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
+        assert front.get("/metrics").status_code == 401
+
+
+def test_requests_go_where_their_documents_are(two):
+    front, one, other = two
+    for _ in range(3):
+        front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+    front.ask(documents=[MORE], chunkweave=WEAVE)
+    assert sorted([len(one.seen), len(other.seen)]) == [1, 3], "what nobody has goes to who holds least"
+    where = {front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()["chunkweave"]["replica"] for _ in range(3)}
+    assert len(where) == 1
+
+
+def test_a_server_that_breaks_before_the_first_token_is_replaced_by_another(two):
+    front, one, _ = two
+    one.break_after = 0
+    for _ in range(4):
+        told = front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+        assert told.status_code == 200, told.text
+        assert told.json()["chunkweave"]["replica"] == "upstream-1"
+    assert one.seen
+    assert front.service.parts.answering.retries >= 1
+    assert b"chunkweave:request_retries_total" in front.get("/metrics").content
+
+
+def test_a_stream_that_breaks_ends_with_an_error_in_openais_form(front, vllm):
+    vllm.break_after = 2
+    events = front.events(documents=DOCUMENTS)
+    assert events[-1]["error"]["code"] == "replica_lost"
+    assert len(vllm.seen) == 1, "what was streamed in part is not tried again"
+
+
+def test_a_server_that_is_gone_is_told_at_once(vllm):
+    with running_front(vllm) as front:
+        vllm.stop()
+        refused = front.ask(documents=DOCUMENTS)
+        assert refused.status_code in (502, 503)
+        assert refused.json()["error"]["type"] == "server_error"
+        assert front.get("/v1/embeddings").status_code in (502, 503)
+        wait_until(lambda: front.get("/ready").status_code == 503)
+
+
+def test_no_more_than_so_many_are_given_to_a_server_at_once(tmp_path):
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, replica_requests=2, max_waiting=3) as front:
+        vllm.gate.clear()
+        answers: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS).status_code))
+            for _ in range(5)
+        ]
+        fleet = front.service.parts.fleet
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: (fleet.running, fleet.waiting) == (2, 3))
+        assert len(vllm.seen) == 2
+        full = front.ask(documents=DOCUMENTS)
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
+        vllm.gate.set()
+        for thread in threads:
+            thread.join()
+        assert answers == [200] * 5
+
+
+def test_a_client_that_leaves_ends_its_request(front, vllm):
+    vllm.gate.clear()
+    body = {"messages": [{"role": "user", "content": "?"}], "documents": DOCUMENTS, "stream": True}
+    for stream in (True, False):
+        with pytest.raises(Exception, match="timed out"):
+            front.post("/v1/chat/completions", json={**body, "stream": stream}, timeout=0.3)
+    vllm.gate.set()
+    wait_until(lambda: not front.service.parts.answering.running)
+    wait_until(lambda: vllm.aborted == 2)
+
+
+def test_a_deadline_ends_a_request(tmp_path):
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, deadline_s=0.3) as front:
+        vllm.gate.clear()
+        late = front.ask(documents=DOCUMENTS)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+
+
+def test_metrics_of_all_servers_stand_beside_ours(two):
+    front, *_ = two
+    front.ask(documents=DOCUMENTS)
+    text = front.get("/metrics").text
+    assert text.count("# TYPE vllm:requests counter") == 1
+    for name in ("upstream-0", "upstream-1"):
+        assert f'vllm:requests{{replica="{name}",model_name="m"}}' in text
+        assert f'chunkweave:replica_up{{model_name="m",replica="{name}"}} 1.0' in text
+    assert 'chunkweave:prompt_tokens_by_fate_total{fate="computed"' in text
+
+
+def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(tmp_path):
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, shadow_every=2) as front:
+        for _ in range(5):
+            told = front.ask(documents=DOCUMENTS, chunkweave=WEAVE, temperature=0).json()
+            assert told["choices"][0]["logprobs"] is None
+        wait_until(lambda: front.get("/v1/shadow").json()["checked"] == 2)
+        checks = [body for body in vllm.seen if "kv_transfer_params" not in body]
+        assert len(checks) == 2
+        assert len({body["cache_salt"] for body in checks}) == 2
+        stats = front.get("/v1/shadow").json()
+        assert (stats["woven"], stats["agreed"], stats["same_tokens"]) == (4, 2, 8)
+
+
+def test_what_strays_too_far_switches_weaving_off(tmp_path):
+    def strayed(body):
+        if "kv_transfer_params" in body:
+            return None
+        choice = {"index": 0, "text": "z", "token_ids": [9], "finish_reason": "length"}
+        choice["logprobs"] = {"tokens": ["z"], "token_logprobs": [-0.1], "top_logprobs": [{"z": -0.1}]}
+        data = json.dumps({"choices": [choice]})
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(f"data: {data}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+
+    limits = {"shadow_every": 1, "shadow_window": 1, "shadow_min_agreement": 0.9}
+    with FakeVllm(str(tmp_path / "reports"), strayed) as vllm, running_front(vllm, **limits) as front:
+        for _ in range(2):
+            front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+        wait_until(lambda: not front.get("/v1/shadow").json()["weaving"])
+        front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+        assert vllm.seen[-1]["kv_transfer_params"]["chunkweave"]["method"] == "prefix"
+        assert front.post("/v1/shadow/switch-on").json()["weaving"]

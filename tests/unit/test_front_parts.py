@@ -1,0 +1,180 @@
+"""Parts of the front alone: flags, settings, merged metrics, compared distributions, reports on their way."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.front.exposition import labelled
+from chunkweave.front.report_inbox import ReportInbox, tokens_by_fate
+from chunkweave.front.settings import FleetSettings, ReuseSettings
+from chunkweave.front.shadow import compare
+from chunkweave.front.vllm_flags import VllmFlags
+from chunkweave.vllm.report_socket import ReportSender
+
+ID = "0123456789abcdef" * 2
+
+
+def test_flags_go_to_vllm_as_they_are():
+    flags = VllmFlags("some/model", ("--max-model-len", "1024", "--dtype=float32", "-tp", "2"))
+    command = list(flags.command(8001, {"host_budget": "1GiB"}))
+    place = command.index("--max-model-len")
+    assert command[place : place + 5] == list(flags.flags)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"host_budget": "1GiB"}
+    assert command[command.index("--served-model-name") + 1] == "some/model"
+    assert (flags.value("--dtype"), flags.value("--max_model_len", "--max-model-len")) == ("float32", "1024")
+
+
+def test_a_folder_is_served_by_its_name_alone(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    assert VllmFlags(str(folder)).name == "llama"
+    assert VllmFlags(str(folder), ("--served-model-name", "nicer")).name == "nicer"
+    assert Path(VllmFlags("reader").source, "config.json").is_file()
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--kv-transfer-config={}", "--ssl_keyfile", "--model"])
+def test_flags_that_the_front_sets_are_refused(flag):
+    with pytest.raises(UsageError, match="cannot be given to vLLM here"):
+        VllmFlags("m", (flag, "x"))
+
+
+def test_settings_of_the_connector_and_of_replicas():
+    fleet = FleetSettings(
+        replicas=2,
+        connector=("host_budget=1GiB", "max_variants=3", "check_layers=[1, 2]"),
+        replica_env=("0:CUDA_VISIBLE_DEVICES=0,1", "1:A=b=c"),
+    )
+    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "check_layers": [1, 2]}
+    assert fleet.environments() == {0: {"CUDA_VISIBLE_DEVICES": "0,1"}, 1: {"A": "b=c"}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"connector": ("method=cacheblend",)}, "--method"),
+        ({"connector": ("nothing",)}, "KEY=VALUE"),
+        ({"replica_env": ("1:A=b",)}, "below 1"),
+        ({"upstream": ("host:80",)}, "must be a URL"),
+        ({"imbalance": 0.9}, "at least 1"),
+        ({"replicas": 0}, "at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong, told):
+    with pytest.raises(UsageError, match=told):
+        FleetSettings(**wrong)
+
+
+def test_a_method_that_does_not_exist_is_refused_at_the_start():
+    with pytest.raises(UnknownMethodError, match="there are"):
+        ReuseSettings(method="magic")
+
+
+def test_samples_of_one_metric_stand_together_under_one_description():
+    text = '# HELP a A.\n# TYPE a counter\na 1\na_b{x="y"} 2.0\n# HELP c C.\n# TYPE c gauge\nc{} 3\n'
+    assert labelled({"one": text, "two": text}).splitlines() == [
+        "# HELP a A.",
+        "# TYPE a counter",
+        'a{replica="one"} 1',
+        'a_b{replica="one",x="y"} 2.0',
+        'a{replica="two"} 1',
+        'a_b{replica="two",x="y"} 2.0',
+        "# HELP c C.",
+        "# TYPE c gauge",
+        'c{replica="one"} 3',
+        'c{replica="two"} 3',
+    ]
+    assert labelled({}) == ""
+
+
+def test_divergence_of_the_likeliest_tokens():
+    half = {"a": math.log(0.5), "b": math.log(0.5)}
+    skewed = {"a": math.log(0.9), "b": math.log(0.1)}
+    found = compare(half, skewed, [1, 2, 3], [1, 2, 4])
+    assert found.kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), abs=1e-6)
+    assert (found.same_tokens, found.compared_tokens) == (2, 3)
+    assert not compare({"a": -0.1}, {"b": -0.1}, [], []).agrees
+    assert compare({"a": -0.1}, {"b": -0.1}, [], []).kl > 1
+
+
+def test_fates_sum_to_the_prompt():
+    woven = {"prefix_exact_tokens": 5, "reused_tokens": 3, "recomputed_tokens": 1, "computed_tokens": 1}
+    for report in (None, {"computed_tokens": 4}, woven):
+        fates = tokens_by_fate(report, 10, 2)
+        assert fates.prefix_exact + fates.reused + fates.recomputed + fates.computed == 10
+    assert tokens_by_fate(None, 10, 2).prefix_exact == 2
+
+
+def test_reports_are_found_by_the_fronts_own_id(tmp_path):
+    async def exchange():
+        inbox = ReportInbox(tmp_path / "reports")
+        await inbox.open()
+        sender = ReportSender(inbox.path)
+        sender.send(f"cmpl-{ID}-0-ab12cd34", {"chunkweave": {"method": "prefix"}})
+        sender.send("cmpl-somebody-else", {"chunkweave": {}})
+        sender.send("plain", None)
+        first = await inbox.report(ID, 5)
+        later = asyncio.create_task(inbox.report(ID[::-1], 5))
+        await asyncio.sleep(0)
+        sender.send(f"0_cmpl-{ID[::-1]}-0", {"chunkweave": {"method": "epic"}})
+        found = await later
+        missing = await inbox.report("f" * 32, 0.01)
+        inbox.close()
+        sender.send(f"cmpl-{ID}", {"chunkweave": {}})
+        sender.close()
+        return first, found, missing
+
+    assert asyncio.run(exchange()) == ({"method": "prefix"}, {"method": "epic"}, None)
+
+
+def test_a_report_that_is_too_long_goes_without_its_positions(tmp_path):
+    async def exchange():
+        inbox = ReportInbox(tmp_path / "reports")
+        await inbox.open()
+        sender = ReportSender(inbox.path)
+        sender.send(ID, {"chunkweave": {"method": "epic", "recomputed": list(range(10**6))}})
+        try:
+            return await inbox.report(ID, 5)
+        finally:
+            sender.close()
+            inbox.close()
+
+    assert asyncio.run(exchange()) == {"method": "epic"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
+def test_a_server_ends_with_its_front_even_if_that_is_killed(tmp_path):
+    note = tmp_path / "pid"
+    inner = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    leash = [sys.executable, "-m", "chunkweave.front.leash", sys.executable, "-c", inner]
+    outer = f"import subprocess; subprocess.Popen({leash!r}).wait()"
+    front = subprocess.Popen([sys.executable, "-c", outer], env=dict(os.environ))
+    try:
+        _until(lambda: note.exists() and note.read_text())
+    finally:
+        front.send_signal(signal.SIGKILL)
+        front.wait()
+    _until(lambda: not _alive(int(note.read_text())))
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _until(condition):
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.02)

@@ -1,0 +1,96 @@
+"""Every key of the connector's extra config, and what is said of wrong ones."""
+
+from pathlib import Path
+
+import pytest
+
+from chunkweave.config import DEFAULT_MAX_VARIANTS, GIB, StoreConfig
+from chunkweave.errors import UsageError
+from chunkweave.vllm.settings import PluginSettings
+
+EVERYTHING = {
+    "host_budget": "2GiB",
+    "policy": "pgdsf",
+    "cache_dir": "/var/cache/kv",
+    "disk_budget": "8GiB",
+    "remote_url": "redis://localhost:6379",
+    "remote_budget": "1GiB",
+    "codec": "int8",
+    "admission": 2,
+    "ttl": "7d",
+    "max_variants": 3,
+    "max_instances": 1000,
+    "layers_per_step": 2,
+    "load_timeout": "2s",
+    "method": "cacheblend",
+    "recompute_ratio": 0.2,
+    "check_layers": [1],
+    "seed": 7,
+}
+
+
+def read(extra, **environment) -> PluginSettings:
+    return PluginSettings.from_config(extra, environment)
+
+
+def test_nothing_said_is_memory_alone():
+    settings = read({})
+    assert settings.store == StoreConfig(4 * GIB, max_variants=DEFAULT_MAX_VARIANTS)
+    assert (settings.layers_per_step, settings.load_timeout_s, settings.requests) == (4, 10.0, {})
+
+
+def test_every_key_arrives():
+    settings = read(EVERYTHING)
+    assert settings.store == StoreConfig(
+        2 * GIB,
+        "pgdsf",
+        cache_dir=Path("/var/cache/kv"),
+        disk_budget_bytes=8 * GIB,
+        remote_url="redis://localhost:6379",
+        remote_budget_bytes=GIB,
+        codec="int8",
+        admission=2,
+        ttl_s=7 * 86400.0,
+        max_variants=3,
+        max_instances=1000,
+    )
+    assert (settings.layers_per_step, settings.load_timeout_s) == (2, 2.0)
+    assert settings.requests == {"method": "cacheblend", "recompute_ratio": 0.2, "check_layers": [1], "seed": 7}
+
+
+def test_null_is_no_limit_or_not_given():
+    given = read({"max_variants": None, "max_instances": None, "cache_dir": None, "ttl": None, "remote_budget": None})
+    assert given.store == StoreConfig(max_variants=None)
+
+
+def test_sizes_and_durations_may_be_numbers():
+    assert read({"host_budget": 4096, "ttl": 30}).store == StoreConfig(4096, ttl_s=30.0)
+
+
+def test_the_environment_says_where_to_share_unless_the_config_does():
+    secret = {"CHUNKWEAVE_REMOTE_URL": "redis://:password@cache:6379"}
+    assert read({}, **secret).store.remote_url == "redis://:password@cache:6379"
+    assert read(EVERYTHING, **secret).store.remote_url == "redis://localhost:6379"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"budgets": 1}, r"budgets.*cache_dir.*host_budget.*recompute_ratio"),
+        ({"host_budget": "much"}, "not a size"),
+        ({"ttl": "soon"}, "not a duration"),
+        ({"load_timeout": "0s"}, "load_timeout"),
+        ({"admission": 0}, "admission"),
+        ({"admission": None}, "admission"),
+        ({"max_variants": 1.5}, "max_variants"),
+        ({"layers_per_step": True}, "layers_per_step"),
+        ({"cache_dir": 5.5j}, "cache_dir"),
+        ({"remote_url": "localhost"}, "URL"),
+        ({"policy": "best"}, "eviction policy"),
+        ({"codec": "zip"}, "codec"),
+        ({"recompute_ratio": 2}, "recompute_ratio"),
+    ],
+)
+def test_wrong_values_are_named(extra, message):
+    with pytest.raises(UsageError, match=message):
+        read(extra)

@@ -1,0 +1,94 @@
+"""`chunkweave vllm-serve` as a process, with the bundled reader."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.environment import ENVIRONMENT, ROOT
+
+START_S = 400
+_START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32")
+
+
+@dataclass(frozen=True)
+class FrontProcess:
+    """A front that answers at `url`, and what it and its servers say in `log`."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 120) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            return json.load(reply)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
+            return reply.read().decode()
+
+    def ready(self) -> bool:
+        try:
+            return json.loads(self.get("/ready"))["ready"]
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + START_S
+        while not self.ready():
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(0.3)
+
+    def servers(self) -> list[int]:
+        """Process ids of vLLM's API servers, which are the front's children."""
+        return children(self.process.pid)
+
+
+@contextmanager
+def front_process(folder: Path, port: int, *options: str, model: str = "reader") -> Iterator[FrontProcess]:
+    """A front with its servers; ended, gently, with the block."""
+    command = [sys.executable, "-c", _START, "vllm-serve", model, "--port", str(port), "--graceful-s", "5"]
+    command += [*options, *FLAGS]
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    log = folder / "front.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        )
+    front = FrontProcess(f"http://127.0.0.1:{port}", process, log)
+    try:
+        front.wait_until_ready()
+        yield front
+    finally:
+        below = [pid for child in front.servers() for pid in (child, *children(child))]
+        process.send_signal(signal.SIGTERM)
+        process.wait(90)
+        assert not any(alive(pid) for pid in below), "servers outlive their front"
+
+
+def children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(one) for one in text.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

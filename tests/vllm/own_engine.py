@@ -1,0 +1,78 @@
+"""chunkweave's own engine with a checkpoint of the tests, asked as the served ones are."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.models.fingerprint import fingerprint_folder
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.loading import LoadedModel, bundled_tokenizer
+from chunkweave.planning.plan import Fate
+from chunkweave.vllm.request import parse
+from chunkweave.vllm.weave_settings import Defaults, chosen
+from tests.integration.weaving import Bench, make_bench
+from tests.vllm.checkpoints import BOS
+from tests.vllm.prompts import Given, Scenario
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """Log-probabilities `[vocab]` of the first new token, and what was computed again."""
+
+    log_probs: torch.Tensor
+    recomputed: list[int]
+    recompute_fraction: float
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """Keeps what it computes, with what it attended to, as the engine does."""
+
+    bench: Bench
+
+    def prompt(self, given: Given) -> Prompt:
+        params = {"chunks": given.spans}
+        fingerprint = self.bench.loaded.fingerprint
+        return parse(params, given.ids, fingerprint=fingerprint, salt="", bos=BOS, defaults=Defaults()).prompt
+
+    def precompute(self, scenario: Scenario) -> None:
+        """What the scenario's chunks were computed in, one prompt after the other."""
+        for first in {id(prompt): prompt for prompt in scenario.seen.values()}.values():
+            self.bench.prefill(self.prompt(first), "prefix", keep=True)
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """What is stored, as the probe tells it of a worker."""
+        return {
+            record.id: {"exact": record.exact, "attention": record.attention and asdict(record.attention)}
+            for record in self.bench.runner.store.records()
+        }
+
+    def prefill(self, given: Given, method: str, options: Mapping[str, Any], *, keep: bool = False) -> OwnAnswer:
+        """Answer with a method and what a request to vLLM would say besides."""
+        told = {("recompute_ratio" if name == "ratio" else name): value for name, value in options.items()}
+        choice, _ = chosen({"method": method, **told}, Defaults(), None)
+        reuse = choice.reuse
+        prefilled = self.bench.prefill(
+            self.prompt(given),
+            method,
+            ratio=reuse.recompute_ratio,
+            keep=keep,
+            alpha=reuse.alpha,
+            focus=reuse.focus,
+            query=reuse.query,
+        )
+        reused = prefilled.plan.tokens(Fate.REUSED)
+        work = prefilled.recompute_work / (self.bench.loaded.model.geometry.num_layers * reused) if reused else 0.0
+        recomputed = [position for span in prefilled.recomputed for position in span.positions()]
+        return OwnAnswer(torch.log_softmax(prefilled.logits, -1), recomputed, work)
+
+
+def own_engine(folder: Path) -> OwnEngine:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    fingerprint = fingerprint_folder(folder, model.config, "float32")
+    return OwnEngine(make_bench(LoadedModel(HuggingFaceModel(model.eval()), bundled_tokenizer(), fingerprint, "own")))

@@ -1,0 +1,176 @@
+"""`chunkweave vllm-serve` with real vLLM servers: answers, reports, routes, and a server that is killed under load."""
+
+import os
+import signal
+import threading
+import time
+
+import openai
+import pytest
+
+from chunkweave.front.vllm_process import free_port
+from tests.vllm.fronts import alive, children, front_process
+
+PASSAGES = [
+    "The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.",
+    "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
+    "The Ostby Mill stands by the river Lune. It was built in 1812 by Karin Halvorsen.",
+]
+QUESTION = "Who leads the Selmond Choir?"
+WEAVE = {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory):
+    options = ("--shadow-every", "2", "--connector", "host_budget=1GiB")
+    with front_process(tmp_path_factory.mktemp("front"), free_port(), *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(front):
+    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client, documents, question=QUESTION, *, stream=False, reuse=WEAVE, **more):
+    return client.chat.completions.create(
+        model="reader",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=8,
+        stream=stream,
+        extra_body={"documents": documents, "chunkweave": reuse, **more},
+    )
+
+
+def streamed(events):
+    events = list(events)
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    return text, events[-1].model_extra["chunkweave"]
+
+
+def test_documents_are_woven_and_counted(client):
+    for passage in PASSAGES:
+        ask(client, [passage])
+    told = ask(client, PASSAGES[::-1])
+    report = told.model_extra["chunkweave"]
+    assert report["method"] == "cacheblend"
+    assert report["recomputed_tokens"] > 0
+    cached = report["prefix_exact_tokens"] + report["reused_tokens"]
+    assert told.usage.prompt_tokens_details.cached_tokens == cached > 0
+    fates = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    assert sum(report[name] for name in fates) == told.usage.prompt_tokens
+
+
+def test_streamed_answers_are_the_same_and_carry_the_report(client):
+    whole = ask(client, PASSAGES[1:])
+    text, report = streamed(ask(client, PASSAGES[1:], stream=True))
+    assert text == whole.choices[0].message.content
+    assert report["prompt_tokens"] == whole.usage.prompt_tokens
+    assert report["replica"] == "replica-0"
+
+
+def test_an_answer_that_a_stop_text_ends_has_its_report(client):
+    text = ask(client, PASSAGES).choices[0].message.content
+    assert len(text) > 3
+    cut, report = streamed(ask(client, PASSAGES, stream=True, stop=[text[2:4]]))
+    assert cut == text[:2]
+    assert report["prefix_exact_tokens"] + report["reused_tokens"] > 0
+
+
+def test_exact_answers_are_those_of_vllm_without_reuse(client):
+    exact = ask(client, PASSAGES, reuse={"method": "prefix", "order": "fixed"})
+    again = ask(client, PASSAGES, reuse={"method": "prefix", "order": "fixed"})
+    full = ask(client, PASSAGES, reuse={"method": "full", "order": "fixed"}, cache_salt="nobody else's")
+    texts = {one.choices[0].message.content for one in (exact, again, full)}
+    assert len(texts) == 1
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert full.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_conversation_goes_on(client):
+    reuse = {"conversation_id": "c", "order": "fixed", "method": "prefix"}
+    first = ask(client, PASSAGES[:2], reuse=reuse)
+    told = ask(client, PASSAGES[1:], "And who built the mill?", reuse=reuse)
+    report = told.model_extra["chunkweave"]
+    assert (report["chunks_not_sent"], report["turns_cut"]) == (1, 0)
+    assert report["history_tokens"] > 0
+    assert report["prefix_exact_tokens"] >= first.usage.prompt_tokens // 2, (
+        "the first turn's documents are not read anew"
+    )
+
+
+def test_what_says_nothing_of_documents_is_vllms(client, front):
+    plain = client.completions.create(model="reader", prompt="Question:", max_tokens=3, temperature=0)
+    assert plain.choices[0].text
+    assert "chunkweave" not in plain.model_extra
+    assert [model.id for model in client.models.list()] == ["reader"]
+    assert front.post("/tokenize", {"model": "reader", "prompt": "a mill"})["count"] > 0
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="x")
+
+
+def test_metrics_and_shadow_checks(client, front):
+    for _ in range(4):
+        ask(client, PASSAGES[::-1])
+    until = time.monotonic() + 60
+    while "chunkweave:shadow_checks_total" not in (text := front.get("/metrics")) or (
+        'shadow_checks_total{model_name="reader",result="checked"} 0.0' in text
+    ):
+        assert time.monotonic() < until, "no check was made"
+        time.sleep(0.5)
+    assert 'vllm:num_requests_running{replica="replica-0"' in text
+    assert 'chunkweave:replica_up{model_name="reader",replica="replica-0"} 1.0' in text
+    assert 'fate="recomputed",method="cacheblend"' in text
+
+
+def test_a_server_that_is_killed_under_load_is_told_of_and_started_again(client, front):
+    outcomes: list[str] = []
+    going = threading.Event()
+    going.set()
+
+    def load():
+        while going.is_set():
+            try:
+                streamed(ask(client, PASSAGES, stream=True))
+                outcomes.append("answered")
+            except openai.APIStatusError as error:
+                outcomes.append(f"{error.status_code} {error.body['type']}")
+            except openai.APIError as error:  # an error in a stream that had begun
+                outcomes.append(str(error.code))
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2)
+    (server,) = front.servers()
+    workers = children(server)
+    os.kill(server, signal.SIGKILL)
+    time.sleep(3)
+    assert not front.ready()
+    front.wait_until_ready()
+    time.sleep(2)
+    going.clear()
+    for thread in threads:
+        thread.join()
+    assert set(outcomes) <= {"answered", "502 server_error", "503 server_error", "replica_lost"}, set(outcomes)
+    assert outcomes[-1] == "answered"
+    assert len(set(outcomes)) > 1, "nobody noticed"
+    assert not any(alive(pid) for pid in workers), "workers outlive their server"
+    assert front.servers() != [server]
+    assert ask(client, PASSAGES).choices[0].message.content
+    assert 'replica_restarts_total{model_name="reader",replica="replica-0"} 1.0' in front.get("/metrics")
+
+
+def test_two_servers_and_one_dies(tmp_path):
+    with front_process(tmp_path, free_port(), "--replicas", "2") as front:
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        homes = [
+            {ask(client, [passage] * 2).model_extra["chunkweave"]["replica"] for _ in range(3)} for passage in PASSAGES
+        ]
+        assert all(len(home) == 1 for home in homes), "documents stay where they are"
+        assert len(set().union(*homes)) == 2, "both work"
+        os.kill(front.servers()[0], signal.SIGKILL)
+        answers = [ask(client, [passage]) for passage in PASSAGES * 3]
+        assert all(one.choices[0].message.content for one in answers)

@@ -1,0 +1,130 @@
+"""A request's KV for passes, over blocks that are a plain tensor: what goes where, and when it is read back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.types import Span
+from chunkweave.vllm.paged_cache import PagedCache
+
+LAYERS, HEADS, DIM, CAPACITY = 2, 1, 2, 20
+
+
+class FakePaged:
+    """Slots as they are; counts what is written and read."""
+
+    shape = (HEADS, DIM)
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.kv = torch.full((LAYERS, 2, CAPACITY + 10, HEADS, DIM), -1.0)
+        self.reads = 0
+
+    def write(self, layer, slots, keys, values):
+        self.kv[layer, 0, slots], self.kv[layer, 1, slots] = keys, values
+
+    def read(self, layer, slots):
+        self.reads += 1
+        return self.kv[layer][:, slots].clone()
+
+
+def rotate(states, positions):
+    return states + positions[:, None, None]
+
+
+def slots(positions):
+    return positions + 10
+
+
+def segment(tokens: int, value: float) -> SegmentKV:
+    kv = torch.full((LAYERS, 2, tokens, HEADS, DIM), value)
+    return SegmentKV(kv + torch.arange(LAYERS)[:, None, None, None, None])
+
+
+@pytest.fixture
+def paged() -> FakePaged:
+    return FakePaged()
+
+
+def cache(paged: FakePaged, *sources, first=0, stop=16) -> PagedCache:
+    layers = SimpleNamespace(paged=paged, rotation=SimpleNamespace(forward=rotate), device=paged.device, num_layers=2)
+    table = SimpleNamespace(slots=slots)
+    return PagedCache(layers, table, sources, first=first, stop=stop, capacity=CAPACITY)
+
+
+TWO = ((Span(2, 8), segment(6, 100.0)), (Span(10, 18), segment(8, 200.0)))
+
+
+def row_of(made: PagedCache, layer: int) -> tuple[list[float], list[float]]:
+    keys, values = made.view(layer, CAPACITY)
+    return keys[:, 0, 0].tolist(), values[:, 0, 0].tolist()
+
+
+def test_a_layer_is_laid_out_with_keys_turned_to_their_positions(paged):
+    made = cache(paged, *TWO)
+    made.load_layer(1, rotate)
+    keys, values = row_of(made, 1)
+    assert keys[2:8] == [101.0 + position for position in range(2, 8)]
+    assert keys[10:18] == [201.0 + position for position in range(10, 18)]
+    assert values[10:18] == [201.0] * 8
+    assert paged.kv[1, 0, 12:18, 0, 0].tolist() == keys[2:8]
+    assert paged.kv[1, 1, 20:26, 0, 0].tolist() == [201.0] * 6
+    assert (paged.kv[1, :, 26:] == -1).all()  # from `stop` on there are no blocks
+    assert paged.reads == 0
+
+
+def test_what_a_pass_wrote_stays_for_the_next_one(paged):
+    made = cache(paged, *TWO)
+    made.load_layer(0, rotate)
+    fresh = torch.full((3, HEADS, DIM), 7.0)
+    made.write(0, torch.tensor([3, 11, 17]), fresh, fresh)
+    assert [row_of(made, 0)[0][position] for position in (3, 11, 17)] == [7.0] * 3
+    made.load_layer(1, rotate)
+    made.load_layer(0, rotate)
+    keys, _ = row_of(made, 0)
+    assert (keys[3], keys[4], keys[11]) == (7.0, 104.0, 7.0)
+    assert keys[17] == 217.0  # a layer at a time: behind `stop` nothing is kept
+    assert paged.reads == 1
+
+
+def test_what_lies_before_the_first_position_comes_from_the_blocks(paged):
+    paged.kv[0, :, 10:15] = 55.0
+    made = cache(paged, *TWO, first=5)
+    made.load_layer(0, rotate)
+    keys, _ = row_of(made, 0)
+    assert keys[:5] == [55.0] * 5
+    assert keys[5:8] == [105.0, 106.0, 107.0]
+    assert made.cached.tolist() == [5, 6, 7, *range(10, 18)]
+    assert (paged.kv[0, :, 12:15] == 55).all()
+
+
+def test_a_pass_that_needs_no_row_fills_what_it_does_not_compute(paged):
+    made = cache(paged, *TWO)
+    made.fill(0, torch.tensor([0, 1, 6, 13]))
+    written = (paged.kv[0, 0, :, 0, 0] != -1).nonzero().squeeze(1).tolist()
+    assert written == [12, 13, 20]  # the last place lies behind `stop`
+    made.fill(0, torch.tensor([2]))
+    assert paged.kv[0, 0, 14, 0, 0] == -1, "a layer is filled once: a later pass must not undo an earlier one"
+
+
+def test_cached_kv_is_found_by_position(paged):
+    found = cache(paged, *TWO, first=3).cached_before_rope(1, torch.tensor([4, 12, 17]))
+    assert found[0, :, 0, 0].tolist() == [101.0, 201.0, 201.0]
+
+
+def test_hidden_rows_are_finite_and_leave_the_blocks_alone(paged):
+    made = cache(paged)
+    made.load_layer(0, rotate)
+    made.clear(0, torch.tensor([4, 5]))
+    assert row_of(made, 0)[0][4:6] == [0.0, 0.0]
+    assert (paged.kv == -1).all()
+
+
+def test_one_layer_is_at_hand(paged):
+    made = cache(paged, *TWO)
+    made.load_layer(0, rotate)
+    with pytest.raises(AssertionError):
+        made.view(1, 4)

@@ -1,0 +1,225 @@
+"""Segments that outlive a vLLM process, and that several share: real processes, a real disk, a real server."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkweave import Chunk, Engine, StoreConfig
+from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.tiers.disk import DiskTier
+from tests.integration.redis_server import Server
+from tests.vllm.answering import Process
+from tests.vllm.checkpoints import add_tokenizer, make_checkpoint
+from tests.vllm.conftest import SLICED
+from tests.vllm.prompts import Given, Scenario, computed_alone, tokens
+from tests.vllm.reference import Reference
+from tests.vllm.serving import Ask
+
+TOLERANCE = 5e-4
+TOKENS = 6
+
+
+@pytest.fixture
+def start(tmp_path, checkpoint):
+    """Starts engines over the test's own folder; they are ended with the test."""
+    started: list[Process] = []
+
+    def begin(name: str, extra: dict | None = None, folder: Path | None = None, **options) -> Process:
+        extra = {"cache_dir": str(tmp_path / "kv")} if extra is None else extra
+        options = {**SLICED, **options}
+        process = Process(folder or checkpoint("llama"), tmp_path / f"{name}.log", extra=extra, **options)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def wait_for(number: int, folder: Path) -> None:
+    ends_s = time.monotonic() + 20
+    while len(files(folder)) < number:
+        assert time.monotonic() < ends_s, files(folder)
+        time.sleep(0.02)
+
+
+def precompute(process: Process, scenario: Scenario) -> None:
+    for first in {id(prompt): prompt for prompt in scenario.seen.values()}.values():
+        process.answer(first.ask("prefix"))
+
+
+def right(got: dict, reference: Reference, scenario: Scenario, method: str = "cacheblend", ratio: float = 0.15) -> None:
+    woven = reference.weave(scenario.pieces(reference), method, ratio)
+    assert (torch.tensor(got["log_probs"]) - woven.log_probs).abs().max().item() <= TOLERANCE
+    assert got["report"]["recomputed"] == woven.recomputed
+
+
+def test_what_a_killed_process_stored_serves_the_next_one(start, tmp_path, reference):
+    scenario = computed_alone()
+    first = start("first")
+    first.wait()
+    precompute(first, scenario)
+    ask = scenario.prompt.ask("cacheblend", 0.15, TOKENS)
+    before = first.answer(ask)[0]
+    wait_for(4, tmp_path / "kv")
+    first.kill()
+    second = start("second")
+    second.wait()
+    after = second.answer(ask)[0]
+    right(after, reference, scenario)
+    assert after["tokens"] == before["tokens"]
+    assert after["report"] == before["report"]
+    assert after["report"]["computed_tokens"] == 1 + len(scenario.prompt.question)
+    assert second.call("chunkweave_check") == [True]
+
+
+@pytest.fixture
+def redis(tmp_path):
+    pytest.importorskip("redis")
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def keys(server: Server) -> int:
+    import redis as client
+
+    with client.Redis.from_url(server.url) as connection:
+        return sum(1 for _ in connection.scan_iter("chunkweave:*"))
+
+
+def test_two_servers_share_over_redis_until_it_is_killed_and_then_serve_on(start, redis, reference):
+    extra = {"remote_url": redis.url, "load_timeout": "5s"}
+    one, other = start("one", extra), start("other", extra)
+    one.wait()
+    other.wait()
+    scenario = computed_alone()
+    precompute(one, scenario)
+    ends_s = time.monotonic() + 20
+    while keys(redis) < 4:
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+    ask = scenario.prompt.ask("cacheblend", 0.15)
+    strange = other.answer(ask, salt="another tenant")[0]
+    assert strange["report"]["computed_tokens"] == len(scenario.prompt.ids)
+    right(other.answer(ask)[0], reference, scenario)
+    # One that has seen nothing yet, while requests come in: what is lost is computed.
+    more = [computed_alone() for _ in range(4)]
+    for each in more:
+        precompute(one, each)
+    one.call("chunkweave_flush")
+    other.send(*[each.prompt.ask("cacheblend", 0.15) for each in more])
+    redis.kill()
+    for got, each in zip(other.receive(), more, strict=True):
+        assert got["report"]["prompt_tokens"] == len(each.prompt.ids)
+        if got["report"].get("reused_tokens"):  # it came in, whole or in part
+            assert got["report"]["computed_tokens"] < len(each.prompt.ids)
+        else:
+            plain = reference.log_probs(each.prompt.ids)
+            assert (torch.tensor(got["log_probs"]) - plain).abs().max().item() <= TOLERANCE
+    for process in (one, other):
+        new = Given([tokens(40), tokens(50)])
+        for _ in range(4):
+            got = process.answer(new.ask("prefix"))[0]
+            assert (torch.tensor(got["log_probs"]) - reference.log_probs(new.ids)).abs().max().item() <= TOLERANCE
+        assert process.call("chunkweave_check") == [True]
+
+
+TEXTS = [
+    Chunk(f"The {place} of Skerrow was founded in {year}. " * 3, place)
+    for place, year in (("harbour", 1871), ("school", 1902), ("mill", 1855), ("chapel", 1790))
+]
+QUESTION = "When was the mill founded?"
+
+
+def asked(prompt: Prompt, method: str) -> Ask:
+    """What vLLM is to be asked for a prompt of our own engine's."""
+    chunks = [
+        [span.start, span.stop]
+        for part, span in zip(prompt.parts, prompt.spans(), strict=True)
+        if part.kind is PartKind.CHUNK
+    ]
+    return Ask(list(prompt.token_ids), {"chunks": chunks, "method": method}, TOKENS, top=None)
+
+
+@pytest.mark.parametrize(("family", "adds_bos"), [("llama", True), ("qwen2", False)])
+def test_our_engine_and_vllm_read_each_others_segments(start, tmp_path, family, adds_bos):
+    """Both configs name a BOS; the second one's tokenizer does not add it, as Qwen2.5's does not."""
+    folder = make_checkpoint(tmp_path / "model", family, vocab_size=4096)
+    add_tokenizer(folder, adds_bos=adds_bos)
+    store = StoreConfig(cache_dir=tmp_path / "kv")
+    options = {"method": "prefix", "max_new_tokens": TOKENS}
+    with Engine.load(folder, dtype="float32", store=store) as engine:
+        assert engine.loaded.tokenizer.start_ids == ((0,) if adds_bos else ())
+        answers = [engine.generate(QUESTION, chunks, **options) for chunks in (TEXTS[:2], TEXTS[1::-1])]
+        prompts = [engine.builder.build(QUESTION, chunks) for chunks in (TEXTS[:2], TEXTS[1::-1], TEXTS[2:])]
+    process = start("vllm", folder=folder, max_num_batched_tokens=1024)
+    process.wait()
+    for answer, prompt in zip(answers, prompts, strict=False):
+        got = process.answer(asked(prompt, "prefix"))[0]
+        start_tokens = len(prompt) - got["report"]["prefix_exact_tokens"] - len(prompt.parts[-1])
+        assert start_tokens == int(adds_bos)
+        assert tuple(got["tokens"]) == tuple(answer.token_ids)
+    new = process.answer(asked(prompts[2], "prefix"))[0]
+    process.close()  # at once: what is not written yet is written then
+    with Engine.load(folder, dtype="float32", store=store) as engine:
+        answer = engine.generate(QUESTION, TEXTS[2:], **options)
+        assert answer.report.prefix_exact_tokens == len(prompts[2]) - int(adds_bos) - len(prompts[2].parts[-1])
+        assert tuple(answer.token_ids) == tuple(new["tokens"])
+        fingerprint = engine.loaded.fingerprint
+    tier = DiskTier(tmp_path / "kv", fingerprint)
+    tier.verify()
+    assert not tier.problems()
+
+
+def test_what_is_seen_twice_is_written(start, tmp_path):
+    process = start("admission", {"cache_dir": str(tmp_path / "kv"), "admission": 2, "ttl": "1h", "codec": "int8"})
+    process.wait()
+    prompt = Given([tokens(40), tokens(50)])
+    process.answer(prompt.ask("prefix"))
+    process.call("chunkweave_flush")
+    assert not files(tmp_path / "kv")
+    process.answer(Given(prompt.chunks).ask("prefix"))
+    process.call("chunkweave_flush")
+    assert len(files(tmp_path / "kv")) == 2
+    assert process.call("chunkweave_check") == [True]
+
+
+def test_a_segment_that_one_rank_lost_costs_time_only(start, tmp_path, reference):
+    ranks = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    scenario = computed_alone()
+    first = start("first", **ranks)
+    first.wait()
+    precompute(first, scenario)
+    first.call("chunkweave_flush")
+    first.close()
+    folders = sorted((tmp_path / "kv").glob("*-tp?of2"))
+    assert [len(files(folder)) for folder in folders] == [4, 4]
+    second = start("second", **ranks)
+    second.wait()
+    ask = scenario.prompt.ask("cacheblend", 0.15)
+    right(second.answer(ask)[0], reference, scenario)  # now in both ranks' memory
+    other = computed_alone()
+    precompute(second, other)
+    second.call("chunkweave_flush")
+    second.call("chunkweave_forget_memory")
+    chunk = next(iter(other.seen))
+    lost = [path for path in files(folders[0]) if second.call("chunkweave_is_of", path.stem, list(chunk))[0]]
+    assert len(lost) == 1
+    lost[0].unlink()
+    got = second.answer(other.prompt.ask("full-reuse"))[0]
+    assert got["report"]["computed_tokens"] == len(other.prompt.ids)  # no rank wove what the other one could not
+    plain = reference.log_probs(other.prompt.ids)
+    assert (torch.tensor(got["log_probs"]) - plain).abs().max().item() <= TOLERANCE
+    turned = Given(other.prompt.chunks[::-1])
+    got = second.answer(turned.ask("full-reuse"))[0]
+    assert got["report"]["computed_tokens"] < len(turned.ids)
+    assert got["report"]["reused_tokens"] > 0
+    assert second.call("chunkweave_check") == [True, True]

@@ -1,0 +1,293 @@
+"""The queue of weaves over fakes: who may begin when, alone and among ranks, and that nothing is left pinned."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Barrier, Event
+from types import SimpleNamespace
+
+import pytest
+
+from chunkweave.kv.segment import SegmentLost
+from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Span
+from chunkweave.vllm.agreement import Alone
+from chunkweave.vllm.messages import WeaveOrder
+from chunkweave.vllm.weave_queue import AHEAD, NotWoven, WeaveQueue
+from tests.unit.tier_fakes import Clock, prompt_of, record_of
+
+LAYERS = 4
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class FakeSegments:
+    """Layers that come in when the test says so."""
+
+    layers_in: int = LAYERS
+    failure: SegmentLost | None = None
+    closed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.layers_in == LAYERS
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakePreparation:
+    """Plans what was found, as a text."""
+
+    held: dict[str, tuple[SegmentRecord, ...]] = field(default_factory=dict)
+    segments: dict[str, FakeSegments] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
+    gate: Event | None = None
+    planned: list[str] = field(default_factory=list)
+
+    def look_up(self, order):
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        prompt = prompt_of("ABC")
+        return PromptLookup(
+            tuple(
+                PartLookup(part, Span(0, 1), variants=self.held.get(part.id, ()) if part.id else ())
+                for part in prompt.parts
+            )
+        )
+
+    def plan(self, order, found):
+        name = order.request_id
+        self.planned.append(name)
+        if name in self.failing:
+            raise OSError("no plan today")
+        text = " ".join(record.id for part in found.parts for record in part.variants)
+        return SimpleNamespace(plan=text, pinned=self.segments.setdefault(name, FakeSegments()))
+
+
+def order(name: str) -> WeaveOrder:
+    return WeaveOrder(name, None, (), 0, 8)
+
+
+def queue(preparation, ranks=None, *, background=False, clock=None) -> WeaveQueue:
+    ranks = Alone() if ranks is None else ranks
+    return WeaveQueue(preparation, ranks, background=background, timeout_s=TIMEOUT_S, clock=clock or Clock())
+
+
+def name_of(weave) -> str | None:
+    return None if weave is None else weave.order.request_id
+
+
+def test_the_first_that_can_go_on_goes_on():
+    preparation = FakePreparation(segments={"a": FakeSegments(0), "b": FakeSegments(1)})
+    weaves = queue(preparation)
+    weaves.add(order("a"))
+    weaves.add(order("b"))
+    found = weaves.next()
+    assert name_of(found) == "b"
+    assert found.layers(3) == 1
+    preparation.segments["a"].layers_in = 2
+    assert name_of(weaves.next()) == "a"
+
+
+def test_a_weave_waits_for_the_layers_that_it_needs_next():
+    preparation = FakePreparation(segments={"a": FakeSegments(2)})
+    weaves = queue(preparation)
+    weaves.add(order("a"))
+    found = weaves.next()
+    found.job = SimpleNamespace(layer=found.layers(LAYERS))
+    assert weaves.next() is None
+    preparation.segments["a"].layers_in = LAYERS
+    assert weaves.next().layers(100) == 100  # of several passes, say
+
+
+def test_what_cannot_be_planned_is_told():
+    weaves = queue(FakePreparation(failing={"a"}))
+    weaves.add(order("a"))
+    assert "no plan today" in str(weaves.next().error)
+
+
+def test_a_segment_that_is_lost_before_its_weave_began_fails_it():
+    weaves = queue(FakePreparation(segments={"a": FakeSegments(0, SegmentLost("x", "gone"))}))
+    weaves.add(order("a"))
+    assert isinstance(weaves.next().error, SegmentLost)
+
+
+@pytest.mark.parametrize("layers_in", [0, 1])
+def test_what_does_not_come_in_time_is_given_up(layers_in):
+    clock = Clock()
+    weaves = queue(FakePreparation(segments={"a": FakeSegments(layers_in)}), clock=clock)
+    weaves.add(order("a"))
+    found = weaves.next()
+    if found is not None:
+        found.job = SimpleNamespace(layer=layers_in)
+    clock.now_s += TIMEOUT_S
+    assert weaves.next() is None
+    clock.now_s += 1
+    assert isinstance(weaves.next().error, NotWoven)
+
+
+def test_the_worker_does_not_wait_for_a_tier_that_does_not_answer():
+    preparation = FakePreparation(gate=Event())
+    weaves = queue(preparation, background=True)
+    weaves.add(order("a"))
+    assert weaves.next() is None
+    preparation.gate.set()
+    assert name_of(wait_for(weaves)) == "a"
+    weaves.close()
+
+
+def wait_for(weaves: WeaveQueue):
+    for _ in range(2000):
+        found = weaves.next()
+        if found is not None:
+            return found
+        Event().wait(0.005)
+    raise AssertionError("nothing can go on")
+
+
+def test_only_so_many_are_prepared_ahead():
+    names = "abcdefgh"
+    preparation = FakePreparation(segments={name: FakeSegments(0) for name in names})
+    weaves = queue(preparation)
+    for name in names:
+        weaves.add(order(name))
+    weaves.next()
+    assert preparation.planned == list(names[:AHEAD])
+    weaves.remove("b")
+    weaves.next()
+    assert preparation.planned == list(names[: AHEAD + 1])
+
+
+def test_one_that_is_called_off_pins_nothing():
+    preparation = FakePreparation(gate=Event())
+    weaves = queue(preparation, background=True)
+    weaves.add(order("a"))
+    weaves.next()
+    assert weaves.remove("a")
+    assert not weaves.remove("a")
+    preparation.gate.set()
+    weaves.close()
+    weaves._executor.shutdown(wait=True)
+    assert preparation.segments["a"].closed
+
+
+def test_a_preempted_one_begins_with_the_plan_that_it_had():
+    preparation = FakePreparation()
+    weaves = queue(preparation)
+    planned = SimpleNamespace(plan="as before", pinned=FakeSegments())
+    weaves.add(order("a"), planned)
+    assert weaves.next().planned is planned
+    assert not preparation.planned
+
+
+class Meeting:
+    """Ranks in threads of one process, which meet at every call."""
+
+    def __init__(self, rank: int, meeting: "Table") -> None:
+        self.rank, self.size = rank, 2
+        self._table = meeting
+
+    def least(self, numbers):
+        return [min(both) for both in zip(*self._table.put(self.rank, numbers), strict=True)]
+
+    def gather(self, what):
+        self._table.gathered += self.rank == 0
+        return self._table.put(self.rank, what)
+
+
+class Table:
+    def __init__(self) -> None:
+        self.barrier = Barrier(2, timeout=10)
+        self.lying = [None, None]
+        self.gathered = 0
+
+    def put(self, rank, what):
+        self.lying[rank] = what
+        self.barrier.wait()
+        both = list(self.lying)
+        self.barrier.wait()
+        return both
+
+
+@dataclass
+class Pair:
+    """Two ranks that step together."""
+
+    preparations: tuple[FakePreparation, FakePreparation]
+    clocks: tuple[Clock, Clock] = field(default_factory=lambda: (Clock(), Clock()))
+    table: Table = field(default_factory=Table)
+
+    def __post_init__(self) -> None:
+        self.queues = [
+            queue(one, Meeting(rank, self.table), clock=self.clocks[rank]) for rank, one in enumerate(self.preparations)
+        ]
+        for weaves in self.queues:
+            weaves.add(order("a"))
+
+    def next(self):
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda weaves: weaves.next(), self.queues))
+
+
+RECORDS = [record_of(path) for path in ("A", "B", "BA")]
+
+
+def held(*records: SegmentRecord) -> dict:
+    by_chunk: dict = {}
+    for record in records:
+        by_chunk[record.chunk_id] = (*by_chunk.get(record.chunk_id, ()), record)
+    return by_chunk
+
+
+def test_ranks_begin_together_when_both_have_all_of_it():
+    segments = FakeSegments(LAYERS), FakeSegments(LAYERS - 1)
+    pair = Pair(tuple(FakePreparation(held(*RECORDS), {"a": one}) for one in segments))
+    assert pair.next() == [None, None]
+    segments[1].layers_in = LAYERS
+    assert [name_of(weave) for weave in pair.next()] == ["a", "a"]
+    assert not pair.table.gathered
+
+
+def test_ranks_plan_with_what_both_have_in_whatever_order_it_was_used():
+    pair = Pair((FakePreparation(held(*RECORDS)), FakePreparation(held(RECORDS[2], RECORDS[0]))))
+    one, other = pair.next()
+    assert one.planned.plan == other.planned.plan == " ".join(sorted(r.id for r in (RECORDS[0], RECORDS[2])))
+    assert pair.table.gathered == 1
+    turned = Pair((FakePreparation(held(RECORDS[0], RECORDS[2])), FakePreparation(held(RECORDS[2], RECORDS[0]))))
+    assert all(weave.planned for weave in turned.next())
+    assert not turned.table.gathered
+
+
+def test_a_segment_that_is_exact_on_one_rank_only_is_on_neither():
+    worse = replace(RECORDS[0], exact=False)
+    pair = Pair((FakePreparation(held(RECORDS[0], RECORDS[1])), FakePreparation(held(worse, RECORDS[1]))))
+    assert [weave.planned.plan for weave in pair.next()] == [RECORDS[1].id] * 2
+
+
+@pytest.mark.parametrize("how", ["plan", "lost", "late"])
+def test_what_one_rank_cannot_weave_none_does(how):
+    preparations = FakePreparation(held(*RECORDS)), FakePreparation(held(*RECORDS))
+    if how == "plan":
+        preparations[1].failing.add("a")
+    elif how == "lost":
+        preparations[0].segments["a"] = FakeSegments(0, SegmentLost("x", "gone"))
+    else:
+        preparations[0].segments["a"] = FakeSegments(0)
+    pair = Pair(preparations)
+    found = pair.next()
+    if how == "late":
+        assert found == [None, None]
+        pair.clocks[0].now_s += TIMEOUT_S + 1
+        found = pair.next()
+    assert all(weave.error is not None for weave in found)
+    for weaves, preparation in zip(pair.queues, preparations, strict=True):
+        weaves.remove("a")
+        assert all(segments.closed for segments in preparation.segments.values())
+
+
+def test_ranks_that_plan_otherwise_do_not_weave():
+    preparations = FakePreparation(held(*RECORDS)), FakePreparation(held(*RECORDS))
+    preparations[1].plan = lambda order, found: SimpleNamespace(plan="another", pinned=FakeSegments())
+    assert all(isinstance(weave.error, NotWoven) for weave in Pair(preparations).next())
