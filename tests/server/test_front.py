@@ -271,7 +271,7 @@ def test_no_more_than_so_many_are_given_to_a_server_at_once(tmp_path):
         for thread in threads:
             thread.start()
         wait_until(lambda: (fleet.running, fleet.waiting) == (2, 3))
-        assert len(vllm.seen) == 2
+        wait_until(lambda: len(vllm.seen) == 2)
         full = front.ask(documents=DOCUMENTS)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         vllm.gate.set()

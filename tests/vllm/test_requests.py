@@ -111,8 +111,9 @@ def test_cache_salts_keep_chunks_apart(sliced):
     assert send(prompt, "one tenant")["reused_tokens"] == 50
 
 
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("layer", [1, 2])
 def test_a_segment_that_fails_is_computed_by_vllm(sliced, reference, layer):
+    """In layer 0 all candidates are computed, so that not every weave reads it."""
     scenario = computed_alone()
     scenario.precompute(sliced)
     other = Given([tokens(80)])
