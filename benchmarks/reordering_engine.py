@@ -107,7 +107,8 @@ async def reordering_row(
         for one in served.values():
             await one.run(0, warm)
         tell()
-        bursts = [await one.run(arguments.warm_up, warm) for one in served.values()]
+        burst = [0.0] * arguments.requests
+        bursts = [await one.run(arguments.warm_up, burst) for one in served.values()]
         rate = arguments.load * bursts[0].requests_per_s
         rounds = []
         for turn in range(arguments.rounds):
@@ -115,7 +116,8 @@ async def reordering_row(
             names = [IN_ORDER, REORDERED] if turn % 2 == 0 else [REORDERED, IN_ORDER]
             told = {}
             for name in names:
-                result = await served[name].run(2 * arguments.warm_up + turn * arguments.requests, arrivals)
+                first = arguments.warm_up + (1 + turn) * arguments.requests
+                result = await served[name].run(first, arrivals)
                 told[name] = result.as_dict() | {"token_hits": served[name].token_hits}
                 tell()
             rounds.append(told)
@@ -238,7 +240,7 @@ async def _measure(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     loaded = load_shape(arguments.shape, seed=arguments.seed)
     trials = ALONE + arguments.trials * arguments.trial_requests[1]
-    in_all = arguments.warm_up + max(arguments.warm_up + arguments.rounds * arguments.requests, trials)
+    in_all = arguments.warm_up + max((1 + arguments.rounds) * arguments.requests, trials)
     requests = drawn_requests(loaded, arguments, in_all)
     runs = len(arguments.shares) * (1 + 2 * arguments.rounds) + len(METHODS) * arguments.trials
     task = progress.add_task("measuring", total=runs)
