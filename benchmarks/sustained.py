@@ -152,10 +152,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.queries < 200:
         parser.error("the first hundred queries are compared with the last: give --queries 200 or more")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if args.engine == "vllm":
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.out is not None:
         check_writable(args.out)
     torch.set_num_threads(args.threads)

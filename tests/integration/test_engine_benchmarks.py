@@ -94,9 +94,22 @@ def test_speculation(monkeypatch, tmp_path):
 def test_reordering(monkeypatch, tmp_path):
     page = page_with(tmp_path, "reordering-engine", "sustained-rate-engine")
     sizes = ("--documents", 20, "--chunk-tokens", 20, "--shares", 0.3, "--max-running", 2)
-    counts = ("--requests", 6, "--rounds", 1, "--warm-up", 4, "--trials", 1, "--trial-requests", 3)
+    counts = ("--requests", 6, "--rounds", 1, "--warm-up", 4, "--trials", 1, "--trial-requests", 2, 3)
     told = run("reordering_engine.py", monkeypatch, tmp_path / "out.json", *sizes, *counts, "--update-docs", page)
     [row] = told["rows"]
     assert row["ttft_mean_s"].keys() == {"in order", "reordered"}
     assert [method["method"] for method in told["sustained"]] == ["full", "prefix", "cacheblend", "cachecraft"]
     assert "| cachecraft |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_sustained_reuse(monkeypatch, tmp_path):
+    page = page_with(tmp_path, "sustained-own")
+    sizes = ("--shape", "demo", "--layers", 2, "--documents", 30, "--document-tokens", 8, "--chunks", 3)
+    counts = ("--queries", 200, "--methods", "query", "--recompute-ratio", 0.5, "--threads", 1)
+    told = run("sustained.py", monkeypatch, tmp_path / "out.json", *sizes, *counts, "--update-docs", page)
+    (row,) = told["rows"]
+    assert len(row["ttft_s"]) == 200
+    assert len(row["full_ttft_s"]) == 10
+    assert 0.2 < row["reuse"] <= told["belady_hit_rate"] < 1.0
+    assert "`query`" in page.read_text(encoding="utf-8")
