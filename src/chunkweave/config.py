@@ -136,6 +136,17 @@ class AttentionKernel(StrEnum):
     TRITON = "triton"
     SDPA = "sdpa"
 
+    @classmethod
+    def parse(cls, text: str) -> "AttentionKernel":
+        """The kernel of that name.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if text not in list(cls):
+            raise UsageError(f"no such attention: {text!r}; there are: {', '.join(cls)}")
+        return cls(text)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
@@ -151,8 +162,7 @@ class ComputeConfig:
     pinned_bytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
-        if self.attention not in tuple(AttentionKernel):
-            raise UsageError(f"no such attention: {self.attention!r}; there are: {', '.join(AttentionKernel)}")
+        AttentionKernel.parse(self.attention)
         if self.pinned_bytes < 0:
             raise UsageError(f"page-locked memory must not be negative: {self.pinned_bytes}")
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from chunkweave.cli.console import status, stderr
+from chunkweave.config import ComputeConfig
 from chunkweave.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ModelChoice:
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     def __post_init__(self) -> None:
         if (self.folder is None) == (self.shape is None):
@@ -69,6 +71,7 @@ class ModelChoice:
             ModelError: the model cannot be loaded or driven.
             UsageError: no such shape, method, quality or ordering, or a quality that was not calibrated.
         """
+        options.setdefault("compute", self.compute)
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine

@@ -11,7 +11,7 @@ import typer
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli import options
 from chunkweave.cli.model_choice import ModelChoice
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.ordering.registry import make_ordering
@@ -71,14 +71,17 @@ class ModelOptions:
     shape: options.Shape = None
     device: options.Device = "auto"
     dtype: options.Dtype = "auto"
+    attention: options.Attention = "auto"
+    decode_graphs: options.DecodeGraphs = False
 
     def choice(self) -> ModelChoice:
         """The model that was asked for.
 
         Raises:
-            UsageError: none was, or two.
+            UsageError: none was, or two; or there is no such attention.
         """
-        return ModelChoice(self.model, self.shape, self.device, self.dtype)
+        compute = ComputeConfig(AttentionKernel.parse(self.attention), self.decode_graphs)
+        return ModelChoice(self.model, self.shape, self.device, self.dtype, compute=compute)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ Shape = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Attention = Annotated[str, typer.Option(help="What computes attention: auto, triton or sdpa.")]
+DecodeGraphs = Annotated[bool, typer.Option(help="On CUDA, decode by recorded graphs.")]
 StoreBudget = Annotated[str, typer.Option(help="Most memory for stored segments, for example 2GiB.")]
 RecomputeRatio = Annotated[
     float, typer.Option(help="Share of the reused chunks' tokens that is computed again, 0 to 1.")

@@ -205,6 +205,7 @@ def load_engine(settings: Settings) -> Engine:
         "quality": model.quality,
         "order": model.order,
         "shadow": settings.watch.shadow(),
+        "compute": model.compute(),
     }
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)

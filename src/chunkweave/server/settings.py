@@ -5,7 +5,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from chunkweave.config import StoreConfig, parse_bytes
+from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig, parse_bytes
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.scheduling.batching_config import BatchingConfig
@@ -28,6 +28,8 @@ class ModelSettings:
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
     device: str = setting("auto", "auto, cpu or cuda.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    attention: str = setting("auto", "What computes attention: auto, triton or sdpa.")
+    decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.")
     method: str | None = setting(None, "Reuse method of requests that name none; `prefix` is exact.")
     quality: str | None = setting(None, "exact, balanced or fast, for requests that name neither this nor a method.")
     order: str = setting(
@@ -37,8 +39,13 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         ChunkOrder.parse(self.order)
+        AttentionKernel.parse(self.attention)
         if self.model is not None and self.shape is not None:
             raise UsageError("give either model or shape, not both")
+
+    def compute(self) -> ComputeConfig:
+        """As an engine takes it."""
+        return ComputeConfig(AttentionKernel.parse(self.attention), self.decode_graphs)
 
     @property
     def name(self) -> str:
