@@ -22,6 +22,7 @@ EVERYTHING = {
     "max_instances": 1000,
     "layers_per_step": 2,
     "load_timeout": "2s",
+    "ask_timeout": "0.25s",
     "method": "cacheblend",
     "recompute_ratio": 0.2,
     "check_layers": [1],
@@ -36,7 +37,8 @@ def read(extra, **environment) -> PluginSettings:
 def test_nothing_said_is_memory_alone():
     settings = read({})
     assert settings.store == StoreConfig(4 * GIB, max_variants=DEFAULT_MAX_VARIANTS)
-    assert (settings.layers_per_step, settings.load_timeout_s, settings.requests) == (4, 10.0, {})
+    assert (settings.layers_per_step, settings.load_timeout_s, settings.ask_timeout_s) == (4, 10.0, 0.5)
+    assert settings.requests == {}
 
 
 def test_every_key_arrives():
@@ -54,7 +56,7 @@ def test_every_key_arrives():
         max_variants=3,
         max_instances=1000,
     )
-    assert (settings.layers_per_step, settings.load_timeout_s) == (2, 2.0)
+    assert (settings.layers_per_step, settings.load_timeout_s, settings.ask_timeout_s) == (2, 2.0, 0.25)
     assert settings.requests == {"method": "cacheblend", "recompute_ratio": 0.2, "check_layers": [1], "seed": 7}
 
 
@@ -80,6 +82,7 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
         ({"host_budget": "much"}, "not a size"),
         ({"ttl": "soon"}, "not a duration"),
         ({"load_timeout": "0s"}, "load_timeout"),
+        ({"ask_timeout": "0s"}, "ask_timeout"),
         ({"admission": 0}, "admission"),
         ({"admission": None}, "admission"),
         ({"max_variants": 1.5}, "max_variants"),

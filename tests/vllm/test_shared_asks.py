@@ -5,10 +5,11 @@ from threading import Event
 import pytest
 
 from chunkweave.vllm.messages import Ask
-from chunkweave.vllm.shared_asks import ASK_S, SharedAsks
+from chunkweave.vllm.shared_asks import SharedAsks
 from tests.unit.tier_fakes import Clock, prompt_of
 
 PROMPT = prompt_of("AB")
+ASK_S = 0.5
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def answered(asks: SharedAsks) -> set[str]:
 
 def test_a_request_is_answered_once_its_prompt_was_asked_for(clock):
     asked = []
-    asks = SharedAsks(asked.append, clock)
+    asks = SharedAsks(asked.append, ASK_S, clock)
     asks.begin([Ask("a", PROMPT)])
     assert answered(asks) == {"a"}
     assert asked == [PROMPT]
@@ -39,7 +40,7 @@ def test_one_that_fails_is_answered_too(clock):
     def fail(_: object) -> None:
         raise OSError("nobody there")
 
-    asks = SharedAsks(fail, clock)
+    asks = SharedAsks(fail, ASK_S, clock)
     asks.begin([Ask("a", PROMPT)])
     assert answered(asks) == {"a"}
     asks.close()
@@ -47,7 +48,7 @@ def test_one_that_fails_is_answered_too(clock):
 
 def test_nobody_waits_longer_than_so_long(clock):
     gate = Event()
-    asks = SharedAsks(lambda _: gate.wait(10), clock)
+    asks = SharedAsks(lambda _: gate.wait(10), ASK_S, clock)
     asks.begin([Ask(name, PROMPT) for name in "abcdefg"])
     assert asks.answered() == set()
     clock.now_s += ASK_S * 1.1

@@ -17,7 +17,7 @@ REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 
 _TEXTS = {"host_budget", "policy", "disk_budget", "remote_url", "remote_budget", "codec", "ttl"}
 _COUNTS = {"admission", "max_variants", "max_instances"}
-_WEAVING = {"layers_per_step", "load_timeout"}
+_WEAVING = {"layers_per_step", "load_timeout", "ask_timeout"}
 _KEYS = _TEXTS | _COUNTS | _WEAVING | {"cache_dir"} | SETTINGS
 
 
@@ -27,13 +27,14 @@ class PluginSettings:
 
     `requests` are the keys that a request may give too, for `Defaults.from_config`. `layers_per_step` layers are woven
     in a step that computes other requests too. A request whose segments were not read within `load_timeout_s` seconds
-    is computed by vLLM.
+    is computed by vLLM, and so is one for whose chunks the shared tiers were asked for `ask_timeout_s` in vain.
     """
 
     store: StoreConfig
     requests: Mapping[str, Any]
     layers_per_step: int = 4
     load_timeout_s: float = 10.0
+    ask_timeout_s: float = 0.5
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> "PluginSettings":
@@ -47,9 +48,6 @@ class PluginSettings:
         if unknown:
             known = ", ".join(sorted(_KEYS))
             raise UsageError(f"unknown keys of kv_connector_extra_config: {', '.join(unknown)}; there are: {known}")
-        timeout_s = parse_duration(str(extra.get("load_timeout", "10s")))
-        if timeout_s <= 0:
-            raise UsageError("load_timeout must be positive")
         store = _store(extra, environment.get(REMOTE_URL_VARIABLE))
         make_policy(store.policy)  # refused now, not in every worker
         make_codec(store.codec)
@@ -59,7 +57,8 @@ class PluginSettings:
             store,
             requests,
             _whole(extra.get("layers_per_step", 4), "layers_per_step"),
-            timeout_s,
+            _wait_s(extra.get("load_timeout", "10s"), "load_timeout"),
+            _wait_s(extra.get("ask_timeout", "0.5s"), "ask_timeout"),
         )
 
 
@@ -80,6 +79,13 @@ def _text(value: Any, key: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise UsageError(f"{key} must be a text, not {value!r}")
     return None if value is None else str(value)
+
+
+def _wait_s(value: Any, key: str) -> float:
+    wait_s = parse_duration(str(value))
+    if wait_s <= 0:
+        raise UsageError(f"{key} must be positive")
+    return wait_s
 
 
 def _whole(value: Any, key: str) -> int:

@@ -7,18 +7,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.vllm.messages import Ask
 
-ASK_S = 0.5
-"""After so long a request is computed, whatever the tiers may say later: an answer may take as long as a deadline."""
-
 _THREADS = 4
 
 
 class SharedAsks:
     """Asks on threads of its own, and says which requests need wait no longer. Called from one thread."""
 
-    def __init__(self, probe: Callable[[Prompt], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`probe` asks for what a prompt's chunks may have; what it finds is known to the store afterwards."""
+    def __init__(
+        self, probe: Callable[[Prompt], None], timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Nobody is asked yet.
+
+        Args:
+            probe: asks for what a prompt's chunks may have; what it finds is known to the store afterwards.
+            timeout_s: after so long a request need not wait, whatever the tiers may say later: a call may take as long
+                as their deadline.
+            clock: seconds, monotonic.
+        """
         self._probe = probe
+        self._timeout_s = timeout_s
         self._clock = clock
         self._executor = ThreadPoolExecutor(_THREADS, "chunkweave-ask")
         self._under_way: dict[str, tuple[float, Future[None]]] = {}
@@ -32,7 +39,7 @@ class SharedAsks:
         """Requests whose question is answered, or took too long; each once."""
         if not self._under_way:
             return set()
-        late_s = self._clock() - ASK_S
+        late_s = self._clock() - self._timeout_s
         done = {name for name, (asked_s, answer) in self._under_way.items() if answer.done() or asked_s < late_s}
         for name in done:
             self._under_way.pop(name)[1].cancel()

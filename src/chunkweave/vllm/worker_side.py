@@ -26,6 +26,7 @@ from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.shared_asks import SharedAsks
 from chunkweave.vllm.stock_layers import BlockTable
+from chunkweave.vllm.store_news import StoreNews
 from chunkweave.vllm.weave_job import Choices, WeaveJob
 from chunkweave.vllm.weave_queue import NotWoven, QueuedWeave, WeaveQueue
 
@@ -34,9 +35,6 @@ logger = logging.getLogger("vllm.chunkweave")
 
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
-
-_NEWS_CHUNKS = 4096
-"""Most chunks that the scheduler is told of in one step: what is left follows in the next."""
 
 _EXPIRE_S = 60.0
 """How often the store is gone through for what has outlived its time."""
@@ -92,7 +90,8 @@ class WorkerSide:
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
         self._follower = self._store.follow_chunks()
-        self._asks = SharedAsks(self._store.probe)
+        self._asks = SharedAsks(self._store.probe, settings.ask_timeout_s)
+        self._news = StoreNews(self._follower.take, self._asks.answered)
         slow = any(level.background for level in self._store.levels)
         self._queue: WeaveQueue[_Woven] = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
         self._woven: dict[str, _Woven] = {}
@@ -140,7 +139,7 @@ class WorkerSide:
     def take_outcome(self) -> tuple[set[str], set[int], StepResults]:
         """Requests whose KV has arrived, blocks that hold nothing of use, and what the scheduler is told."""
         outcome, self._outcome = self._outcome, _Outcome()
-        self._tell(outcome.results)
+        self._news.tell(outcome.results)
         return outcome.arrived, outcome.broken_blocks, outcome.results
 
     def close(self) -> None:
@@ -286,14 +285,6 @@ class WorkerSide:
             kv[layer, 0] = self._layers.rotation.inverse(keys, positions)
             kv[layer, 1] = values
         return SegmentKV(kv)
-
-    def _tell(self, results: StepResults) -> None:
-        """Add what the scheduler is to know: first what is stored, then whose question that answers."""
-        news = self._follower.take(_NEWS_CHUNKS)
-        results.copies.update(dict.fromkeys(news.came, 1))
-        results.copies.update(dict.fromkeys(news.went, -1))
-        if not news.more:
-            results.answered.update(self._asks.answered())
 
     def _expire(self) -> None:
         if self._settings.store.ttl_s is not None and time.monotonic() - self._expired_s > _EXPIRE_S:
