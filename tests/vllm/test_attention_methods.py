@@ -115,6 +115,27 @@ def test_the_same_question_again_and_another_one(way, own, key):
             assert found == wanted.recomputed
 
 
+@pytest.mark.parametrize("key", ["query-.05", "query-two-rounds", "query-measured", "cachecraft-1"])
+def test_a_question_that_is_half_in_vllms_cache(way, own, key):
+    """The rest is woven as the whole was: what the question reads in the cached half is not what it read then."""
+    served, _ = way
+    if not served.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        pytest.skip("nothing is found without a prefix cache")
+    chunks = [tokens(count) for count in (33, 38, 48)]
+    first = Given(chunks, system=tokens(11))
+    order = [chunks[2], chunks[0], chunks[1]]
+    scenario = Scenario(Given(order, question=tokens(5)), dict.fromkeys(chunks, first))
+    scenario.precompute(served, capture=True)
+    own.precompute(scenario)
+    wanted = own.prefill(scenario.prompt, METHODS[key][0], METHODS[key][1])
+    whole, rest = (served.answer(ask(scenario, key, capture=False))[0] for _ in range(2))
+    cached = 0 if key == "query-two-rounds" else 96  # it takes nothing from there
+    assert (whole.report["local_tokens"], rest.report["local_tokens"]) == (0, cached)
+    assert rest.report["recomputed"] == [position for position in whole.report["recomputed"] if position >= cached]
+    assert whole.report["recomputed"] == wanted.recomputed
+    assert (rest.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
+
+
 def test_several_methods_and_plain_requests_at_once(way, own):
     served, folder = way
     reference = Reference(folder)

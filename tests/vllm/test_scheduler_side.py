@@ -314,3 +314,13 @@ def test_full_means_vllms_own_prefill(side):
     assert side.matched(request, 0) == 0
     report = side.finished(request)["chunkweave"]
     assert report["computed_tokens"] == len(IDS)
+
+
+def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
+    def salt(name, rounds):
+        request = FakeRequest({**CHUNKS, "method": "query", "query": {"rounds": rounds}}, name=name)
+        side.add(request)
+        return request.cache_salt
+
+    assert salt("a", 1) == salt("b", 1)
+    assert salt("c", 2) != salt("d", 2)

@@ -12,6 +12,17 @@ def reads_question(method: str, reuse: ReuseConfig) -> bool:
     return method == "query" or (method == "cachecraft" and reuse.focus)
 
 
+def asks_again(method: str, reuse: ReuseConfig) -> bool:
+    """Whether the question is asked again over what was recomputed, which is then recomputed no more.
+
+    What was recomputed first saw the KV of that time: beside KV that is finished it would come out otherwise.
+
+    >>> asks_again("query", ReuseConfig())
+    False
+    """
+    return method == "query" and reuse.query.rounds > 1
+
+
 def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     """Whether segments are scored by what their tokens attended to when they were computed (`AttentionProfile`).
 

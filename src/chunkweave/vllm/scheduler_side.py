@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkweave.errors import UsageError
+from chunkweave.planning.attention_needs import asks_again
 from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.request import FIELD, Defaults, WeaveRequest, parse
 from chunkweave.vllm.stored_mirror import StoredMirror
@@ -113,6 +114,8 @@ class SchedulerSide:
             self._refused[request.request_id] = str(error)
             return
         request.cache_salt = woven.salt(request.cache_salt)
+        if asks_again(woven.method, woven.reuse):  # its first round must see no block that is finished
+            request.cache_salt += f"|{request.request_id}"
         request.block_hashes.clear()
         request.update_block_hashes()
         tracked = self._requests[request.request_id] = _Tracked(woven)
