@@ -169,7 +169,7 @@ class StockLayers:
         return normed
 
     def _by_head(self, states: torch.Tensor) -> torch.Tensor:
-        return states.reshape(len(states), -1, self.paged.shape[1])
+        return states.reshape(len(states), states.shape[-1] // self.paged.shape[1], self.paged.shape[1])
 
     @contextmanager
     def context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
