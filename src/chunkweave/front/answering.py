@@ -5,9 +5,9 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from chunkweave.config import SamplingParams
@@ -15,9 +15,11 @@ from chunkweave.engine.answer import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.front.bodies import FrontBody
 from chunkweave.front.fleet import Fleet, Placed, Replica
+from chunkweave.front.prefill_ahead import FrontSpeculation, PrefillAhead, Prepare
 from chunkweave.front.prompting import Prepared, Prompting, weave_params
 from chunkweave.front.replies import Choice, Ending, WholeChoices
 from chunkweave.front.report_inbox import Report, ReportInbox, cached_tokens, tokens_by_fate
+from chunkweave.front.retrieving import Retrieval, Retriever
 from chunkweave.front.settings import FrontSettings
 from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Event, UpstreamLostError
@@ -25,7 +27,7 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import Wish
 from chunkweave.planning.request_field import FIELD
 from chunkweave.retrieval.passages import RetrievedChunk
-from chunkweave.retrieval.stages import usual_top_k
+from chunkweave.scheduling.speculation import Speculation
 from chunkweave.server.answering import Question, chunks_of
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import Tenant
@@ -42,14 +44,6 @@ _REPORT_S = 2.0
 _TRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Retrieval:
-    """What a corpus had for a question, and how long finding it took."""
-
-    chunks: tuple[RetrievedChunk, ...]
-    seconds: float
-
-
 @dataclass(slots=True, eq=False)
 class Asking:
     """A request on its way: what is sent of it whichever replica gets it, and when it came."""
@@ -60,6 +54,7 @@ class Asking:
     body: dict[str, Any]
     arrived_s: float
     retrieval: Retrieval | None = None
+    ahead: PrefillAhead | None = None
 
 
 class FrontAnswer:
@@ -107,9 +102,16 @@ class FrontAnswer:
             with suppress(RuntimeError):  # nobody reads now: whoever does next finds no time left
                 self._limit.reschedule(asyncio.get_running_loop().time())
 
+    @property
+    def begun(self) -> bool:
+        """Whether its first token has come."""
+        return self._first_s is not None
+
     async def aclose(self) -> None:
         """End it if it runs, and free its places; a second time is harmless."""
         await self._events.aclose()
+        if self._asking.ahead is not None:
+            await self._asking.ahead.aclose()
         if not self._told:
             self._told = True
             self._answering.observer.given_up(self._asking.asked)
@@ -136,7 +138,8 @@ class FrontAnswer:
 
     async def _attempt(self, avoid: Replica | None) -> AsyncGenerator[Event, None]:
         fleet, prepared = self._answering.fleet, self._asking.prepared
-        self._placed = placed = await fleet.place(prepared, avoid=avoid)
+        ahead = None if self._asking.ahead is None or avoid is not None else await self._asking.ahead.finished()
+        self._placed = placed = await fleet.place(prepared, avoid=avoid, like=ahead)
         self._queued_s = time.perf_counter() - self._asking.arrived_s
         self._request_id = uuid.uuid4().hex
         try:
@@ -239,6 +242,8 @@ class FrontAnswer:
         if (retrieval := self._asking.retrieval) is not None:
             found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieval.chunks]
             shown |= {"retrieved": found, "search_s": retrieval.seconds}
+            if (ahead := self._asking.ahead) is not None:
+                shown["pipelining"] = asdict(ahead.told(retrieval.ended_s))
         return shown
 
     def _left_s(self) -> float | None:
@@ -277,7 +282,8 @@ class FrontAnswering:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.running: dict[FrontAnswer, None] = {}
         self.retries = 0
-        self._corpora = corpora
+        self.speculation: FrontSpeculation = Speculation(max_prefill_batch=len(fleet.replicas))
+        self.retriever = Retriever(corpora, settings.limits.max_documents)
         self._limits = limits
 
     async def start(self, tenant: Tenant, body: FrontBody, asked: Asked, *, model: str) -> FrontAnswer:
@@ -315,13 +321,42 @@ class FrontAnswering:
             raise RefusalError(400, told, param="documents", code="too_many_documents")
         question, salt = body.question, tenant.salt(body.cache_salt)
         self._check_earlier(question, body, salt)
-        retrieval = await self._retrieve(tenant, question, body)
-        chunks = chunks_of(body.documents) if retrieval is None else _found(retrieval)
-        sampling = SamplingParams(self._answer_tokens(body))
-        request = Request(question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id)
         wish = Wish.of(reuse.method, self._quality(body), reuse.recompute_ratio)
-        prepared = await in_thread(lambda: self.prompting.prepare(request, wish))
-        return Asking(tenant, asked, prepared, self._upstream_body(body, prepared, model), arrived_s, retrieval)
+        whole_answer = SamplingParams(self._answer_tokens(body))
+
+        async def prepared_for(chunks: tuple[Chunk, ...], sampling: SamplingParams) -> Prepared:
+            request = Request(
+                question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id
+            )
+            return await in_thread(lambda: self.prompting.prepare(request, wish))
+
+        async def one_token(chunks: Sequence[RetrievedChunk]) -> Prepared:
+            return await prepared_for(_chunks(chunks), SamplingParams(1))
+
+        ahead = self._ahead(body, one_token, model)
+        try:
+            retrieval = None
+            if reuse.corpus is not None:
+                retrieval = await self.retriever.retrieve(tenant, reuse.corpus, question.text, reuse.top_k, ahead)
+            chunks = chunks_of(body.documents) if retrieval is None else _chunks(retrieval.chunks)
+            prepared = await prepared_for(chunks, whole_answer)
+        except BaseException:
+            if ahead is not None:
+                await ahead.aclose()
+            raise
+        return Asking(tenant, asked, prepared, self._upstream_body(body, prepared, model), arrived_s, retrieval, ahead)
+
+    def _ahead(self, body: FrontBody, prepare: Prepare, model: str) -> PrefillAhead | None:
+        """What prefills beside a search, if there is one and nobody waits; a conversation can be asked once only."""
+        reuse = body.chunkweave
+        if reuse.corpus is None or reuse.conversation_id is not None or not self.settings.fleet.speculate:
+            return None
+        if self._prefilling() > len(self.fleet.replicas):  # stages cost calls, and nothing would come of them
+            return None
+        return PrefillAhead(self.fleet, self.speculation, prepare, model=model, prefilling=self._prefilling)
+
+    def _prefilling(self) -> int:
+        return sum(not answer.begun for answer in self.running)
 
     def _upstream_body(self, body: FrontBody, prepared: Prepared, model: str) -> dict[str, Any]:
         stops = set(body.handed_on.get("stop_token_ids") or ()) | set(self.prompting.tokenizer.stop_ids)
@@ -346,20 +381,6 @@ class FrontAnswering:
         if logprobs is not None:
             told["logprobs"] = logprobs
         return told
-
-    async def _retrieve(self, tenant: Tenant, question: Question, body: FrontBody) -> Retrieval | None:
-        name, top_k = body.chunkweave.corpus, body.chunkweave.top_k
-        if name is None:
-            return None
-        most = self.settings.limits.max_documents
-        if top_k is not None and top_k > most:
-            raise RefusalError(400, f"chunkweave.top_k must be at most {most}", param="chunkweave.top_k")
-        served = self._corpora.get(tenant, name)
-        async with self._corpora.locked(served):
-            k = min(most, usual_top_k(len(served.corpus)) if top_k is None else top_k)
-            started = time.perf_counter()
-            found = await in_thread(lambda: served.corpus.search(question.text, k)) if k else ()
-            return Retrieval(tuple(found), time.perf_counter() - started)
 
     def _check_earlier(self, question: Question, body: FrontBody, salt: str) -> None:
         conversation = body.chunkweave.conversation_id
@@ -389,5 +410,5 @@ class FrontAnswering:
         return min(limits.default_answer_tokens, limits.max_answer_tokens) if asked is None else asked
 
 
-def _found(retrieval: Retrieval) -> tuple[Chunk, ...]:
-    return tuple(one.chunk for one in retrieval.chunks)
+def _chunks(retrieved: Sequence[RetrievedChunk]) -> tuple[Chunk, ...]:
+    return tuple(one.chunk for one in retrieved)

@@ -127,10 +127,13 @@ class Fleet:
         """
         return min(self._up(), key=lambda one: (one is avoid, one.outstanding_tokens, one.handed_through, one.served))
 
-    async def place(self, prepared: Prepared, *, avoid: Replica | None = None) -> Placed:
+    async def place(
+        self, prepared: Prepared, *, avoid: Replica | None = None, like: Placed | None = None, counted: bool = True
+    ) -> Placed:
         """Route a request and wait for its turn; `leave` it.
 
-        `avoid` is taken only if there is no other.
+        `avoid` is taken only if there is no other. A request that was prefilled ahead goes where that was, in the same
+        order, if that replica is still up: `like` it. What nobody has asked for yet is not `counted` by orderings.
 
         Raises:
             NoReplicaError: none is up.
@@ -142,13 +145,14 @@ class Fleet:
             replicas = [one for one in replicas if one is not avoid]
         if self.waiting >= self._settings.max_waiting:
             raise QueueFullError(f"{self.waiting} requests wait already; try again later or raise max_waiting")
-        placed = self._choose(prepared, replicas)
+        placed = self._choose(prepared, replicas, like)
         number = next(self._numbers)
         replica = placed.replica
         path, _ = _stored(placed.prompt)
         replica.placed[number] = placed
         replica.outstanding_tokens += placed.work_tokens
-        replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
+        if counted:
+            replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
         placed.waiting = replica.queue.submit(number, waiting_path(path, weaves=prepared.weaves), len(placed.prompt))
         self._release(replica)
         try:
@@ -175,22 +179,28 @@ class Fleet:
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
 
-    def served(self, placed: Placed, *, cached_tokens: int) -> None:
+    def served(self, placed: Placed, *, cached_tokens: int | None) -> None:
         """A replica has prefilled a request: from now on it holds its chunks.
 
         If it found nothing where much was expected, it holds less than was believed: what is believed is forgotten.
+        With None it has not said what it found.
         """
         path, sizes = _stored(placed.prompt)
         contents = placed.replica.contents
-        if placed.expected_tokens > 0 and not cached_tokens:
+        if placed.expected_tokens > 0 and cached_tokens == 0:
             contents.forget(path)
         contents.note(path, sizes, weaves=placed.prepared.weaves)
 
-    def _choose(self, prepared: Prepared, replicas: Sequence[Replica]) -> Placed:
+    def _choose(self, prepared: Prepared, replicas: Sequence[Replica], like: Placed | None) -> Placed:
         options: dict[str, Placed] = {}
         candidates: list[Candidate] = []
+        if like is not None and like.replica in replicas:
+            replicas = [like.replica]
         for replica in replicas:
-            arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
+            if like is not None and like.replica is replica:
+                arranged = like.arranged
+            else:
+                arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
             path, sizes = _stored(arranged.prompt)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
             work = len(arranged.prompt) - cached + prepared.room

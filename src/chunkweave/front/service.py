@@ -26,6 +26,7 @@ from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.front.vllm_process import Launch, ProcessState, VllmProcess
 from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.scheduling.speculation import SpeculationCounts
 from chunkweave.server.admission import refuse_open_door, tenant_of
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import ANONYMOUS, KeyRing, Tenant
@@ -110,6 +111,7 @@ class FrontService:
                 await running.aclose()
             if parts.answering.shadow is not None:
                 await parts.answering.shadow.close()
+            await parts.answering.retriever.close()
             await in_thread(parts.observer.close)
         await self._stop_servers()
 
@@ -270,9 +272,13 @@ class FrontService:
             self.flags.name,
             shadow=monitor,
             tenants=[tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None,
+            speculation=self._speculations,
             others=[lambda: fleet_figures(fleet, self._restarts(), self._retries())],
         )
         return Observer(metrics, open_traces(watch.otlp_endpoint))
+
+    def _speculations(self) -> SpeculationCounts:
+        return SpeculationCounts() if self.parts is None else self.parts.answering.speculation.counts
 
     def _restarts(self) -> dict[str, int]:
         return {process.name: process.restarts for process in self.processes}

@@ -47,6 +47,7 @@ class FleetSettings:
     mirror_tokens: int = setting(
         2_000_000, "Tokens that a replica's segment store is believed to hold, for routing and order."
     )
+    speculate: bool = setting(True, "Prefill for what a search of a corpus has found so far, while nothing else waits.")
     start_timeout_s: float = setting(1800.0, "Seconds that a vLLM server may take to start.")
 
     def __post_init__(self) -> None:

@@ -9,14 +9,11 @@ from chunkweave.engine.answer import Answer, StreamEvent
 from chunkweave.engine.answer_stream import AnswerStream
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import ChunkweaveError, RequestEndedError, UnknownRequestError
-from chunkweave.retrieval.passages import RetrievedChunk
+from chunkweave.retrieval.passages import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining
 from chunkweave.scheduling.speculation import Action, Speculation
 
 logger = logging.getLogger(__name__)
-
-DocumentName = tuple[str, int]
-"""A chunk by its document and its place there."""
 
 Submit = Callable[[Sequence[RetrievedChunk], bool], AnswerStream]
 """Asks the engine over chunks in the order of the prompt; the flag says whether that is speculative."""
@@ -128,4 +125,4 @@ class Anticipation:
 
 
 def _names(chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
-    return [(chunk.document, chunk.place) for chunk in chunks]
+    return [chunk.name for chunk in chunks]

@@ -10,6 +10,9 @@ from chunkweave.retrieval.corpus_files import Part, StoredDocument
 from chunkweave.retrieval.stages import Hits
 from chunkweave.types import Chunk
 
+DocumentName = tuple[str, int]
+"""A chunk by its document and its place there."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetrievedChunk:
@@ -25,6 +28,11 @@ class RetrievedChunk:
     score: float
     title: str
     metadata: Mapping[str, Any]
+
+    @property
+    def name(self) -> DocumentName:
+        """What it is called in its corpus."""
+        return self.document, self.place
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -86,6 +86,10 @@ class SearchThread:
         self._cancelled = True
         self._work_left.cancel()
 
+    async def left(self) -> None:
+        """Wait until the corpus is not used any more; behind `cancel`, or the last stage."""
+        await asyncio.wait([asyncio.wrap_future(self._work_left)])
+
     def _work(self) -> None:
         for found in self._stages():
             self._tell(found)
