@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,11 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 START_S = 400
 _START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32")
+
+PASSAGES = [
+    "The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.",
+    "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
+    "The Ostby Mill stands by the river Lune. It was built in 1812 by Karin Halvorsen.",
+]
+QUESTION = "Who leads the Selmond Choir?"
+WEAVE = {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}
+CLEAN = {"answered", "502 server_error", "503 server_error", "replica_lost"}
+"""What may become of a request while a server is gone."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +105,49 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def ask(client, documents, question=QUESTION, *, stream=False, reuse=WEAVE, **more):
+    return client.chat.completions.create(
+        model="reader",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=8,
+        stream=stream,
+        extra_body={"documents": documents, "chunkweave": reuse, **more},
+    )
+
+
+def streamed(events):
+    events = list(events)
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    return text, events[-1].model_extra["chunkweave"]
+
+
+@contextmanager
+def load(client: openai.OpenAI) -> Iterator[list[str]]:
+    """Three clients that ask again and again, and what becomes of their requests, in order."""
+    outcomes: list[str] = []
+    going = threading.Event()
+    going.set()
+
+    def on_and_on() -> None:
+        while going.is_set():
+            try:
+                streamed(ask(client, PASSAGES, stream=True))
+                outcomes.append("answered")
+            except openai.APIStatusError as error:
+                outcomes.append(f"{error.status_code} {error.body['type']}")
+            except openai.APIError as error:  # an error in a stream that had begun
+                outcomes.append(str(error.code))
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=on_and_on) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield outcomes
+    finally:
+        going.clear()
+        for thread in threads:
+            thread.join()

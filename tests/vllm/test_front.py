@@ -2,22 +2,13 @@
 
 import os
 import signal
-import threading
 import time
 
 import openai
 import pytest
 
 from chunkweave.front.vllm_process import free_port
-from tests.vllm.fronts import alive, children, front_process
-
-PASSAGES = [
-    "The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.",
-    "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
-    "The Ostby Mill stands by the river Lune. It was built in 1812 by Karin Halvorsen.",
-]
-QUESTION = "Who leads the Selmond Choir?"
-WEAVE = {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}
+from tests.vllm.fronts import CLEAN, PASSAGES, alive, ask, children, front_process, load, streamed
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +21,6 @@ def front(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(front):
     return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-
-
-def ask(client, documents, question=QUESTION, *, stream=False, reuse=WEAVE, **more):
-    return client.chat.completions.create(
-        model="reader",
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=8,
-        stream=stream,
-        extra_body={"documents": documents, "chunkweave": reuse, **more},
-    )
-
-
-def streamed(events):
-    events = list(events)
-    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
-    return text, events[-1].model_extra["chunkweave"]
 
 
 def test_documents_are_woven_and_counted(client):
@@ -125,36 +99,16 @@ def test_metrics_and_shadow_checks(client, front):
 
 
 def test_a_server_that_is_killed_under_load_is_told_of_and_started_again(client, front):
-    outcomes: list[str] = []
-    going = threading.Event()
-    going.set()
-
-    def load():
-        while going.is_set():
-            try:
-                streamed(ask(client, PASSAGES, stream=True))
-                outcomes.append("answered")
-            except openai.APIStatusError as error:
-                outcomes.append(f"{error.status_code} {error.body['type']}")
-            except openai.APIError as error:  # an error in a stream that had begun
-                outcomes.append(str(error.code))
-            time.sleep(0.05)
-
-    threads = [threading.Thread(target=load) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    time.sleep(2)
-    (server,) = front.servers()
-    workers = children(server)
-    os.kill(server, signal.SIGKILL)
-    time.sleep(3)
-    assert not front.ready()
-    front.wait_until_ready()
-    time.sleep(2)
-    going.clear()
-    for thread in threads:
-        thread.join()
-    assert set(outcomes) <= {"answered", "502 server_error", "503 server_error", "replica_lost"}, set(outcomes)
+    with load(client) as outcomes:
+        time.sleep(2)
+        (server,) = front.servers()
+        workers = children(server)
+        os.kill(server, signal.SIGKILL)
+        time.sleep(3)
+        assert not front.ready()
+        front.wait_until_ready()
+        time.sleep(2)
+    assert set(outcomes) <= CLEAN, set(outcomes)
     assert outcomes[-1] == "answered"
     assert len(set(outcomes)) > 1, "nobody noticed"
     assert not any(alive(pid) for pid in workers), "workers outlive their server"
