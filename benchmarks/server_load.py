@@ -213,7 +213,8 @@ def main() -> None:
     _show(finished)
     if arguments.update_docs is not None:
         tables = (markdown_table(SUMMARY_HEADS, summary_table(finished)), markdown_table(HEADS, run_table(finished)))
-        put_into_page(arguments.update_docs, "server-load", "\n\n".join(tables))
+        marker = "server-load" if arguments.arrivals is None else "server-load-arrivals"
+        put_into_page(arguments.update_docs, marker, "\n\n".join(tables))
 
 
 def _parse() -> argparse.Namespace:
