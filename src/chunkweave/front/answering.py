@@ -28,13 +28,14 @@ from chunkweave.planning.method_choice import Wish
 from chunkweave.planning.request_field import FIELD
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.scheduling.speculation import Speculation
-from chunkweave.server.answering import Question, chunks_of
+from chunkweave.server.answering import chunks_of
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import Tenant
 from chunkweave.server.limits import Slot, TenantLimits
 from chunkweave.server.observer import Asked, Observer
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.replies import TenantCounts
+from chunkweave.server.request_checks import answer_tokens, check_documents, check_earlier, check_reuse
 from chunkweave.server.threads import in_thread
 from chunkweave.types import Chunk
 
@@ -316,13 +317,12 @@ class FrontAnswering:
     async def _asking(self, tenant: Tenant, body: FrontBody, asked: Asked, model: str) -> Asking:
         arrived_s = time.perf_counter()
         limits, reuse = self.settings.limits, body.chunkweave
-        if len(body.documents) > limits.max_documents:
-            told = f"a request may have {limits.max_documents} documents, not {len(body.documents)}"
-            raise RefusalError(400, told, param="documents", code="too_many_documents")
+        check_documents(len(body.documents), limits)
+        check_reuse(reuse, limits, calibrated=self.prompting.chooser.record is not None)
         question, salt = body.question, tenant.salt(body.cache_salt)
-        self._check_earlier(question, body, salt)
-        wish = Wish.of(reuse.method, self._quality(body), reuse.recompute_ratio)
-        whole_answer = SamplingParams(self._answer_tokens(body))
+        check_earlier(self.prompting.conversations, reuse.conversation_id, salt, earlier=question.earlier)
+        wish = Wish.of(reuse.method, reuse.quality, reuse.recompute_ratio)
+        whole_answer = SamplingParams(answer_tokens(body.answer_tokens, limits))
 
         async def prepared_for(chunks: tuple[Chunk, ...], sampling: SamplingParams) -> Prepared:
             request = Request(
@@ -381,33 +381,6 @@ class FrontAnswering:
         if logprobs is not None:
             told["logprobs"] = logprobs
         return told
-
-    def _check_earlier(self, question: Question, body: FrontBody, salt: str) -> None:
-        conversation = body.chunkweave.conversation_id
-        if conversation is None or not question.earlier:
-            return
-        standing = self.prompting.conversations.standing((salt, conversation))
-        here = 0 if standing is None else standing.asked
-        if question.earlier != here:
-            told = (
-                f"the messages hold {question.earlier} earlier questions, but this conversation has had {here} here: "
-                f"send the last message alone to go on from those, or take a new conversation_id"
-            )
-            raise RefusalError(409, told, param="messages", code="conversation_mismatch")
-
-    def _quality(self, body: FrontBody) -> str | None:
-        quality = body.chunkweave.quality
-        if quality not in (None, "exact") and body.chunkweave.method is None and self.prompting.chooser.record is None:
-            told = "this model was not calibrated: quality can only be 'exact'; or name a method"
-            raise RefusalError(400, told, param="chunkweave.quality", code="not_calibrated")
-        return quality
-
-    def _answer_tokens(self, body: FrontBody) -> int:
-        limits, asked = self.settings.limits, body.answer_tokens
-        if asked is not None and asked > limits.max_answer_tokens:
-            told = f"max_tokens must be at most {limits.max_answer_tokens}, not {asked}"
-            raise RefusalError(400, told, param="max_tokens")
-        return min(limits.default_answer_tokens, limits.max_answer_tokens) if asked is None else asked
 
 
 def _chunks(retrieved: Sequence[RetrievedChunk]) -> tuple[Chunk, ...]:

@@ -12,7 +12,6 @@ from chunkweave.retrieval.search_thread import Found, SearchThread
 from chunkweave.retrieval.stages import usual_top_k
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import Tenant
-from chunkweave.server.refusals import RefusalError
 from chunkweave.server.threads import to_its_end
 
 
@@ -40,12 +39,9 @@ class Retriever:
         """The best chunks of the corpus `name`; with `ahead` in stages, of which it is told.
 
         Raises:
-            RefusalError: there is no such corpus, or too many chunks are asked for.
+            RefusalError: there is no such corpus.
             ChunkweaveError: what the corpus raises.
         """
-        if top_k is not None and top_k > self._most_chunks:
-            told = f"chunkweave.top_k must be at most {self._most_chunks}"
-            raise RefusalError(400, told, param="chunkweave.top_k")
         served = self._corpora.get(tenant, name)
         async with self._corpora.locked(served):
             corpus = served.corpus
@@ -54,7 +50,7 @@ class Retriever:
                 return Retrieval((), 0.0, 0.0)
             search = SearchThread(self._threads, corpus, question, k, staged=lambda: ahead is not None)
             try:
-                found = await _to_the_last(search, ahead)
+                found = await _to_the_last(search, k, ahead)
             finally:
                 search.cancel()
                 await to_its_end(search.left())
@@ -67,8 +63,8 @@ class Retriever:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
 
-async def _to_the_last(search: SearchThread, ahead: PrefillAhead | None) -> Found:
+async def _to_the_last(search: SearchThread, k: int, ahead: PrefillAhead | None) -> Found:
     while not (found := await search.next()).last:
-        if ahead is not None:
+        if ahead is not None and len(found.chunks) == k:  # a search does not end with fewer
             await ahead.on_stage(found.chunks)
     return found

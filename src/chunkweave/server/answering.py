@@ -21,6 +21,7 @@ from chunkweave.server.limits import Slot, TenantLimits
 from chunkweave.server.observer import Asked, Observer
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.replies import TenantCounts
+from chunkweave.server.request_checks import answer_tokens, check_documents, check_earlier, check_reuse
 from chunkweave.server.requests import Asking, Document, ReuseField
 from chunkweave.server.settings import LimitSettings
 from chunkweave.server.threads import in_thread, to_its_end
@@ -104,7 +105,7 @@ class Answering:
         self.observer = observer
         self._corpora = corpora
         self._limits = limits
-        self._settings = settings
+        self.settings = settings
         self._sweeps: set[asyncio.Task[None]] = set()
 
     async def start(self, tenant: Tenant, question: Question, body: Asking, asked: Asked) -> RunningAnswer:
@@ -158,16 +159,6 @@ class Answering:
         finally:
             slot.release()
 
-    def check_documents(self, documents: Sequence[object]) -> None:
-        """Refuse too many.
-
-        Raises:
-            RefusalError: 400, there are more than a request may have.
-        """
-        if len(documents) > (most := self._settings.max_documents):
-            told = f"a request may have {most} documents, not {len(documents)}"
-            raise RefusalError(400, told, param="documents", code="too_many_documents")
-
     async def swept(self) -> None:
         """Wait until what is to be removed is removed."""
         while self._sweeps:
@@ -176,21 +167,23 @@ class Answering:
     async def _started(
         self, tenant: Tenant, question: Question, body: Asking, slot: Slot, asked: Asked
     ) -> RunningAnswer:
-        self.check_documents(body.documents)
-        self._check_quality(body.chunkweave)
-        self._check_earlier(question, body, tenant.salt(body.cache_salt))
-        retrieved = await self._retrieve(tenant, question, body.chunkweave)
+        reuse, salt = body.chunkweave, tenant.salt(body.cache_salt)
+        check_documents(len(body.documents), self.settings)
+        check_reuse(reuse, self.settings, calibrated=self._engine.calibration is not None)
+        check_earlier(self._engine.conversations, reuse.conversation_id, salt, earlier=question.earlier)
+        most_tokens = answer_tokens(body.answer_tokens, self.settings)
+        retrieved = await self._retrieve(tenant, question, reuse)
         chunks = chunks_of(body.documents) if retrieved is None else tuple(found.chunk for found in retrieved.chunks)
         request = Request(
             question.text,
             chunks,
             question.system,
-            SamplingParams(self._answer_tokens(body), body.temperature, body.top_p, body.seed, body.stops),
-            tenant.salt(body.cache_salt),
-            body.chunkweave.order,
-            body.chunkweave.conversation_id,
+            SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops),
+            salt,
+            reuse.order,
+            reuse.conversation_id,
         )
-        running = RunningAnswer(self, tenant, await self._submit(request, body.chunkweave), slot, asked)
+        running = RunningAnswer(self, tenant, await self._submit(request, reuse), slot, asked)
         running.retrieved, running.texts = retrieved, frozenset(chunk.text for chunk in chunks)
         self.running[running] = None
         return running
@@ -219,10 +212,6 @@ class Answering:
         if reuse.corpus is None:
             return None
         served = self._corpora.get(tenant, reuse.corpus)
-        if reuse.top_k is not None and reuse.top_k > self._settings.max_documents:
-            raise RefusalError(
-                400, f"chunkweave.top_k must be at most {self._settings.max_documents}", param="chunkweave.top_k"
-            )
         async with self._corpora.locked(served):
             pipeline = RagPipeline(self._engine, served.corpus)
             return await in_thread(lambda: pipeline.retrieve(question.text, top_k=reuse.top_k))
@@ -238,36 +227,6 @@ class Answering:
             await self._forget(texts, salt)
         except RequestAbortedError:
             await in_thread(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
-
-    def _check_earlier(self, question: Question, body: Asking, salt: str) -> None:
-        """Earlier turns are kept here: what a client sends of them can only be held against that.
-
-        Raises:
-            RefusalError: 409, the conversation here has had more or fewer questions.
-        """
-        conversation = body.chunkweave.conversation_id
-        if conversation is None or not question.earlier:
-            return
-        standing = self._engine.conversations.standing((salt, conversation))
-        here = 0 if standing is None else standing.asked
-        if question.earlier != here:
-            told = (
-                f"the messages hold {question.earlier} earlier questions, but this conversation has had {here} here: "
-                f"send the last message alone to go on from those, or take a new conversation_id"
-            )
-            raise RefusalError(409, told, param="messages", code="conversation_mismatch")
-
-    def _check_quality(self, reuse: ReuseField) -> None:
-        # The engine's own words name the model's folder.
-        if reuse.quality not in (None, "exact") and reuse.method is None and self._engine.calibration is None:
-            told = "this model was not calibrated: quality can only be 'exact'; or name a method"
-            raise RefusalError(400, told, param="chunkweave.quality", code="not_calibrated")
-
-    def _answer_tokens(self, body: Asking) -> int:
-        asked, most = body.answer_tokens, self._settings.max_answer_tokens
-        if asked is not None and asked > most:
-            raise RefusalError(400, f"max_tokens must be at most {most}, not {asked}", param="max_tokens")
-        return min(self._settings.default_answer_tokens, most) if asked is None else asked
 
 
 def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:

@@ -10,6 +10,7 @@ from chunkweave.server.access import NEEDS_KEY, OfTenant, ReadyParts
 from chunkweave.server.answering import chunks_of
 from chunkweave.server.keys import Tenant
 from chunkweave.server.refusals import RefusalError
+from chunkweave.server.request_checks import check_documents
 from chunkweave.server.requests import ChunksBody, ClearBody
 from chunkweave.server.schema import refusals
 from chunkweave.server.service import Parts
@@ -76,5 +77,5 @@ async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Ch
             return served.corpus.chunks()
     if not body.documents:
         raise RefusalError(400, "name documents or a corpus", param="documents")
-    parts.answering.check_documents(body.documents)
+    check_documents(len(body.documents), parts.answering.settings)
     return chunks_of(body.documents)
