@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
+from chunkweave.errors import CorpusError
 from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk
 from tests.server.conftest import wait_until
 from tests.server.fake_vllm import FakeVllm
@@ -188,3 +189,15 @@ def test_an_ordering_counts_the_question_once(vllm):
         (replica,) = front.service.parts.fleet.replicas
         assert replica.arranger.table.requests == 2
         assert len(vllm.seen) == 4
+
+
+def test_a_search_that_fails_is_told_and_leaves_nothing_behind(front, corpus, vllm, caplog):
+    def broken(_vector: Any, _k: int) -> Iterator[RetrievalStage]:
+        yield RetrievalStage(corpus._found(corpus.embed_query("?"), (0, 1)), 1, False, 0.0, 0, 0)
+        wait_until(lambda: len(vllm.seen) == 1)
+        raise CorpusError("the index is damaged")
+
+    corpus.search_stages = broken
+    assert front.ask(**ASK).status_code >= 400
+    wait_until(lambda: not front.service.parts.answering.speculation.running)
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]

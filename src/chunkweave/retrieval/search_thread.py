@@ -88,7 +88,7 @@ class SearchThread:
 
     async def left(self) -> None:
         """Wait until the corpus is not used any more; behind `cancel`, or the last stage."""
-        await asyncio.wait([asyncio.wrap_future(self._work_left)])
+        await asyncio.gather(asyncio.wrap_future(self._work_left), return_exceptions=True)
 
     def _work(self) -> None:
         for found in self._stages():
