@@ -15,8 +15,8 @@ Questions about generated worlds come again by Zipf's law, with their passages a
 caches begin empty and are filled by the requests alone; `--memory-gib` is what each contender may hold: of vLLM's KV
 cache, with the plug-in half of that and half of segments. Three parts: one request after the other (the first
 `--warm-up` are not counted), contenders taking turns; then `--clients` clients that send the next request when they
-have their answer, `--rounds` times, contenders alternating; then the bundled reader answers the requests of the first
-part.
+have their answer, `--rounds` times, contenders alternating; before both, the bundled reader answers the requests of the
+first part.
 """
 
 import argparse
@@ -45,14 +45,15 @@ from chunkweave.config import GIB
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import best_scores
+from chunkweave.front.prompting import load_tokenizer
 from chunkweave.front.vllm_flags import VllmFlags
-from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.models.shapes import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.replica_contents import ReplicaContents
 
 FULL = "full prefill"
+READER = VllmFlags("reader").source
 HEADS = [
     "contender",
     "TTFT mean",
@@ -173,7 +174,7 @@ def contenders(folder: str, settings: dict[str, Any], memory_bytes: int, **optio
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    tokenizer = bundled_tokenizer()
+    tokenizer = load_tokenizer(READER, {})
     builder = PromptBuilder(tokenizer, template_for(tokenizer), "benchmark")
     made: list[Contender] = []
     try:
@@ -228,7 +229,7 @@ async def throughput(one: Contender, requests: Sequence[Example], clients: int, 
 
 async def answers(field_of: Sequence[Contender], requests: Sequence[Example], warm_up: int, tokens: int) -> None:
     """The answers to the same sequence, scored."""
-    tokenizer = bundled_tokenizer()
+    tokenizer = load_tokenizer(READER, {})
     stops = sorted(tokenizer.stop_ids)
     with progress("answers") as report:
         for number, example in enumerate(requests):
@@ -304,6 +305,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         seed=args.seed + 1,
     )
     settings, memory = {"recompute_ratio": args.recompute_ratio}, int(args.memory_gib * GIB)
+    with contenders(READER, settings, memory, dtype="float32") as answering:
+        asyncio.run(answers(answering, requests, args.warm_up, args.most_tokens))
     with tempfile.TemporaryDirectory() as folder:
         config = shape_config(args.shape)
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -320,8 +323,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         await throughput(one, part, args.clients, args.answer_tokens)
 
             asyncio.run(both())
-    with contenders(VllmFlags("reader").source, settings, memory, dtype="float32") as answering:
-        asyncio.run(answers(answering, requests, args.warm_up, args.most_tokens))
     return rows_of(timed, answering)
 
 
