@@ -201,3 +201,25 @@ def test_a_search_that_fails_is_told_and_leaves_nothing_behind(front, corpus, vl
     assert front.ask(**ASK).status_code >= 400
     wait_until(lambda: not front.service.parts.answering.speculation.running)
     assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
+
+
+def test_the_answer_comes_from_where_its_chunks_were_prefilled(tmp_path):
+    path = str(tmp_path / "reports")
+    with FakeVllm(path) as one, FakeVllm(path) as other, running_front(one, other, routing="round-robin") as front:
+        corpus = slow_corpus(front)
+        thread, answers = asked(front)
+        wait_until(lambda: len(one.seen) + len(other.seen) == 1)
+        corpus.go_on.set()
+        thread.join()
+        assert answers[0].json()["chunkweave"]["pipelining"]["matched"]
+        assert sorted((len(one.seen), len(other.seen))) == [0, 2]
+
+
+def test_a_list_that_is_shorter_than_what_was_asked_for_is_not_computed_ahead(front, corpus, vllm):
+    corpus.stages = [(0,), (0, 1)]
+    thread, _ = asked(front)
+    thread.join(0.3)
+    assert not vllm.seen
+    corpus.go_on.set()
+    thread.join()
+    assert len(vllm.seen) == 1
