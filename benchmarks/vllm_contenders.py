@@ -44,7 +44,7 @@ from chunkweave.cli.console import progress
 from chunkweave.config import GIB
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import best_scores
+from chunkweave.eval.scores import f1
 from chunkweave.front.prompting import load_tokenizer
 from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.models.shapes import shape_config
@@ -237,7 +237,8 @@ async def answers(field_of: Sequence[Contender], requests: Sequence[Example], wa
                 served = await one.serve(example, tokens, stops)
                 if number >= warm_up:
                     said = [token for token in served.token_ids if token not in tokenizer.stop_ids]
-                    one.f1.append(best_scores(tokenizer.decode(said), example.answers)["f1"])
+                    answer = tokenizer.decode(said)
+                    one.f1.append(max(f1(answer, right) for right in example.answers))
             report(number + 1, len(requests))
 
 
