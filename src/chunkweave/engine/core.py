@@ -10,15 +10,14 @@ import torch
 
 from chunkweave.engine.answer import StreamEvent
 from chunkweave.engine.batching_stats import BatchingStats
-from chunkweave.engine.block_pool import BlockPool
 from chunkweave.engine.look_ahead import LookAhead
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.preparation import Preparation, Prepared
 from chunkweave.engine.runner import Decoding
+from chunkweave.engine.scheduler import Scheduler
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.step_group import StepGroup, groups_of
+from chunkweave.engine.step_group import StepGroup
 from chunkweave.engine.ticket import Deliver, Ticket
-from chunkweave.engine.waiting_room import WaitingRoom
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -33,7 +32,6 @@ from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import Fate
 from chunkweave.scheduling.batching_config import BatchingConfig
-from chunkweave.scheduling.budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +44,11 @@ class BatchingCore:
     A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
     batch. A prefill whose segments are still being read waits for them as long as there is other work.
 
-    KV memory is counted in blocks. A request is admitted if what is known of it fits, and grows as it decodes. Where
-    no block is left, the youngest request gives its KV up and waits again with its tokens kept; later its prompt is
-    prefilled by the same plan, and its tokens behind it. The oldest is never preempted for others, and no request may
-    be larger than the whole memory: so there is always one that ends.
+    The `Scheduler` says who runs. A request that it preempts has its prompt prefilled by the same plan later, and its
+    tokens behind it.
 
     A speculation (RAGCache §5.3) is a request that nobody has asked for yet. It delays nobody but by the layer that is
-    under way: it is admitted when nobody else waits, is given up again when its place or blocks are needed, and is in
-    no step in which another request could be. Its step is stopped when a request arrives, and made again later.
+    under way: it yields to all others, and its step is stopped when a request arrives, and made again later.
     """
 
     def __init__(
@@ -65,18 +60,15 @@ class BatchingCore:
         interrupt: Callable[[], bool] | None = None,
     ) -> None:
         """Nothing waits yet. `interrupt` is asked between the layers of a step of speculations whether to stop it."""
-        self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._preparation = preparation
         self._runner = preparation.runner
         self._config = config
         self._clock = clock
         self._interrupt = interrupt
-        self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
-        self._spare = TokenBudget(tokens=config.tokens_of_speculations, max_running=config.max_running)
-        self._waiting = WaitingRoom(self._runner.store.tree, window=config.window)
+        self._scheduler = Scheduler(self._runner.store.tree, config, preempting=self._preempting)
+        self.pool = self._scheduler.pool
         self._look_ahead = LookAhead(self._runner, max_bytes=config.prefetch_bytes)
         self._tickets: dict[int, Ticket] = {}
-        self._running: list[Ticket] = []
         self._counts = BatchingStats()
         shadow = preparation.shadow
         self._checks = None if shadow is None else ShadowChecks(self._runner, shadow, self.pool)
@@ -89,7 +81,7 @@ class BatchingCore:
     @property
     def running(self) -> frozenset[int]:
         """Ids of the requests that were admitted and have not ended."""
-        return frozenset(ticket.id for ticket in tuple(self._running))
+        return frozenset(ticket.id for ticket in self._scheduler.running)
 
     @property
     def can_check(self) -> bool:
@@ -100,16 +92,16 @@ class BatchingCore:
     @property
     def stats(self) -> BatchingStats:
         """A snapshot."""
-        use, waiting, running = self.pool.use, len(self._waiting), tuple(self._running)
+        use, waiting, running = self.pool.use, self._scheduler.waiting, self._scheduler.running
         speculations_running = sum(ticket.speculative for ticket in running)
         return replace(
             self._counts,
-            waiting=waiting,
+            waiting=len(waiting),
             running=len(running),
             blocks=use.blocks,
             blocks_reserved=use.reserved,
-            pending=waiting + sum(ticket.job is not None or ticket.running is None for ticket in running),
-            speculating=self._waiting.speculations + speculations_running,
+            pending=len(waiting) + sum(ticket.job is not None or ticket.running is None for ticket in running),
+            speculating=waiting.speculations + speculations_running,
             speculations_running=speculations_running,
             prefetched_bytes=self._look_ahead.nbytes,
         )
@@ -154,7 +146,7 @@ class BatchingCore:
         `prepared` is one that `fitting` gave. A `speculative` one yields to all others until `confirm`.
         """
         ticket = Ticket(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative)
-        self._waiting.add(ticket)
+        self._scheduler.add(ticket)
         self._tickets[number] = ticket
 
     def confirm(self, number: int) -> None:
@@ -165,9 +157,7 @@ class BatchingCore:
         """
         ticket = self._under_way(number)
         if ticket.speculative:
-            if ticket in self._running and self._waiting.requests:
-                self._preempt(ticket)  # others wait for its memory, or for more: the queue says who is next
-            self._waiting.confirm(ticket)
+            self._scheduler.confirm(ticket)
             ticket.waits_since_s = self._clock()
 
     def abort(self, number: int) -> None:
@@ -185,7 +175,7 @@ class BatchingCore:
         """Abort whatever is under way; nothing can be submitted afterwards."""
         for number in list(self._tickets):
             self.abort(number)
-        self._waiting.close()
+        self._scheduler.close()
         if self._checks is not None:
             self._checks.close()
 
@@ -193,9 +183,10 @@ class BatchingCore:
         """One round: end what is overdue, admit what fits, and run what the budget allows."""
         self._count(steps=1)
         self._expire()
-        self._admit()
+        for ticket in self._scheduler.admit():
+            self._begin(ticket)
         if self._look_ahead.has_room:
-            self._look_ahead.look(self._waiting.next(self._config.prefetch_requests))
+            self._look_ahead.look(self._scheduler.waiting.next(self._config.prefetch_requests))
         for group in self._groups():
             self._run(group)
 
@@ -210,14 +201,9 @@ class BatchingCore:
         Raises:
             StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
         """
-        self.pool.check()
-        if set(self.pool.held) != set(self._running):
-            raise StoreError("blocks are not held by the running requests")
-        if len(self._waiting) + len(self._running) != len(self._tickets):
+        self._scheduler.check()
+        if len(self._scheduler.waiting) + len(self._scheduler.running) != len(self._tickets):
             raise StoreError("a request neither waits nor runs, or does both")
-        for ticket in self._running:
-            if ticket.running is not None and ticket.running.prefilled.cache.capacity > self.pool.capacity(ticket):
-                raise StoreError(f"the cache of request {ticket.id} is larger than its blocks")
 
     def _expire(self) -> None:
         now = self._clock()
@@ -236,31 +222,7 @@ class BatchingCore:
             return False
         return now - ticket.waits_since_s > timeout_s
 
-    def _admit(self) -> None:
-        """Admit as if there were no speculations, and take their places where need be; then those that still fit."""
-        while len(self._running) - len(self._speculations()) < self._budget.max_running:
-            ticket = self._waiting.pop(self._fits_without_speculations)
-            if ticket is None:
-                break
-            while len(self._running) >= self._budget.max_running or not self.pool.fits(ticket.tokens):
-                self._preempt(_youngest(self._speculations()))
-            self._begin(ticket)
-        while len(self._running) < self._budget.max_running:
-            ticket = self._waiting.pop_speculation(lambda one: self.pool.fits(one.tokens))
-            if ticket is None:
-                break
-            self._begin(ticket)
-
-    def _speculations(self) -> list[Ticket]:
-        return [ticket for ticket in self._running if ticket.speculative]
-
-    def _fits_without_speculations(self, ticket: Ticket) -> bool:
-        return self.pool.fits(ticket.tokens, without=self._speculations())
-
     def _begin(self, ticket: Ticket) -> None:
-        reserved = self.pool.reserve(ticket, ticket.tokens)
-        assert reserved, "only what fits is admitted"
-        self._running.append(ticket)
         if ticket.admitted_s is None:
             ticket.admitted_s = self._clock()
         self._guarded([ticket], partial(self._start, ticket))
@@ -280,35 +242,17 @@ class BatchingCore:
         ticket.job = self._runner.start(prompt, ticket.prepared.method, options)
 
     def _groups(self) -> list[StepGroup]:
-        """What this step runs: the requests that were asked for, or else, with what time is to spare, speculations."""
-        for ticket in self._running.copy():
+        """What this step runs, once jobs know which of their segments are lost."""
+        for ticket in self._scheduler.running:
             if ticket.job is not None:
                 self._guarded([ticket], partial(_plan_again, ticket.job))
-        for speculative, budget in ((False, self._budget), (True, self._spare)):
-            self._make_room(speculative=speculative)
-            groups = groups_of([ticket for ticket in self._running if ticket.speculative is speculative], budget)
-            if groups:
-                return groups
-        return []
+        return self._scheduler.groups()
 
-    def _make_room(self, *, speculative: bool) -> None:
-        """Let decoding requests of one kind have room for their last token's KV, the oldest first."""
-        kind = [ticket for ticket in self._running if ticket.speculative is speculative]
-        for ticket in sorted(kind, key=lambda ticket: ticket.number):
-            while ticket.job is None and ticket in self._running:
-                assert ticket.running is not None, "who decodes has a token"
-                if self.pool.grow(ticket, ticket.running.position + len(ticket.running.pending)):
-                    ticket.running.prefilled.cache.grow(self.pool.capacity(ticket))
-                    break
-                self._preempt(_youngest(self._speculations() or self._running))
-
-    def _preempt(self, ticket: Ticket) -> None:
-        """Take a running request's memory for others; it waits again."""
+    def _preempting(self, ticket: Ticket) -> None:
         self._count(preempted=1, speculations_preempted=int(ticket.speculative))
         if ticket.speculative and ticket.running is None:
             ticket.admitted_s = None  # it begins anew, and what it did until now is no part of its answer
         self._keep(ticket)
-        self._put_back(ticket)
 
     def _keep(self, ticket: Ticket) -> None:
         """Store what a speculation that is given up has computed whole: an overlap with what comes next pays."""
@@ -427,35 +371,19 @@ class BatchingCore:
         else:
             ticket.apart = True
             self._count(tried_again=1)
-            self._put_back(ticket)
+            self._scheduler.put_back(ticket)
 
     def _give_up(self, ticket: Ticket, error: ChunkweaveError) -> None:
         self._count(failed=1)
         self._end(ticket, error)
 
-    def _put_back(self, ticket: Ticket) -> None:
-        """Let a running request wait again, with its tokens kept and nothing else."""
-        self._stop(ticket)
-        self._waiting.put_back(ticket)
-
     def _end(self, ticket: Ticket, last: StreamEvent | Exception) -> None:
-        if ticket in self._running:
-            self._stop(ticket)
-        else:
-            self._waiting.remove(ticket)
+        if not self._scheduler.end(ticket):
             ticket.prefetch = self._look_ahead.take(ticket)
             ticket.stop_reading()
         del self._tickets[ticket.id]
         self._preparation.abandon(ticket.prepared)
         ticket.deliver(last)
-
-    def _stop(self, ticket: Ticket) -> None:
-        """Take a running request's memory, pins and blocks."""
-        ticket.stop_reading()
-        if ticket.running is not None:
-            ticket.running.let_go()
-        self._running.remove(ticket)
-        self.pool.release(ticket)
 
     def _under_way(self, number: int) -> Ticket:
         ticket = self._tickets.get(number)
@@ -465,10 +393,6 @@ class BatchingCore:
 
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
-
-
-def _youngest(tickets: Sequence[Ticket]) -> Ticket:
-    return max(tickets, key=lambda ticket: ticket.number)
 
 
 def _plan_again(job: PrefillJob) -> None:
