@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.front.answer_report import tokens_by_fate
 from chunkweave.front.exposition import labelled
-from chunkweave.front.report_inbox import ReportInbox, tokens_by_fate
+from chunkweave.front.report_inbox import ReportInbox
 from chunkweave.front.settings import FleetSettings, ReuseSettings
 from chunkweave.front.shadow import compare
 from chunkweave.front.vllm_flags import VllmFlags

@@ -7,23 +7,23 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from chunkweave.config import SamplingParams
 from chunkweave.engine.answer import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.front.answer_report import Times, cached_tokens, reuse_report, shown_report
 from chunkweave.front.bodies import FrontBody
 from chunkweave.front.fleet import Fleet, Placed, Replica
 from chunkweave.front.prefill_ahead import FrontSpeculation, PrefillAhead, Prepare
 from chunkweave.front.prompting import Prepared, Prompting, weave_params
 from chunkweave.front.replies import Choice, Ending, WholeChoices
-from chunkweave.front.report_inbox import Report, ReportInbox, cached_tokens, tokens_by_fate
+from chunkweave.front.report_inbox import ReportInbox
 from chunkweave.front.retrieving import Retrieval, Retriever
 from chunkweave.front.settings import FrontSettings
 from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Event, UpstreamLostError
-from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import Wish
 from chunkweave.planning.request_field import FIELD
 from chunkweave.retrieval.passages import RetrievedChunk
@@ -168,10 +168,14 @@ class FrontAnswer:
         """All of it has come: get its report, tell everybody."""
         answering = self._answering
         told = await answering.inbox.report(self._request_id, _REPORT_S) if reported and answering.inbox else None
-        report = self._report(placed, told)
+        choice = self.whole.choices[0] if self.whole.choices else {}
+        now, arrived_s = time.perf_counter(), self._asking.arrived_s
+        first_s = now if self._first_s is None else self._first_s
+        times = Times(queue_s=self._queued_s, ttft_s=first_s - arrived_s, decode_s=now - first_s)
+        new_tokens = int(self._usage.get("completion_tokens") or len(choice.get("token_ids", ())))
+        report = reuse_report(placed, told, self._usage, times, new_tokens)
         cached = cached_tokens(report, told)
         answering.fleet.served(placed, cached_tokens=cached)
-        choice = self.whole.choices[0] if self.whole.choices else {}
         self._end_turn(placed, choice)
         usage = {
             "prompt_tokens": report.prompt_tokens,
@@ -179,7 +183,8 @@ class FrontAnswer:
             "total_tokens": report.prompt_tokens + report.new_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        self.ending = Ending(usage, self._shown(placed, report, told))
+        shown = shown_report(placed, report, told, self._asking.retrieval, self._asking.ahead)
+        self.ending = Ending(usage, shown)
         self._told = True
         asked = self._asking.asked
         answering.counts[asked.tenant].add(report)
@@ -193,59 +198,6 @@ class FrontAnswer:
         self._answering.prompting.end(
             self._asking.prepared, placed.prompt, ids, text=choice.get("text", "") if cut else None
         )
-
-    def _report(self, placed: Placed, told: Report | None) -> ReuseReport:
-        prepared, now = self._asking.prepared, time.perf_counter()
-        arrived_s = self._asking.arrived_s
-        first_s = now if self._first_s is None else self._first_s
-        prompt_tokens = len(placed.prompt)
-        details = self._usage.get("prompt_tokens_details") or {}
-        fates = tokens_by_fate(told, prompt_tokens, int(details.get("cached_tokens") or 0))
-        content = None if prepared.turn is None else prepared.turn.content
-        return ReuseReport(
-            method=str((told or {}).get("method") or prepared.choice.method),
-            prompt_tokens=prompt_tokens,
-            prefix_exact_tokens=fates.prefix_exact,
-            reused_tokens=fates.reused,
-            recomputed_tokens=fates.recomputed,
-            computed_tokens=fates.computed,
-            recompute_fraction=float((told or {}).get("recompute_fraction") or 0.0),
-            queue_s=self._queued_s,
-            lookup_s=0.0,
-            load_s=0.0,
-            weave_s=max(0.0, first_s - arrived_s - self._queued_s),
-            ttft_s=first_s - arrived_s,
-            decode_s=now - first_s,
-            new_tokens=int(self._usage.get("completion_tokens") or len(self.whole.choices[0]["token_ids"])),
-            prefill_flops=0.0,
-            full_prefill_flops=0.0,
-            why=str(prepared.choice.why),
-            parameters=prepared.choice.parameters,
-            order=placed.arranged.ordering,
-            history_tokens=0 if content is None else content.history_tokens,
-            chunks_not_sent=0 if content is None else len(content.not_sent),
-            tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
-            turns_cut=0 if content is None else content.cut,
-        )
-
-    def _shown(self, placed: Placed, report: ReuseReport, told: Report | None) -> dict[str, Any]:
-        """The report in the answer: what the plug-in says but for lists of positions, and what the front knows."""
-        unknown = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flops", "flops_limit", "chunks")
-        ours = {name: value for name, value in report.as_dict().items() if name not in unknown}
-        also = {name: value for name, value in (told or {}).items() if name not in ours and name != "recomputed"}
-        ranks = placed.arranged.ranks
-        chunks = [
-            {"source": part.source, "tokens": len(part), "rank": ranks[number]}
-            for number, part in enumerate(placed.prompt.parts)
-            if number in ranks
-        ]
-        shown = {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
-        if (retrieval := self._asking.retrieval) is not None:
-            found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieval.chunks]
-            shown |= {"retrieved": found, "search_s": retrieval.seconds}
-            if (ahead := self._asking.ahead) is not None:
-                shown["pipelining"] = asdict(ahead.told(retrieval.ended_s))
-        return shown
 
     def _left_s(self) -> float | None:
         if self._ended_by_us:

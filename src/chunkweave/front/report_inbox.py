@@ -1,4 +1,4 @@
-"""Where the plug-in's reports arrive, and what becomes of them: the project's own report of an answer."""
+"""Where the plug-in's reports arrive."""
 
 import asyncio
 import json
@@ -9,12 +9,10 @@ import socket
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport
 from chunkweave.planning.request_field import FIELD
 
 logger = logging.getLogger(__name__)
@@ -119,34 +117,3 @@ class _Receiver(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, _addr: Any) -> None:
         self._inbox.take(data)
-
-
-@dataclass(frozen=True, slots=True)
-class Fates:
-    """Tokens of a prompt by what happened to them; they sum to the prompt."""
-
-    prefix_exact: int
-    reused: int
-    recomputed: int
-    computed: int
-
-
-def tokens_by_fate(report: Report | None, prompt_tokens: int, local_tokens: int) -> Fates:
-    """What became of a prompt.
-
-    Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
-    requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
-    found of the same prompt are among those that it reuses.
-    """
-    if report is None or "reused_tokens" not in report:
-        computed = report.get("computed_tokens") if report is not None else None
-        cached = local_tokens if computed is None else prompt_tokens - int(computed)
-        return Fates(cached, 0, 0, prompt_tokens - cached)
-    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    return Fates(*(int(report[name]) for name in names))
-
-
-def cached_tokens(report: ReuseReport, told: Report | None) -> int:
-    """Tokens of a prompt that were not computed for it: what was computed again is not cached."""
-    local = int(told.get("local_tokens", 0)) if told is not None else 0
-    return max(report.prefix_exact_tokens + report.reused_tokens, local)

@@ -1,0 +1,115 @@
+"""What became of a request that vLLM has answered: the plug-in's report and what the front knows, as our own report."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chunkweave.front.fleet import Placed
+from chunkweave.front.prefill_ahead import PrefillAhead
+from chunkweave.front.report_inbox import Report
+from chunkweave.front.retrieving import Retrieval
+from chunkweave.metrics import ReuseReport
+
+_UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flops", "flops_limit", "chunks")
+"""What our own engine says of a request and nobody outside vLLM knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds until a replica was sent the request, until its first token, and from there to the end."""
+
+    queue_s: float
+    ttft_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """Tokens of a prompt by what happened to them; they sum to the prompt."""
+
+    prefix_exact: int
+    reused: int
+    recomputed: int
+    computed: int
+
+
+def tokens_by_fate(report: Report | None, prompt_tokens: int, local_tokens: int) -> Fates:
+    """What became of a prompt.
+
+    Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
+    requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
+    found of the same prompt are among those that it reuses.
+    """
+    if report is None or "reused_tokens" not in report:
+        computed = report.get("computed_tokens") if report is not None else None
+        cached = local_tokens if computed is None else prompt_tokens - int(computed)
+        return Fates(cached, 0, 0, prompt_tokens - cached)
+    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    return Fates(*(int(report[name]) for name in names))
+
+
+def cached_tokens(report: ReuseReport, told: Report | None) -> int:
+    """Tokens of a prompt that were not computed for it: what was computed again is not cached."""
+    local = int(told.get("local_tokens", 0)) if told is not None else 0
+    return max(report.prefix_exact_tokens + report.reused_tokens, local)
+
+
+def reuse_report(
+    placed: Placed, told: Report | None, usage: Mapping[str, Any], times: Times, new_tokens: int
+) -> ReuseReport:
+    """The project's own report, of what the plug-in `told` (None: nothing), of vLLM's `usage`, and of the clock."""
+    choice, turn = placed.prepared.choice, placed.prepared.turn
+    prompt_tokens = len(placed.prompt)
+    details = usage.get("prompt_tokens_details") or {}
+    fates = tokens_by_fate(told, prompt_tokens, int(details.get("cached_tokens") or 0))
+    content = None if turn is None else turn.content
+    return ReuseReport(
+        method=str((told or {}).get("method") or choice.method),
+        prompt_tokens=prompt_tokens,
+        prefix_exact_tokens=fates.prefix_exact,
+        reused_tokens=fates.reused,
+        recomputed_tokens=fates.recomputed,
+        computed_tokens=fates.computed,
+        recompute_fraction=float((told or {}).get("recompute_fraction") or 0.0),
+        queue_s=times.queue_s,
+        lookup_s=0.0,
+        load_s=0.0,
+        weave_s=max(0.0, times.ttft_s - times.queue_s),
+        ttft_s=times.ttft_s,
+        decode_s=times.decode_s,
+        new_tokens=new_tokens,
+        prefill_flops=0.0,
+        full_prefill_flops=0.0,
+        why=str(choice.why),
+        parameters=choice.parameters,
+        order=placed.arranged.ordering,
+        history_tokens=0 if content is None else content.history_tokens,
+        chunks_not_sent=0 if content is None else len(content.not_sent),
+        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
+        turns_cut=0 if content is None else content.cut,
+    )
+
+
+def shown_report(
+    placed: Placed,
+    report: ReuseReport,
+    told: Report | None,
+    retrieval: Retrieval | None = None,
+    ahead: PrefillAhead | None = None,
+) -> dict[str, Any]:
+    """The report in an answer: what the plug-in says but for lists of positions, and what the front knows."""
+    ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
+    also = {name: value for name, value in (told or {}).items() if name not in ours and name != "recomputed"}
+    ranks = placed.arranged.ranks
+    chunks = [
+        {"source": part.source, "tokens": len(part), "rank": ranks[number]}
+        for number, part in enumerate(placed.prompt.parts)
+        if number in ranks
+    ]
+    shown = {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
+    if retrieval is not None:
+        found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieval.chunks]
+        shown |= {"retrieved": found, "search_s": retrieval.seconds}
+        if ahead is not None:
+            shown["pipelining"] = asdict(ahead.told(retrieval.ended_s))
+    return shown
