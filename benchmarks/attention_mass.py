@@ -30,7 +30,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import GIB, CaptureConfig, StoreConfig
+from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import load_dataset
@@ -40,6 +40,7 @@ from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.fusion.attention_capture import evenly_spread
 from chunkweave.planning.method import make_method
 from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.units import GIB
 
 OFF = CaptureConfig(profile=False)
 ALL = CaptureConfig(layers=None, heads=None)

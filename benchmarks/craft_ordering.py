@@ -27,7 +27,7 @@ from docs_tables import markdown_table, put_into_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
-from chunkweave.config import GIB, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.eval.chunk_order.overlap import overlap_of
 from chunkweave.eval.chunk_order.replay import ORACLE, ReplayConfig, replay, saving_bound
 from chunkweave.eval.datasets import Example
@@ -36,6 +36,7 @@ from chunkweave.eval.simulator.sources import bundled_token_count
 from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, draw_requests
 from chunkweave.models.loading import load_folder, load_shape
+from chunkweave.units import GIB
 
 ORDERINGS = ("frequency", "tree-greedy")
 METHODS = ("prefix", "cacheblend", "cachecraft", "query")

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chunkweave.config import GIB, ReuseConfig, StoreConfig
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.datasets import Example, load_dataset
@@ -17,6 +17,7 @@ from chunkweave.eval.worlds.examples import world_requests
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering_config import OrderingConfig
+from chunkweave.units import GIB
 
 FULL = "full"
 _CANDIDATES = 8

@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from chunkweave.config import GIB
 from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.eval.simulator.experiments import POLICIES, policy_rows, reordering_row, sustainable_rows
 from chunkweave.eval.simulator.reference import MODERN
@@ -26,6 +25,7 @@ from chunkweave.eval.simulator.trace import Arrival, build_trace
 from chunkweave.planning.analytic_cost import analytic_cost
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.known_shapes import known_shape
+from chunkweave.units import GIB
 
 SHAPE = "mistral-7b"
 FLOPS_PER_S = 50e12

@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.config import GIB, ReuseConfig, StoreConfig
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
@@ -37,6 +37,7 @@ from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import Fate
 from chunkweave.types import Chunk
+from chunkweave.units import GIB
 
 REFERENCE = "prefix"
 

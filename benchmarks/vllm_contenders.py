@@ -41,7 +41,6 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.cli.console import progress
-from chunkweave.config import GIB
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import f1
@@ -51,6 +50,7 @@ from chunkweave.models.shapes import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.replica_contents import ReplicaContents
+from chunkweave.units import GIB
 
 FULL = "full prefill"
 READER = VllmFlags("reader").source

@@ -2,22 +2,8 @@
 
 import pytest
 
-from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig, parse_bytes, resolve_device, resolve_dtype
+from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig, resolve_device, resolve_dtype
 from chunkweave.errors import UsageError
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("4096", 4096), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("3 MB", 3_000_000), (" 7b ", 7), ("0", 0)],
-)
-def test_sizes(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 XB", "1e9", "2GiB and more"])
-def test_what_is_no_size(text):
-    with pytest.raises(UsageError, match="2GiB, 500MB"):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.config import DEFAULT_MAX_VARIANTS, GIB, StoreConfig
+from chunkweave.config import DEFAULT_MAX_VARIANTS, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.units import GIB
 from chunkweave.vllm.settings import PluginSettings
 
 EVERYTHING = {

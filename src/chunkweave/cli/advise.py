@@ -11,10 +11,11 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output
 from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import seconds
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, parse_bytes
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import StorageDevice, choose_device, ratio_that_hides
+from chunkweave.units import parse_bytes
 
 
 @with_blocks

@@ -13,9 +13,9 @@ from chunkweave.cli.cache_folder import CacheFolder, Selection
 from chunkweave.cli.console import Output, status, stderr
 from chunkweave.cli.option_blocks import with_blocks
 from chunkweave.cli.tables import size
-from chunkweave.config import parse_duration
 from chunkweave.errors import UsageError
 from chunkweave.types import SegmentId
+from chunkweave.units import parse_duration
 
 if TYPE_CHECKING:
     from chunkweave.tiers.blobs import BlobKey, BlobStore

@@ -11,8 +11,8 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, Report, progress, status
 from chunkweave.cli.tables import seconds, size
-from chunkweave.config import parse_bytes
 from chunkweave.errors import UsageError
+from chunkweave.units import parse_bytes
 
 if TYPE_CHECKING:
     from chunkweave.eval.simulator.bounds import Bounds

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chunkweave.config import parse_bytes
 from chunkweave.server.keys import Tenant, bearer
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.logs import request_id_of, serving
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.settings import LimitSettings
+from chunkweave.units import parse_bytes
 
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
 

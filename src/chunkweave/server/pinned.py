@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 
-from chunkweave.config import parse_bytes
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.engine.engine import Engine
 from chunkweave.server.keys import Tenant
@@ -11,6 +10,7 @@ from chunkweave.server.refusals import RefusalError
 from chunkweave.server.settings import LimitSettings
 from chunkweave.store.tiered_lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
+from chunkweave.units import parse_bytes
 
 
 class PinBoard:

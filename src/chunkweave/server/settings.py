@@ -5,12 +5,13 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig, parse_bytes
+from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.scheduling.batching_config import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.server.logs import LogForm
+from chunkweave.units import parse_bytes
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

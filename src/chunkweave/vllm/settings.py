@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkweave.config import StoreConfig, parse_duration
+from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import make_codec
 from chunkweave.store.eviction import make_policy
+from chunkweave.units import parse_duration
 from chunkweave.vllm.weave_settings import SETTINGS, Defaults
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
