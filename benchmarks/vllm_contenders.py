@@ -27,13 +27,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craft_serving import paired, zipf_worlds
+from craft_serving import zipf_worlds
 from docs_tables import markdown_table, put_into_page
 from rich.console import Console
 
@@ -41,6 +41,7 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.cli.console import progress
+from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import f1
@@ -251,7 +252,7 @@ def rows_of(timed: Sequence[Contender], answering: Sequence[Contender]) -> list[
         mean = statistics.fmean(times)
         rows.append(
             {
-                "contender": one.way.name,
+                "ttft_s_each": times,
                 "ttft_mean_s": mean,
                 "ttft_median_s": statistics.median(times),
                 "ttft_p90_s": statistics.quantiles(times, n=10)[-1],
@@ -263,11 +264,21 @@ def rows_of(timed: Sequence[Contender], answering: Sequence[Contender]) -> list[
                 "throughput_over_full": statistics.median(
                     a / b for a, b in zip(one.rates, timed[0].rates, strict=True)
                 ),
-                "f1": statistics.fmean(reader.f1),
-                "f1_minus_full": paired(reader.f1, answering[0].f1),
+                **answer_row(reader, answering[0]),
             }
         )
     return rows
+
+
+def answer_row(reader: Contender, full: Contender) -> dict[str, Any]:
+    """What was measured of the answers of one contender."""
+    minus = mean_interval([own - other for own, other in zip(reader.f1, full.f1, strict=True)])
+    return {
+        "contender": reader.way.name,
+        "f1": statistics.fmean(reader.f1),
+        "f1_minus_full": {"mean": minus.mean, "low": minus.low, "high": minus.high},
+        "f1_each": reader.f1,
+    }
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
@@ -287,8 +298,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All three parts."""
+def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """All three parts; what is known after the first one is given to `keep`."""
     requests = zipf_worlds(
         args.warm_up + args.requests,
         args.k,
@@ -308,6 +319,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     settings, memory = {"recompute_ratio": args.recompute_ratio}, int(args.memory_gib * GIB)
     with contenders(READER, settings, memory, dtype="float32") as answering:
         asyncio.run(answers(answering, requests, args.warm_up, args.most_tokens))
+        keep([answer_row(one, answering[0]) for one in answering])
     with tempfile.TemporaryDirectory() as folder:
         config = shape_config(args.shape)
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -356,13 +368,18 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.out is not None:
         check_writable(args.out)
-    rows = measure(args)
+    command = shlex.join(["python", *sys.argv])
+    config = {key: value for key, value in vars(args).items() if key not in ("out", "update_docs")}
+
+    def write(rows: list[dict[str, Any]], *, complete: bool = False) -> None:
+        if args.out is not None:
+            result = BenchmarkResult("vllm-contenders", command, args.seed, config, rows, {}, complete)
+            write_json(args.out, result.as_dict())
+
+    rows = measure(args, write)
+    write(rows, complete=True)
     table = markdown_table(HEADS, [cells_of(row) for row in rows])
     Console(width=180).print(table, highlight=False)
-    command = shlex.join(["python", *sys.argv])
-    if args.out is not None:
-        config = {key: value for key, value in vars(args).items() if key not in ("out", "update_docs")}
-        write_json(args.out, BenchmarkResult("vllm-contenders", command, args.seed, config, rows, {}).as_dict())
     if args.update_docs is not None:
         put_into_page(args.update_docs, "vllm-contenders", f"    {command}\n\n{table}")
 
