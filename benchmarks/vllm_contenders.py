@@ -170,8 +170,10 @@ class Contender:
 
 
 @contextmanager
-def contenders(folder: str, settings: dict[str, Any], memory_bytes: int, **options: Any) -> Iterator[list[Contender]]:
-    """An engine for each way, with empty caches of `memory_bytes` in all."""
+def contenders(
+    names: Sequence[str], folder: str, settings: dict[str, Any], memory_bytes: int, **options: Any
+) -> Iterator[list[Contender]]:
+    """An engine for each way of `names`, with empty caches of `memory_bytes` in all."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -179,7 +181,7 @@ def contenders(folder: str, settings: dict[str, Any], memory_bytes: int, **optio
     builder = PromptBuilder(tokenizer, template_for(tokenizer), "benchmark")
     made: list[Contender] = []
     try:
-        for way in WAYS:
+        for way in (way for way in WAYS if way.name in names):
             transfer = {
                 "kv_connector": "ChunkweaveConnector",
                 "kv_role": "kv_both",
@@ -317,7 +319,7 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
         seed=args.seed + 1,
     )
     settings, memory = {"recompute_ratio": args.recompute_ratio}, int(args.memory_gib * GIB)
-    with contenders(READER, settings, memory, dtype="float32") as answering:
+    with contenders(args.contenders, READER, settings, memory, dtype="float32") as answering:
         asyncio.run(answers(answering, requests, args.warm_up, args.most_tokens))
         keep([answer_row(one, answering[0]) for one in answering])
     with tempfile.TemporaryDirectory() as folder:
@@ -325,7 +327,7 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
         config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
         config.save_pretrained(folder)
         options = {"load_format": "dummy", "seed": args.seed, "dtype": args.dtype, "max_model_len": args.max_model_len}
-        with contenders(folder, settings, memory, **options) as timed:
+        with contenders(args.contenders, folder, settings, memory, **options) as timed:
 
             async def both() -> None:
                 await first_tokens(timed, requests, args.warm_up)
@@ -342,6 +344,8 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
 def main() -> None:
     """Parse the command line, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [way.name for way in WAYS]
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names, help="the first two are needed")
     parser.add_argument("--shape", default="smollm2-135m", help="random weights, for times")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--recompute-ratio", type=float, default=0.15)

@@ -165,7 +165,7 @@ def _engine(folder: str, args: argparse.Namespace) -> Any:
             kv_transfer_config={  # type: ignore[arg-type]
                 "kv_connector": "ChunkweaveConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"layers_per_step": args.layers_per_step},
+                "kv_connector_extra_config": {} if args.step_tokens is None else {"step_tokens": args.step_tokens},
             },
         )
     )
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--busy-rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=2)
-    parser.add_argument("--layers-per-step", type=int, default=4)
+    parser.add_argument("--step-tokens", type=int, help="of weaves in a step that computes others; None: the default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile its own forward")
     parser.add_argument("--seed", type=int, default=0)

@@ -17,6 +17,7 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, kv_load_failure_policy="fail"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         model_config=SimpleNamespace(
             model="tiny", hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)
         ),
@@ -48,10 +49,10 @@ def test_a_model_that_does_not_tell_its_layers_is_served(monkeypatch):
     assert "error" not in made.request_finished(ask(made, 40), [])[1]["chunkweave"]
 
 
-@pytest.mark.parametrize("layers", [0, -1, 1.5, True, "four"])
-def test_layers_per_step_must_be_a_whole_number(monkeypatch, layers):
-    with pytest.raises(UsageError, match="layers_per_step"):
-        connect(monkeypatch, {"layers_per_step": layers})
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "four"])
+def test_tokens_of_a_step_must_be_a_whole_number(monkeypatch, tokens):
+    with pytest.raises(UsageError, match="step_tokens"):
+        connect(monkeypatch, {"step_tokens": tokens})
 
 
 def test_unknown_keys_are_named_with_those_there_are(monkeypatch):

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from math import inf
 from threading import Barrier, Event
 from types import SimpleNamespace
 
@@ -86,7 +87,7 @@ def test_the_first_that_can_go_on_goes_on():
     weaves.add(order("b"))
     found = weaves.next()
     assert name_of(found) == "b"
-    assert found.layers(3) == 1
+    assert found.layers == 1
     preparation.segments["a"].layers_in = 2
     assert name_of(weaves.next()) == "a"
 
@@ -96,10 +97,10 @@ def test_a_weave_waits_for_the_layers_that_it_needs_next():
     weaves = queue(preparation)
     weaves.add(order("a"))
     found = weaves.next()
-    found.job = SimpleNamespace(layer=found.layers(LAYERS))
+    found.job = SimpleNamespace(layer=int(found.layers))
     assert weaves.next() is None
     preparation.segments["a"].layers_in = LAYERS
-    assert weaves.next().layers(100) == 100  # of several passes, say
+    assert weaves.next().layers == inf  # of several passes, say
 
 
 def test_what_cannot_be_planned_is_told():

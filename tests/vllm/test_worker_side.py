@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from math import inf
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ LAYERS, HEADS, HEAD_DIM = 2, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)
 IDS = tuple(range(40))
 BLOCKS = (3, 4, 5)
+WORK = 2
+"""Of a layer of an imitated weave."""
 
 
 class FakePaged:
@@ -53,9 +56,15 @@ class FakeJob:
         self.recomputed = [21]
         self.recompute_work = LAYERS
 
-    def run(self, layers=None):
-        self.layer = LAYERS if layers is None else min(LAYERS, self.layer + layers)
+    @property
+    def done(self):
         return self.layer == LAYERS
+
+    def run(self, layers=inf, work=inf):
+        done = 0
+        while layers > 0 and done < work and not self.done:
+            self.layer, layers, done = self.layer + 1, layers - 1, done + WORK
+        return done
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def side(paged, monkeypatch):
     rotation = SimpleNamespace(inverse=lambda keys, _: keys)
     layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation)
     modules = SimpleNamespace(layers=layers, geometry=GEOMETRY)
-    made = WorkerSide(modules, "model", PluginSettings.from_config({"layers_per_step": 1}, {}))
+    made = WorkerSide(modules, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
     yield made
     made.close()
 
@@ -120,6 +129,58 @@ def weave(side: WorkerSide, name: str, first: int = 0) -> None:
     arrived, broken, results = side.take_outcome()
     assert (arrived, broken, results.failed) == ({name}, set(), set())
     side.forget([name])
+
+
+def orders_of(*names: str) -> list[WeaveOrder]:
+    return [WeaveOrder(name, request(), BLOCKS, 0, 35) for name in names]
+
+
+def arrived_in_steps(side: WorkerSide, orders: list[WeaveOrder], *, idle: bool) -> list[set[str]]:
+    """What arrives in each step until all has."""
+    steps: list[set[str]] = []
+    while sum(map(len, steps)) < len(orders):
+        side.step(StepOrders(weaves=[] if steps else orders, idle=idle))
+        steps.append(side.take_outcome()[0])
+        assert len(steps) < 20
+    return steps
+
+
+def test_a_step_with_other_requests_goes_one_layer_at_least(side):
+    hold(side)
+    assert arrived_in_steps(side, orders_of("a", "b"), idle=False) == [set(), {"a"}, set(), {"b"}]
+
+
+def test_a_step_with_other_requests_weaves_several_prompts_if_they_are_little_work(side):
+    hold(side)
+    side._step_work = 3 * LAYERS * WORK
+    steps = arrived_in_steps(side, orders_of("a", "b", "c", "d"), idle=False)
+    assert steps == [{"a", "b", "c"}, {"d"}]
+
+
+def test_a_step_begins_the_next_weave_with_what_is_left(side):
+    hold(side)
+    side._step_work = LAYERS * WORK + 1
+    assert arrived_in_steps(side, orders_of("a", "b"), idle=False) == [{"a"}, {"b"}]
+    assert [len(one) for one in arrived_in_steps(side, orders_of("c", "d", "e"), idle=False)] == [1, 2]
+
+
+def test_a_step_without_other_requests_weaves_one_whole_prompt(side):
+    hold(side)
+    assert arrived_in_steps(side, orders_of("a", "b"), idle=True) == [{"a"}, {"b"}]
+
+
+def test_a_weave_that_fails_leaves_its_time_to_the_next_one(side, monkeypatch):
+    def run(job, layers=inf, work=inf):
+        if not side._woven.keys() - {"a"}:
+            raise RuntimeError("the device is out of memory")
+        job.layer = LAYERS
+        return WORK
+
+    hold(side)
+    monkeypatch.setattr(FakeJob, "run", run)
+    side.step(StepOrders(weaves=orders_of("a", "b")))
+    arrived, _, results = side.take_outcome()
+    assert (arrived, results.failed) == ({"a", "b"}, {"a"})
 
 
 def test_a_weave_behind_cached_blocks_chooses_what_the_whole_one_chose(side):
@@ -207,7 +268,7 @@ def test_the_scheduler_is_told_of_changes_only_and_of_answers(side):
 
 def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
     hold(side)
-    extra = {"cache_dir": str(tmp_path), "layers_per_step": 1}
+    extra = {"cache_dir": str(tmp_path), "step_tokens": 1}
     before = WorkerSide(side._modules, "model", PluginSettings.from_config(extra, {}))
     for record in side._store.records():
         before._store.insert(record, side._store.get(record.id))

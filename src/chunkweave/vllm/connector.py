@@ -36,7 +36,8 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._settings = PluginSettings.from_config(extra)
+        most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._settings = PluginSettings.from_config(extra, most_tokens=most_tokens)
         self._reports = ReportSender()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

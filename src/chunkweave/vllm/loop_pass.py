@@ -65,6 +65,11 @@ class LoopPass:
     def done(self) -> bool:
         return self._run.done
 
+    @property
+    def active_tokens(self) -> int:
+        """Tokens that enter the next layer."""
+        return len(self._rows.positions)
+
     def next_layer(self) -> None:
         """Run one more layer; there must be one."""
         self._run.next_layer()

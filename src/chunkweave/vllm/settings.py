@@ -18,7 +18,7 @@ REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 
 _TEXTS = {"host_budget", "policy", "disk_budget", "remote_url", "remote_budget", "codec", "ttl"}
 _COUNTS = {"admission", "max_variants", "max_instances"}
-_WEAVING = {"layers_per_step", "load_timeout", "ask_timeout"}
+_WEAVING = {"step_tokens", "load_timeout", "ask_timeout"}
 _KEYS = _TEXTS | _COUNTS | _WEAVING | {"cache_dir"} | SETTINGS
 
 
@@ -26,20 +26,25 @@ _KEYS = _TEXTS | _COUNTS | _WEAVING | {"cache_dir"} | SETTINGS
 class PluginSettings:
     """What the connector is told: where segments are kept, how weaves share a step, what requests get by default.
 
-    `requests` are the keys that a request may give too, for `Defaults.from_config`. `layers_per_step` layers are woven
-    in a step that computes other requests too. A request whose segments were not read within `load_timeout_s` seconds
-    is computed by vLLM, and so is one for whose chunks the shared tiers were asked for `ask_timeout_s` in vain.
+    `requests` are the keys that a request may give too, for `Defaults.from_config`. In a step that computes other
+    requests too, weaves compute about `step_tokens` tokens through all layers. A request whose segments were not read
+    within `load_timeout_s` seconds is computed by vLLM, and so is one for whose chunks the shared tiers were asked for
+    `ask_timeout_s` in vain.
     """
 
     store: StoreConfig
     requests: Mapping[str, Any]
-    layers_per_step: int = 4
+    step_tokens: int = 256
     load_timeout_s: float = 10.0
     ask_timeout_s: float = 0.5
 
     @classmethod
-    def from_config(cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> "PluginSettings":
+    def from_config(
+        cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ, *, most_tokens: int = 2048
+    ) -> "PluginSettings":
         """Read `kv_connector_extra_config`. Without `remote_url` the environment's is used.
+
+        Without `step_tokens` it is an eighth of `most_tokens`, which vLLM computes at most in a step.
 
         Raises:
             UsageError: an unknown key, or a value that is out of range or of the wrong type.
@@ -57,7 +62,7 @@ class PluginSettings:
         return cls(
             store,
             requests,
-            _whole(extra.get("layers_per_step", 4), "layers_per_step"),
+            _whole(extra.get("step_tokens", max(1, most_tokens // 8)), "step_tokens"),
             _wait_s(extra.get("load_timeout", "10s"), "load_timeout"),
             _wait_s(extra.get("ask_timeout", "0.5s"), "ask_timeout"),
         )

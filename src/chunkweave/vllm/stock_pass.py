@@ -71,6 +71,11 @@ class StockPass:
         return self._layer == self._depth
 
     @property
+    def active_tokens(self) -> int:
+        """Tokens that enter the next layer."""
+        return len(self._active.positions)
+
+    @property
     def recomputed(self) -> list[int]:
         """Positions of reused chunks that are active now, ascending."""
         positions = self._active.positions.cpu()

@@ -21,6 +21,10 @@ from chunkweave.vllm.stock_pass import StockPass
 START = -1
 """Where a layer's number would stand: what a pass started with."""
 
+_PLACED_PER_COMPUTED = 32
+"""Stored tokens that are placed in a layer in about the time that computing one takes, or sooner: moving a token's keys
+and values is bytes, computing it is all weights of the layer."""
+
 Choices = Mapping[tuple[int, int], torch.Tensor]
 """Positions that evidence chose, by pass and layer."""
 
@@ -33,6 +37,9 @@ class _RunningPass(Protocol):
 
     @property
     def layer(self) -> int: ...
+
+    @property
+    def active_tokens(self) -> int: ...
 
     @property
     def started(self) -> torch.Tensor: ...
@@ -118,15 +125,21 @@ class WeaveJob:
         """Reused-chunk tokens that were active, summed over the layers done."""
         return sum(one.recompute_work for one in self._passes.values())
 
-    def run(self, layers: int | None = None) -> bool:
-        """The next `layers` layers of the pass at hand and of those after it (None: all); True if that was all."""
-        left = inf if layers is None else layers
-        while left and not self.done:
+    def run(self, layers: float = inf, work: float = inf) -> int:
+        """The next layers of the pass at hand and of those after it: at most `layers`, until `work` is done or more.
+
+        Returns:
+            The work done: tokens computed, summed over layers. A layer that computes few counts as those that it
+            would take as long to compute as it takes to place what is stored.
+        """
+        done = 0
+        while layers > 0 and done < work and not self.done:
             if self._running.done:
                 self._next_pass()
+            done += max(self._running.active_tokens, (self._stop - self._first) // _PLACED_PER_COMPUTED, 1)
             self._running.next_layer()
-            left -= 1
-        return self.done
+            layers -= 1
+        return done
 
     @property
     def _running(self) -> _RunningPass:

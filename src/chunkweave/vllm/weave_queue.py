@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from chunkweave.planning.plan import Plan
@@ -64,14 +65,15 @@ class QueuedWeave(Generic[PlannedT]):
         """Whether nothing is to be waited for any more before it may begin."""
         return self.planned is not None or self.error is not None
 
-    def layers(self, most: int) -> int:
-        """How many layers may be woven now, of `most`: those that are in memory."""
+    @property
+    def layers(self) -> float:
+        """How many layers may be woven now: those that are in memory."""
         assert self.planned is not None
         segments = self.planned.pinned
         if segments.complete or segments.failure is not None:  # a lost one is told by whoever reads it
-            return most
+            return inf
         done = 0 if self.job is None else self.job.layer
-        return min(most, segments.layers_in - done)
+        return segments.layers_in - done
 
 
 class WeaveQueue(Generic[PlannedT]):
@@ -224,7 +226,7 @@ class WeaveQueue(Generic[PlannedT]):
             return True
         if weave.planned is None:
             return False
-        if weave.layers(1) > 0:
+        if weave.layers > 0:
             return True
         self._give_up_late(weave)
         return weave.error is not None

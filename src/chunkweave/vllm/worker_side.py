@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -87,6 +88,7 @@ class WorkerSide:
         self._modules, self._layers = modules, modules.layers
         self._geometry = modules.geometry
         self._settings = settings
+        self._step_work = settings.step_tokens * self._geometry.num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
         self._follower = self._store.follow_chunks()
@@ -104,7 +106,7 @@ class WorkerSide:
         return Holdings(self._follower.take().came, self._store.shared)
 
     def step(self, orders: StepOrders) -> None:
-        """Call off what is cancelled, then weave on: a whole request if nothing else is to do, else a few layers.
+        """Call off what is cancelled, then weave on: a whole request if nothing else is to do, else `step_tokens`.
 
         A whole weave is less work than the prefill slice that vLLM would run in the same place, so a request that
         comes in meanwhile waits no longer than it does without the plug-in. Nothing here waits for a slow tier: while
@@ -117,9 +119,11 @@ class WorkerSide:
         for request_id in orders.cancelled:
             if self._queue.remove(request_id):
                 self._outcome.arrived.add(request_id)
-        weave = self._queue.next()
-        if weave is not None:
-            self._weave(weave, self._geometry.num_layers if orders.idle else self._settings.layers_per_step)
+        left = inf if orders.idle else self._step_work
+        while left > 0 and (weave := self._queue.next()) is not None:
+            left -= self._weave(weave, left)
+            if orders.idle and self._outcome.arrived:
+                return  # it is answered before the others are woven
 
     def save(self, orders: StepOrders) -> None:
         """Store the parts whose KV this step's forward has completed."""
@@ -172,19 +176,22 @@ class WorkerSide:
             return _Woven(plan, pinned, min(approximate, default=plan.prompt_tokens))
         raise NotWoven("nothing of it is stored")
 
-    def _weave(self, weave: QueuedWeave[_Woven], most_layers: int) -> None:
-        order = weave.order
+    def _weave(self, weave: QueuedWeave[_Woven], work: float) -> int:
+        """Go on with a weave, for about so much work; returns what was done."""
+        order, done = weave.order, 0
         try:
             if weave.error is not None:
                 raise weave.error
             if weave.job is None:
                 weave.job = self._begin(weave)
-            if weave.job.run(weave.layers(most_layers)):
+            done = weave.job.run(weave.layers, work)
+            if weave.job.done:
                 self._queue.remove(order.request_id)
                 self._finish(order, weave.job)
         except Exception as error:  # noqa: BLE001  (a cache may cost time, never an answer: vLLM computes it instead)
             self._queue.remove(order.request_id)
             self._fail(order, error)
+        return done
 
     def _begin(self, weave: QueuedWeave[_Woven]) -> WeaveJob:
         order = weave.order
