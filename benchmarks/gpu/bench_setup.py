@@ -152,18 +152,26 @@ class Report:
         return not self.complete
 
     def add(self, **row: Any) -> None:
-        """Take a row, and show it on the way."""
+        """Take a row, show it on the way, and write what there is, should the machine not wait for the rest."""
         self.rows.append(row)
+        self._write(complete=False)
         print({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
     def finish(self) -> None:
         """Write the JSON, then print the table."""
+        result = self._write(complete=self.complete)
+        print(f"\n{self._name}: {gpu_name(self._arguments.device)}, {result['date']}, torch {torch.__version__}")
+        if not self.complete:
+            print("not whole: out of time")
+        print(table_of(self.rows), flush=True)
+
+    def _write(self, *, complete: bool) -> dict[str, Any]:
         arguments = self._arguments
         config = {key: value for key, value in vars(arguments).items() if key != "out"}
         result = {
             "benchmark": f"gpu-{self._name}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "complete": self.complete,
+            "complete": complete,
             "machine": machine() | {"gpu": gpu_name(arguments.device)},
             "versions": versions() | {"cuda": torch.version.cuda, "triton": _triton_version()},
             "commit": commit(),
@@ -174,10 +182,7 @@ class Report:
         }
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
-        print(f"\n{self._name}: {gpu_name(arguments.device)}, {result['date']}, torch {torch.__version__}")
-        if not self.complete:
-            print("not whole: out of time")
-        print(table_of(self.rows), flush=True)
+        return result
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ Every contender's result is held against float32 on the same inputs.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -102,16 +103,20 @@ def contenders(
 
 
 def flex(by_head: list[torch.Tensor], where: torch.Tensor, keys: int) -> Attend:
-    """Compiled, with a block mask by position; making the mask is not timed."""
+    """Compiled, with a block mask by position; both are made in the first call, which is not timed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def visible(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return key <= where[query]
 
-    mask = create_block_mask(visible, None, None, len(where), keys, device=where.device)
-    compiled = torch.compile(flex_attention)
+    @cache
+    def made() -> Any:
+        return torch.compile(flex_attention), create_block_mask(
+            visible, None, None, len(where), keys, device=where.device
+        )
 
     def attend() -> torch.Tensor:
+        compiled, mask = made()
         out = compiled(*by_head, block_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 

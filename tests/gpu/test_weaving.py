@@ -50,6 +50,7 @@ def test_logits_are_those_of_the_cpu(method, attention):
     torch.testing.assert_close(torch.log_softmax(found, -1).cpu(), expected, atol=2e-2, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("method", ["full", "full-reuse", "cacheblend", "query"])
 def test_the_layer_loop_does_not_synchronize(method, monkeypatch):
     """PyTorch itself raises at whatever waits for the device."""
@@ -60,8 +61,8 @@ def test_the_layer_loop_does_not_synchronize(method, monkeypatch):
     run_pass = runner_module.run_pass
 
     def strict(*args, **how):
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return run_pass(*args, **how)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -110,6 +111,7 @@ def test_recorded_decode_steps_give_the_tokens_of_the_loop():
             logits = runner.decode([one.cache for one in prefilled], [own[-1] for own in out], at)
             for own, row in zip(out, logits, strict=True):
                 own.append(int(row.argmax()))
+        assert runner.records_decoding is bool(compute["decode_graphs"])
         return out
 
     assert tokens(decode_graphs=True) == tokens(decode_graphs=False)

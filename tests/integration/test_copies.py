@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.kv.segment import SegmentKV, SegmentLate
 from chunkweave.tiers.copies import DeviceCopies, NullStreams
 from chunkweave.tiers.host_memory import PinnedMemory, PlainMemory, moved_into
 from chunkweave.tiers.preload import LayerLoader
@@ -74,12 +74,15 @@ def test_a_segment_in_memory_is_not_copied_on_the_host():
     loader.close()
 
 
-def test_running_out_of_device_memory_loses_the_segment_and_not_the_request():
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error"), ValueError("shape")])
+def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
+    """Not lost: what is stored may be sound, and another request may have the memory."""
+
     def send(tensor):
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     loader = LayerLoader([("a", segment_of())], 4, send=send)
-    with pytest.raises(SegmentLost, match="no device memory for layer 0"):
+    with pytest.raises(SegmentLate, match="layer 0 could not be brought"):
         loader.segments[0].layer(0)
     loader.close()
 

@@ -98,6 +98,11 @@ class Runner:
             )
         return limit - len(prompt)
 
+    @property
+    def records_decoding(self) -> bool:
+        """Whether decode steps were recorded on the device, and none failed to be."""
+        return self._graphed is not None and self._graphed.in_use
+
     @torch.inference_mode()
     def prefill(
         self,

@@ -84,6 +84,11 @@ class GraphedDecode:
         self._placed: dict[tuple[int, int], tuple[int, ...]] = {}
         self._broken = False
 
+    @property
+    def in_use(self) -> bool:
+        """Whether steps were recorded, and none failed to be."""
+        return bool(self._steps) and not self._broken
+
     def decode(
         self, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor | None:
@@ -101,7 +106,7 @@ class GraphedDecode:
             buffers, step = self._steps[key]
             self._fill(key, buffers, caches, token_ids, positions)
             return step().clone()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  (whatever the device or a compiler says: the loop decodes as well)
             self._broken = True
             logger.warning("decode steps cannot be recorded here and run one by one: %s", error)
             return None
@@ -160,7 +165,8 @@ def record_cuda_graph() -> Record:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Other threads may allocate meanwhile: the loader does.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = step()
 
         def replay() -> torch.Tensor:

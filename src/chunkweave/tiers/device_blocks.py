@@ -78,6 +78,7 @@ class DeviceBlocks:
             if wanted > len(self._free):
                 return None
             blocks = sorted(self._free.popleft() for _ in range(wanted))
+        kv = kv.to(self._arena.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
         for place, block in enumerate(blocks):
             rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
             self._arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)

@@ -1,5 +1,6 @@
 """Reads segments ahead of the layers that need them, in the order of need (Cache-Craft Algorithm 2)."""
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -11,6 +12,8 @@ import torch
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.tiers.copies import DeviceCopies, NullStreams, Send, Sent
 from chunkweave.tiers.host_memory import HostMemory, PlainMemory
+
+logger = logging.getLogger(__name__)
 
 
 class LoadOrder(StrEnum):
@@ -113,8 +116,10 @@ class LoadingSegment:
         except SegmentLost as lost:
             self.fail(lost)
             return
-        except torch.OutOfMemoryError as error:
-            self.fail(SegmentLost(self.name, f"no device memory for layer {index}: {error}"))
+        except Exception as error:  # the boundary of the loader's thread: somebody waits for this layer
+            if not isinstance(error, torch.OutOfMemoryError):
+                logger.exception("layer %d of segment %s could not be brought", index, self.name)
+            self.fail(SegmentLate(self.name, f"layer {index} could not be brought: {error!r}"))
             return
         self._ready[index].set()
 
