@@ -141,6 +141,25 @@ def test_the_host_tier_takes_a_copy_in_page_locked_memory_and_in_plain_memory_no
     assert locked.shapes == [tuple(segment.kv.shape)]
 
 
+def test_the_host_tier_keeps_what_lies_in_its_own_memory_and_copies_what_another_pool_locked():
+    own, others = PinnedMemory(1 << 20, Locked()), PinnedMemory(1 << 20, Locked())
+    kv = segment_of().kv
+    here, there = (SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv)) for memory in (own, others))
+    assert moved_into(own, here) is here
+    moved = moved_into(own, there)
+    assert moved is not there
+    assert torch.equal(moved.kv, kv)
+    del there
+    gc.collect()
+    assert others.used_bytes == 0
+    assert own.holds(moved.kv)
+    begin = moved.kv.untyped_storage().data_ptr()
+    del moved, here
+    gc.collect()
+    assert own.used_bytes == 0
+    assert begin not in own._mine
+
+
 def test_what_is_read_from_a_slow_tier_goes_into_that_memory():
     class Lazy:
         tokens, nbytes = 3, 192

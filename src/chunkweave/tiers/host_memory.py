@@ -22,6 +22,9 @@ class HostMemory(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of that shape whose contents are whatever was there."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host lies in this memory as well as it can."""
+
 
 class PlainMemory:
     """What the process has."""
@@ -29,6 +32,10 @@ class PlainMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor."""
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """All that the process has is as good."""
+        return True
 
 
 class PinnedMemory:
@@ -46,6 +53,8 @@ class PinnedMemory:
         self.max_bytes = max_bytes
         self._allocate = allocate or _pinned
         self._used = 0
+        self._mine: set[int] = set()
+        """Where its buffers begin."""
         self._given_back: deque[int] = deque()
         """Filled by whoever drops the last tensor, in the middle of anything: so without the lock."""
         self._lock = threading.Lock()
@@ -71,8 +80,18 @@ class PinnedMemory:
             self.max_bytes = self.used_bytes
             logger.warning("no more host memory can be page-locked; copies to the device will be slower: %s", error)
             return torch.empty(tuple(shape), dtype=dtype)
-        weakref.finalize(tensor.untyped_storage(), self._given_back.append, rounded).atexit = False
+        storage = tensor.untyped_storage()
+        self._mine.add(storage.data_ptr())
+        weakref.finalize(storage, self._dropped, storage.data_ptr(), rounded).atexit = False
         return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a page-locked buffer of this pool: one of another pool counts there."""
+        return tensor.untyped_storage().data_ptr() in self._mine
+
+    def _dropped(self, begin: int, rounded: int) -> None:
+        self._mine.discard(begin)
+        self._given_back.append(rounded)
 
     def _settled(self) -> int:
         while self._given_back:
@@ -86,13 +105,15 @@ def host_memory_for(device: torch.device, max_pinned_bytes: int) -> HostMemory:
 
 
 def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
-    """`segment` in that memory, for the host tier: itself if it lies in page-locked memory or none is to be had."""
+    """`segment` in that memory, for the host tier: itself if it lies there. What another pool page-locked is copied, so
+    that what stays here does not use up what that pool is for.
+    """
     if isinstance(segment, BlockSegment):
         segment = SegmentKV(segment.whole())
     if not isinstance(segment, SegmentKV):
         return segment
     kv = segment.kv
-    if kv.device.type == "cpu" and (isinstance(memory, PlainMemory) or kv.is_pinned()):
+    if kv.device.type == "cpu" and memory.holds(kv):
         return segment
     return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv))
 
