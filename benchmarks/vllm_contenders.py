@@ -367,6 +367,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     args = parser.parse_args()
+    if not {way.name for way in WAYS[:2]} <= set(args.contenders):
+        parser.error(f"the others are compared with {WAYS[0].name!r} and {WAYS[1].name!r}: name them too")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -22,8 +22,8 @@ START = -1
 """Where a layer's number would stand: what a pass started with."""
 
 _PLACED_PER_COMPUTED = 32
-"""Stored tokens that are placed in a layer in about the time that computing one takes, or sooner: moving a token's keys
-and values is bytes, computing it is all weights of the layer."""
+"""As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
+is all weights of the layer. Assumed, not measured; it bounds a step in which hardly anything is computed."""
 
 Choices = Mapping[tuple[int, int], torch.Tensor]
 """Positions that evidence chose, by pass and layer."""
