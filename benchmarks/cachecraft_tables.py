@@ -45,7 +45,7 @@ from chunkweave.eval.ttft import Warmth
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 
 EXACT_OR_BLIND = ("full", "full-reuse", "prefix", "set-cache")
 BASELINES = ("cacheblend", "cacheblend:layer-2", "epic", "h2o", "random", "query")
@@ -200,7 +200,7 @@ def flops_rows(engine: Engine, examples: Sequence[Example], alphas: Sequence[flo
         for alpha in alphas:
             lookup = engine.store.lookup(prompt)
             plan = make_method("cachecraft", ReuseConfig(alpha=alpha)).plan(lookup, geometry)
-            share = plan.passes[0].candidate_tokens / plan.tokens(Fate.REUSED)
+            share = plan.passes[0].candidate_tokens / plan.tokens(KVSource.REUSED)
             methods = {
                 "cachecraft": make_method("cachecraft", ReuseConfig(alpha=alpha)),
                 "cachecraft, no focus": make_method("cachecraft", ReuseConfig(alpha=alpha, focus=False)),

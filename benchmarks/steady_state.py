@@ -35,7 +35,7 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.worlds.corpus import bundled_corpus
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.types import Chunk
 from chunkweave.units import GIB
 
@@ -70,8 +70,8 @@ class Contender:
 
     def _count(self, prefilled: Prefilled) -> None:
         parts = [part for part in prefilled.plan.parts if part.part.kind is PartKind.CHUNK]
-        self.hits.append(sum(part.fate is not Fate.COMPUTED for part in parts) / len(parts))
-        reused = prefilled.plan.tokens(Fate.REUSED)
+        self.hits.append(sum(part.kv_source is not KVSource.COMPUTED for part in parts) / len(parts))
+        reused = prefilled.plan.tokens(KVSource.REUSED)
         layers = self.engine.loaded.model.geometry.num_layers
         self.fractions.append(prefilled.recompute_work / (layers * reused) if reused else 0.0)
 

@@ -20,7 +20,7 @@ from chunkweave.models.inspection import geometry_of
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
 from chunkweave.models.shapes import random_model, shape_config
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 
 FULL = "full"
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -93,7 +93,7 @@ class OwnEngine:
         if method != FULL:
             self._engine.runner.store_new(prefilled)
         plan = prefilled.plan
-        return FirstToken(ttft_s, plan.tokens(Fate.EXACT) + plan.tokens(Fate.REUSED))
+        return FirstToken(ttft_s, plan.tokens(KVSource.EXACT) + plan.tokens(KVSource.REUSED))
 
     def close(self) -> None:
         """Audit the store, and give it up."""

@@ -19,4 +19,4 @@ for event in engine.stream(Request(question, chunks, sampling=SamplingParams(max
     if event.answer is not None:
         print()
         for chunk in event.answer.report.chunks:
-            print(f"{chunk.source}: {chunk.fate}, {chunk.recomputed_tokens} of {chunk.tokens} tokens recomputed")
+            print(f"{chunk.source}: {chunk.kv_source}, {chunk.recomputed_tokens} of {chunk.tokens} tokens recomputed")

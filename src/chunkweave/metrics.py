@@ -1,4 +1,4 @@
-"""What happened to one request: tokens by fate and time by phase."""
+"""What happened to one request: tokens by KV source and time by phase."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,16 +9,16 @@ from chunkweave.types import ChunkId, SegmentId, Span
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """The fate of one part of the prompt (a chunk, the system part, or an earlier turn of a conversation).
+    """Where the KV of one part of the prompt (a chunk, the system part, or an earlier turn) came from.
 
-    `fate` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where it
-    came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
+    `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where
+    it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
     chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none.
     """
 
     id: ChunkId
     source: str
-    fate: str
+    kv_source: str
     variant: SegmentId | None
     tier: str | None
     tokens: int
@@ -29,7 +29,7 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Tokens by fate and time by phase of one answer (DESIGN: every answer carries one).
+    """Tokens by KV source and time by phase of one answer (DESIGN: every answer carries one).
 
     `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`.
     `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
@@ -77,5 +77,6 @@ class ReuseReport:
         return self.full_prefill_flops / self.prefill_flops if self.prefill_flops else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values, `flops_limit` included."""
-        return {**asdict(self), "flops_limit": self.flops_limit}
+        """Plain JSON-able values, `flops_limit` included; `fate`, the old name of `kv_source`, for one version more."""
+        chunks = tuple({**asdict(chunk), "fate": chunk.kv_source} for chunk in self.chunks)
+        return {**asdict(self), "chunks": chunks, "flops_limit": self.flops_limit}

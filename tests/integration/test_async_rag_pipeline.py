@@ -195,7 +195,7 @@ def test_what_two_lists_share_in_front_is_computed_once(engine):
         return await asked
 
     report = run(engine, corpus, work).report
-    assert [chunk.fate for chunk in report.chunks] == ["prefix-exact", "prefix-exact", "computed"]
+    assert [chunk.kv_source for chunk in report.chunks] == ["prefix-exact", "prefix-exact", "computed"]
 
 
 def test_load_switches_speculation_off(engine, loaded, monkeypatch):

@@ -12,7 +12,7 @@ from chunkweave.fusion.attention_capture import AttentionCapture, evenly_spread
 from chunkweave.fusion.woven_profile import woven_profile
 from chunkweave.models import attention_mass
 from chunkweave.models.attention_mass import AttentionMeter
-from chunkweave.planning.plan import Fate, PartPlan
+from chunkweave.planning.plan import KVSource, PartPlan
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, Span
 
@@ -101,7 +101,7 @@ PLANS = tuple(
     PartPlan(
         PromptPart(kind, tuple(range(len(span))), None if kind is PartKind.START else ChunkId(f"{index:032x}")),
         span,
-        Fate.COMPUTED,
+        KVSource.COMPUTED,
     )
     for index, (kind, span) in enumerate(zip(KINDS, PARTS, strict=True))
 )

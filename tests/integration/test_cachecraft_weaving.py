@@ -19,7 +19,7 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method, prefer_alone, required_spans, reuse_every_hit
-from chunkweave.planning.plan import Fate, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import Level, TieredStore
@@ -161,10 +161,10 @@ def test_odd_prompts_are_woven_and_equal_full_prefill_where_all_is_recomputed(ca
     close(whole, bench.own_log_probs(prompt))
     woven = bench.prefill(prompt, "cachecraft", keep=True)
     report = make_report(woven, bench.loaded.model.geometry, Durations(1.0, 0.0, 0.0), 1)
-    by_fate = report.prefix_exact_tokens + report.reused_tokens + report.recomputed_tokens + report.computed_tokens
-    assert by_fate == len(prompt)
+    by_source = report.prefix_exact_tokens + report.reused_tokens + report.recomputed_tokens + report.computed_tokens
+    assert by_source == len(prompt)
     again = bench.prefill(prompt, "cachecraft")
-    assert again.plan.tokens(Fate.COMPUTED) == 1 + 5, "BOS and the question; everything else is stored now"
+    assert again.plan.tokens(KVSource.COMPUTED) == 1 + 5, "BOS and the question; everything else is stored now"
 
 
 def test_variants_with_context_are_fixed_as_planned(bench):
@@ -186,11 +186,11 @@ def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
     assert heard == {}
     prompt = make_prompt(SIZES, system=6, order=(0, 3, 1, 2))
     parts = qwen.prefill(prompt, "cachecraft", focus=False).plan.parts
-    exact = {part.segment: 0.0 for part in parts if part.fate is Fate.EXACT}
+    exact = {part.segment: 0.0 for part in parts if part.kv_source is KVSource.EXACT}
     assert heard == {**exact, **{part.segment: part.fix.impact for part in parts if part.fix is not None}}
     assert (len(exact), len(heard)) == (2, 5)
     qwen.prefill(prompt, "full-reuse")
-    assert [heard[part.segment] for part in parts if part.fate is Fate.REUSED] == [1.0] * 3
+    assert [heard[part.segment] for part in parts if part.kv_source is KVSource.REUSED] == [1.0] * 3
 
 
 # --- profiles ------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_profiles_of_a_chunk_woven_whole_equal_the_models_own_attention(family):
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
     woven = bench.prefill(prompt, "cacheblend", ratio=1.0)
-    assert [capture.part.fate for capture in woven.captures] == [Fate.COMPUTED, *[Fate.REUSED] * 4]
+    assert [capture.part.kv_source for capture in woven.captures] == [KVSource.COMPUTED, *[KVSource.REUSED] * 4]
     check_profiles(woven, own_attention(bench, prompt.token_ids), 0, EVERYTHING)
 
 
@@ -297,7 +297,7 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
     bench.precompute(prompt)
     tokens = (*range(7), *range(9, 16))  # 14 of 23
     woven = bench.runner.prefill(prompt, Chosen({3: tokens, 5: range(15)}))
-    (kept,) = [capture for capture in woven.captures if capture.part.fate is Fate.REUSED]
+    (kept,) = [capture for capture in woven.captures if capture.part.kv_source is KVSource.REUSED]
     assert kept.recomputed == tokens
     bench.runner.store_new(woven)
     (record,) = stored_woven(bench, prompt, 3)
@@ -400,7 +400,7 @@ def written_out(bench: Bench, woven: Prefilled, chosen: dict[int, Sequence[int]]
     model, parts = bench.loaded.model, woven.plan.parts
     g, total = model.geometry, woven.plan.prompt_tokens
     everywhere = torch.arange(total)
-    required = {p for part in parts if part.fate is Fate.COMPUTED for p in part.span.positions()}
+    required = {p for part in parts if part.kv_source is KVSource.COMPUTED for p in part.span.positions()}
     active = {parts[i].span.start + token for i, tokens in chosen.items() for token in tokens}
     kept = {p for p in active for i in focused if p in parts[2 + i].span.positions()}
     ids = torch.tensor([token for part in parts for token in part.part.token_ids])
@@ -517,7 +517,7 @@ def rows_of(bench: Bench, prompt: Prompt, plan: Plan) -> tuple[ActiveRows, tuple
     placements = [Placement(p.span, bench.runner.store.get(p.segment)) for p in plan.parts if p.segment is not None]
     cache = RequestCache(model.geometry, len(prompt), placements, dtype=model.dtype, device=model.device)
     rows = ActiveRows.of_pass(cache, torch.tensor(prompt.token_ids), plan.passes[0], dtype=model.dtype)
-    computed = [p for p in plan.parts if p.fate is Fate.COMPUTED and p.part.id is not None]
+    computed = [p for p in plan.parts if p.kv_source is KVSource.COMPUTED and p.part.id is not None]
     captures = tuple(PartCapture(part, model.geometry, model.dtype, device=model.device) for part in computed)
     attention = AttentionCapture(plan.parts, model.geometry, EVERYTHING, device=model.device)
     rows.keep(captures, attention)

@@ -7,7 +7,7 @@ import torch
 
 from chunkweave import AsyncEngine, Chunk, Engine, OrderingConfig, Request, SamplingParams
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.store.records import segment_id
 from chunkweave.testing.toys import toy_model
 
@@ -42,13 +42,13 @@ def test_a_reordered_prompt_is_computed_as_in_full_prefill_of_that_order(model, 
     with Engine(model, ordering=OrderingConfig(ordering)) as engine, Engine(model, method="full") as reference:
         for chunks in (CHUNKS[:3], CHUNKS[:3], CHUNKS[1:], CHUNKS[::-1], CHUNKS[1:3]):
             request = Request(QUESTION, chunks, order="free")
-            prepared = engine.preparation.prepare(request, Wish())
+            prepared = engine.preparation.prepare(request, MethodRequest())
             prefilled = engine.runner.prefill(prepared.prompt, prepared.method)
             engine.runner.store_new(prefilled)
             stood = [chunks[rank] for _, rank in sorted(prepared.arranged.ranks.items())]
             prompt = reference.builder.build(QUESTION, stood)
             assert prompt == prepared.prompt
-            own = reference.runner.prefill(prompt, reference.preparation.prepare(request, Wish()).method)
+            own = reference.runner.prefill(prompt, reference.preparation.prepare(request, MethodRequest()).method)
             torch.testing.assert_close(prefilled.logits, own.logits, atol=2e-4, rtol=1e-4)
         engine.store.check()
         engine.store.tree.check()
@@ -81,16 +81,16 @@ def test_equal_sets_share_their_prefix_whatever_the_retriever_ranks_first(model)
         for turn in range(4):
             chunks = CHUNKS[turn:] + CHUNKS[:turn]
             answer = engine.generate(QUESTION, chunks, max_new_tokens=2)
-        assert [chunk.fate for chunk in answer.report.chunks] == ["prefix-exact", *["computed"] * 4]
+        assert [chunk.kv_source for chunk in answer.report.chunks] == ["prefix-exact", *["computed"] * 4]
 
 
 def test_exact_paths_are_kept_once_their_chunks_are_asked_for_often_enough(model):
     with Engine(model, ordering=OrderingConfig(promotion_threshold=3)) as engine:
-        fates = [[chunk.fate for chunk in ask(engine, CHUNKS[:2]).report.chunks] for _ in range(4)]
-        assert fates[:3] == [["computed"] * 3, *[["prefix-exact", "computed", "computed"]] * 2]
-        assert fates[3] == ["prefix-exact"] * 3
+        sources = [[chunk.kv_source for chunk in ask(engine, CHUNKS[:2]).report.chunks] for _ in range(4)]
+        assert sources[:3] == [["computed"] * 3, *[["prefix-exact", "computed", "computed"]] * 2]
+        assert sources[3] == ["prefix-exact"] * 3
         rare = ask(engine, CHUNKS)
-        assert [chunk.fate for chunk in rare.report.chunks] == [*["prefix-exact"] * 3, "computed", "computed"]
+        assert [chunk.kv_source for chunk in rare.report.chunks] == [*["prefix-exact"] * 3, "computed", "computed"]
         kept = {record.source for record in engine.store.records()}
         assert kept == {"", "history", "pilots"}, "the system part and what was promoted"
         engine.generate(QUESTION, CHUNKS[2:], max_new_tokens=2)
@@ -100,7 +100,7 @@ def test_exact_paths_are_kept_once_their_chunks_are_asked_for_often_enough(model
 def test_without_a_threshold_everything_is_kept(model):
     with Engine(model, ordering=OrderingConfig(promotion_threshold=None)) as engine:
         ask(engine, CHUNKS[:2])
-        assert [chunk.fate for chunk in ask(engine, CHUNKS[:2]).report.chunks] == ["prefix-exact"] * 3
+        assert [chunk.kv_source for chunk in ask(engine, CHUNKS[:2]).report.chunks] == ["prefix-exact"] * 3
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "cachecraft", "query", "epic", "full-reuse"])
@@ -109,12 +109,14 @@ def test_a_promoted_chunk_is_computed_exactly_and_continues_the_prefix(model, me
     with Engine(model, ordering=ordering) as engine, Engine(model, method="full") as reference:
         engine.precompute(CHUNKS)
         first = ask(engine, CHUNKS[:3], method=method)
-        assert {chunk.fate for chunk in first.report.chunks[1:]} == {"reused"}
+        assert {chunk.kv_source for chunk in first.report.chunks[1:]} == {"reused"}
         for promoted in range(1, 4):
             answer = ask(engine, CHUNKS[:3], method=method)
-            fates = [chunk.fate for chunk in answer.report.chunks[1:]]
-            assert fates == ["prefix-exact"] * (promoted - 1) + ["computed"] + ["reused"] * (3 - promoted)
-        assert [chunk.fate for chunk in ask(engine, CHUNKS[:3], method=method).report.chunks] == ["prefix-exact"] * 4
+            sources = [chunk.kv_source for chunk in answer.report.chunks[1:]]
+            assert sources == ["prefix-exact"] * (promoted - 1) + ["computed"] + ["reused"] * (3 - promoted)
+        assert [chunk.kv_source for chunk in ask(engine, CHUNKS[:3], method=method).report.chunks] == [
+            "prefix-exact"
+        ] * 4
         reference.generate(QUESTION, in_order(answer, CHUNKS[:3]), max_new_tokens=1)
         parts = [part.id for part in reference.builder.build(QUESTION, in_order(answer, CHUNKS[:3])).parts if part.id]
         for place, part in enumerate(parts):
@@ -132,13 +134,13 @@ def test_a_weaving_method_continues_a_prefix_only_if_requests_begin_with_it(mode
         asked = ([CHUNKS[0]], [CHUNKS[1], CHUNKS[0]], [CHUNKS[2], CHUNKS[0]], [CHUNKS[3], CHUNKS[0]])
         answers = [ask(engine, chunks, method="cacheblend") for chunks in asked]
         assert [sources(answer)[0] for answer in answers] == ["history"] * 4
-        fates = [[chunk.fate for chunk in answer.report.chunks[1:]] for answer in answers]
-        assert fates == [["reused"], ["reused"] * 2, ["computed", "reused"], ["prefix-exact", "reused"]]
+        sources = [[chunk.kv_source for chunk in answer.report.chunks[1:]] for answer in answers]
+        assert sources == [["reused"], ["reused"] * 2, ["computed", "reused"], ["prefix-exact", "reused"]]
     with Engine(model, ordering=OrderingConfig(continuation_threshold=None)) as engine:
         engine.precompute(CHUNKS)
         for _ in range(5):
             answer = ask(engine, CHUNKS[:2], method="cacheblend")
-        assert {chunk.fate for chunk in answer.report.chunks[1:]} == {"reused"}
+        assert {chunk.kv_source for chunk in answer.report.chunks[1:]} == {"reused"}
 
 
 def test_nothing_is_promoted_for_a_fixed_order(model):
@@ -146,7 +148,7 @@ def test_nothing_is_promoted_for_a_fixed_order(model):
         engine.precompute(CHUNKS)
         for _ in range(5):
             answer = engine.generate(QUESTION, CHUNKS, max_new_tokens=2, method="cacheblend")
-            assert {chunk.fate for chunk in answer.report.chunks[1:]} == {"reused"}
+            assert {chunk.kv_source for chunk in answer.report.chunks[1:]} == {"reused"}
 
 
 def test_many_requests_at_once_are_counted_and_ordered_too(model):
@@ -161,7 +163,7 @@ def test_many_requests_at_once_are_counted_and_ordered_too(model):
     with Engine(model) as engine:
         answer = asyncio.run(run(engine))
         assert sources(answer)[0] == "pilots"
-        assert answer.report.chunks[1].fate == "prefix-exact"
+        assert answer.report.chunks[1].kv_source == "prefix-exact"
 
 
 def test_tenants_never_meet_in_counts(model):

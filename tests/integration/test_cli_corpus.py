@@ -146,7 +146,7 @@ def test_ask_takes_its_documents_from_the_corpus(corpus):
     ]
     assert len(told(*ask, "Why?")["answers"][0]["retrieved"]) == 6
     warm = told(*ask, "--top-k", 2, "--precompute", "--method", "full-reuse", "Where is the ferry?")["answers"][0]
-    assert [chunk["fate"] for chunk in warm["report"]["chunks"][1:]] == ["reused", "reused"]
+    assert [chunk["kv_source"] for chunk in warm["report"]["chunks"][1:]] == ["reused", "reused"]
 
 
 def test_ask_can_compute_while_it_searches(corpus):

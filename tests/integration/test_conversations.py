@@ -167,8 +167,8 @@ def test_every_token_of_a_conversation_is_computed_once_but_for_bos(engine, rows
 WOVEN = ("cacheblend", "cachecraft", "query", "epic", "random", "h2o", "full-reuse")
 
 
-def fates(answer) -> dict[str, str]:
-    return {part.source: part.fate for part in answer.report.chunks}
+def sources(answer) -> dict[str, str]:
+    return {part.source: part.kv_source for part in answer.report.chunks}
 
 
 @pytest.mark.parametrize("method", WOVEN)
@@ -181,7 +181,7 @@ def test_what_was_woven_is_reused_as_it_is_and_marked_inexact(engine, method, ro
     rows.take()
     second = conversation.ask("And the mill?", [PILOTS, MILL], sampling=SHORT, method=method, recompute_ratio=0.3)
     report = second.report
-    assert fates(second) == {
+    assert sources(second) == {
         "system": "prefix-exact",
         "ferry": "reused",
         "pilots": "reused",
@@ -226,7 +226,7 @@ def test_exact_mode_recomputes_what_was_woven(engine):
     conversation.ask("When?", [FERRY, PILOTS], sampling=SHORT, method="cacheblend")
     exact = conversation.ask("And?", sampling=SHORT, quality="exact")
     assert exact.report.reused_tokens == exact.report.recomputed_tokens == 0
-    assert fates(exact)["turn"] == "computed"
+    assert sources(exact)["turn"] == "computed"
     again = conversation.ask("And then?", sampling=SHORT, method="cacheblend")
     assert again.report.prefix_exact_tokens == again.report.history_tokens + again.report.chunks[0].tokens
     engine.store.check()
@@ -242,7 +242,7 @@ def test_many_conversations_over_one_chunk_keep_what_each_wove(model):
     for talk in talks:
         later = talk.ask("And?", sampling=SHORT, method="cacheblend", recompute_ratio=0.5)
         assert later.report.recomputed_tokens == 0
-        assert "computed" not in (fates(later)["turn"], fates(later)["ferry"])
+        assert "computed" not in (sources(later)["turn"], sources(later)["ferry"])
     variants = len(engine.store)
     for talk in talks:
         talk.close()
@@ -266,9 +266,9 @@ def test_after_a_cut_exact_mode_recomputes_and_weaving_reuses(model, method):
     history = [part for part in report.chunks[1:] if part.source == "turn"]
     if method == "prefix":
         assert report.prefix_exact_tokens == report.chunks[0].tokens
-        assert {part.fate for part in history} == {"computed"}
+        assert {part.kv_source for part in history} == {"computed"}
     else:
-        assert {part.fate for part in history} == {"reused"}
+        assert {part.kv_source for part in history} == {"reused"}
         assert sum(part.recomputed_tokens for part in history) == 0
     cut_off = answer.report.chunks[1:]
     again = conversation.ask("Once more?", [FERRY, PILOTS, HARBOUR, SCHOOL, MILL], sampling=SHORT, method=method)

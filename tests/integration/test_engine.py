@@ -223,7 +223,7 @@ def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
     def told(report):
         return report.method, report.why, dict(report.parameters)
 
-    wishes = {
+    method_requests = {
         (): ("epic", "calibrated", {"recompute_ratio": 0.5}),
         (("quality", "fast"),): ("epic", "calibrated", {"recompute_ratio": 0.25}),
         (("quality", "exact"),): ("prefix", "exact", {}),
@@ -231,10 +231,10 @@ def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
         (("method", "cacheblend"), ("quality", "fast")): ("cacheblend", "asked for", {"recompute_ratio": 0.15}),
         (("method", "full"), ("quality", "exact")): ("full", "asked for", {}),
     }
-    for wish, expected in wishes.items():
-        assert told(engine.generate(QUESTION, CHUNKS, max_new_tokens=1, **dict(wish)).report) == expected
-        assert told(engine.generate_batch([request], **dict(wish))[0].report) == expected
-        assert told(list(engine.stream(request, **dict(wish)))[-1].answer.report) == expected
+    for method_request, expected in method_requests.items():
+        assert told(engine.generate(QUESTION, CHUNKS, max_new_tokens=1, **dict(method_request)).report) == expected
+        assert told(engine.generate_batch([request], **dict(method_request))[0].report) == expected
+        assert told(list(engine.stream(request, **dict(method_request)))[-1].answer.report) == expected
 
 
 def test_an_engine_keeps_the_quality_it_was_made_with(model):
@@ -298,12 +298,12 @@ def test_an_explanation_agrees_with_the_report(engine):
     assert sum(part.tokens for part in plan.parts) == report.prompt_tokens
     assert sum(part.recomputed_tokens for part in plan.parts) == report.recomputed_tokens > 0
     by_name = {part.source: part for part in plan.parts}
-    assert by_name["system"].fate == "prefix-exact"
+    assert by_name["system"].kv_source == "prefix-exact"
     assert by_name["ferry"].context == ()
     assert by_name["pilots"].context == ("history",)
     for chunk in report.chunks:
         part = by_name[chunk.source]
-        assert (part.fate, part.variant, part.tokens) == (chunk.fate, chunk.variant, chunk.tokens)
+        assert (part.kv_source, part.variant, part.tokens) == (chunk.kv_source, chunk.variant, chunk.tokens)
         assert [(span.start + part.start, span.stop + part.start) for span in part.recomputed] == [
             (span.start, span.stop) for span in chunk.recomputed
         ]
@@ -320,10 +320,10 @@ def test_an_explanation_has_the_scores_and_where_unfocused_chunks_were_stopped()
     answer = engine.generate(QUESTION, again, method="cachecraft", max_new_tokens=1)
     plan, report = answer.explanation, answer.report
     by_name = {part.source: part for part in plan.parts}
-    assert by_name["p0"].fate == "prefix-exact"
+    assert by_name["p0"].kv_source == "prefix-exact"
     assert by_name["p0"].cfo is None
     assert by_name["p2"].context == ("p0", "p1")
-    reused = [part for part in plan.parts if part.fate == "reused"]
+    reused = [part for part in plan.parts if part.kv_source == "reused"]
     assert [part.source for part in reused] == ["p2", "p1", "p4", "p3"]
     assert plan.stop is not None  # five chunks over eight layers: the question settles
     focused = {span.start for span in plan.stop.focused}

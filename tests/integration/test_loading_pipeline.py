@@ -21,7 +21,7 @@ from chunkweave.eval.loading import (
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import Level, TieredStore
 from chunkweave.testing.throttle import Link, ThrottledTier
@@ -170,7 +170,7 @@ def test_every_order_of_loading_gives_the_same_answer(model, order):
     runner, prompt, _ = slow_runner(model, Link(5e6), load_order=order)
     woven = runner.prefill(prompt, BLEND)
     assert torch.equal(woven.logits, memory_logits(model, prompt))
-    assert woven.plan.tokens(Fate.REUSED) == sum(SIZES)
+    assert woven.plan.tokens(KVSource.REUSED) == sum(SIZES)
 
 
 def test_a_prefetched_request_does_not_wait(model):
@@ -200,8 +200,8 @@ def test_a_segment_that_breaks_in_the_middle_is_dropped_and_computed(model, monk
 
     monkeypatch.setattr(tier, "get", get)
     woven = runner.prefill(prompt, BLEND)
-    fates = [part.fate for part in woven.plan.parts if part.part.kind == "chunk"]
-    assert fates.count(Fate.COMPUTED) == 1
+    sources = [part.kv_source for part in woven.plan.parts if part.part.kind == "chunk"]
+    assert sources.count(KVSource.COMPUTED) == 1
     assert broken not in {record.id for record in runner.store.records()}
     runner.store.check()
 
@@ -211,7 +211,7 @@ def test_a_late_segment_is_computed_but_kept(model):
     runner, prompt, tier = slow_runner(model, Link(1e15), cost=cost)
     tier._link.bytes_per_s = 1e4
     woven = runner.prefill(prompt, make_method("full-reuse"))
-    assert woven.plan.tokens(Fate.COMPUTED) > 12
+    assert woven.plan.tokens(KVSource.COMPUTED) > 12
     assert len(list(tier.records())) == len(SIZES)
 
 
@@ -219,9 +219,9 @@ def test_a_segment_that_loads_slower_than_it_computes_is_not_planned_with(model)
     per_token = kv_bytes_per_token(model.model.geometry, model.model.dtype)
     cost = CostModel((0,), (1, 100), ((0.001, 0.1),), per_token, {"slow": per_token / 1.0})
     runner, prompt, _ = slow_runner(model, Link(1e15), cost=cost)
-    assert runner.prefill(prompt, BLEND).plan.tokens(Fate.REUSED) == 0
+    assert runner.prefill(prompt, BLEND).plan.tokens(KVSource.REUSED) == 0
     runner.cost = CostModel((0,), (1, 100), ((0.001, 0.1),), per_token, {"slow": per_token * 1e6})
-    assert runner.prefill(prompt, BLEND).plan.tokens(Fate.REUSED) > 0
+    assert runner.prefill(prompt, BLEND).plan.tokens(KVSource.REUSED) > 0
 
 
 def test_what_was_loaded_is_promoted_after_the_first_token(model):

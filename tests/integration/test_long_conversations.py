@@ -54,11 +54,11 @@ def test_a_thousand_turns(model, method):
             assert report.prefix_exact_tokens >= first + (0 if report.turns_cut else report.history_tokens)
             assert report.reused_tokens == report.recomputed_tokens == 0
         else:
-            assert not any(part.fate == "computed" or part.recomputed_tokens for part in history)
-            reused = sum(part.tokens for part in history if part.fate == "reused")
+            assert not any(part.kv_source == "computed" or part.recomputed_tokens for part in history)
+            reused = sum(part.tokens for part in history if part.kv_source == "reused")
             assert report.reused_tokens >= reused
             if report.turns_cut:
-                assert {part.fate for part in history if part.source == "turn"} == {"reused"}
+                assert {part.kv_source for part in history if part.source == "turn"} == {"reused"}
         if number >= 100:
             assert len(engine.store) <= most_segments + 20
             assert engine.store.used_bytes <= most_bytes * 1.5
@@ -91,7 +91,7 @@ def test_kv_of_an_idle_conversation_moves_down_the_tiers_and_is_found_there(mode
         later = conversation.ask("And so?", sampling=SHORT, method=method).report
         tiers = {part.tier for part in later.chunks[1:]}
         assert "disk" in tiers
-        assert {part.fate for part in later.chunks} <= {"prefix-exact", "reused"}
+        assert {part.kv_source for part in later.chunks} <= {"prefix-exact", "reused"}
         engine.store.check()
 
 

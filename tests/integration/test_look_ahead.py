@@ -170,8 +170,8 @@ def test_a_segment_that_breaks_while_it_is_read_ahead_is_computed(below, referen
     request = asked([0, 1], 5)
     driver.submit(request, "full-reuse")
     driver.run()
-    fates = [chunk.fate for chunk in driver.answers()[1].report.chunks]
-    assert fates[1:] == ["reused", "computed"]
+    sources = [chunk.kv_source for chunk in driver.answers()[1].report.chunks]
+    assert sources[1:] == ["reused", "computed"]
 
 
 def test_a_look_that_fails_is_no_harm(below, monkeypatch):

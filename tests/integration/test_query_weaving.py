@@ -13,7 +13,7 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import Level, TieredStore
 from chunkweave.testing.throttle import Link, ThrottledTier
@@ -47,7 +47,7 @@ def recomputed(prefilled) -> list[int]:
 
 
 def candidates_of(plan) -> list[int]:
-    return [position for span in plan.spans(Fate.REUSED) for position in span.positions()]
+    return [position for span in plan.spans(KVSource.REUSED) for position in span.positions()]
 
 
 def best(scores: torch.Tensor, among: list[int], count: int) -> list[int]:
@@ -141,7 +141,7 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
     assert not set(missing) & set(candidates)
     assert (read - expected)[candidates].abs().max() < 1e-5
     assert read[missing].abs().max() == 0
-    computed = woven.plan.tokens(Fate.COMPUTED)
+    computed = woven.plan.tokens(KVSource.COMPUTED)
     assert {work.kept_tokens for work in woven.work[:4]} == {computed - len(missing)}
 
 
@@ -231,9 +231,9 @@ def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     bench.precompute(prompt)
     prefilled = bench.prefill(prompt, "query", ratio=0.1, query=QueryConfig(layers=(0, 1)))
     layers = bench.loaded.model.geometry.num_layers
-    reused = prefilled.plan.tokens(Fate.REUSED)
+    reused = prefilled.plan.tokens(KVSource.REUSED)
     assert prefilled.recompute_work == layers * ceil(0.1 * reused)
-    question = len(prompt) - reused - prefilled.plan.tokens(Fate.EXACT)
+    question = len(prompt) - reused - prefilled.plan.tokens(KVSource.EXACT)
     assert [work.kept_tokens for work in prefilled.work[:2]] == [question, question]
     assert [work.finished_tokens for work in prefilled.work[:2]] == [question, 0]
     assert len(prefilled.work) == 2 + layers
@@ -258,7 +258,7 @@ def test_an_exact_prefix_is_no_candidate(bench):
     for part in prompt.parts[4:-1]:
         bench.prefill(alone(part), "full", keep=True)
     prefilled = bench.prefill(prompt, "query", ratio=0.5)
-    exact = {position for span in prefilled.plan.spans(Fate.EXACT) for position in span.positions()}
+    exact = {position for span in prefilled.plan.spans(KVSource.EXACT) for position in span.positions()}
     assert exact
     assert not exact & set(recomputed(prefilled))
 

@@ -54,7 +54,7 @@ def test_an_answer_is_that_of_the_engine_over_what_was_retrieved(best_first):
 def test_the_second_question_reuses_the_chunks_of_the_first(pipeline):
     assert pipeline.precompute() == 12
     answer = pipeline.answer("The storm?", sampling=FEW, method="full-reuse")
-    assert [chunk.fate for chunk in answer.report.chunks[1:]] == ["reused"] * 3
+    assert [chunk.kv_source for chunk in answer.report.chunks[1:]] == ["reused"] * 3
 
 
 def test_a_stream_begins_with_the_chunks_and_ends_with_the_answer(pipeline):
@@ -153,8 +153,8 @@ def test_tenants_do_not_share_what_they_compute(loaded):
     with Engine(loaded) as engine:
         one, two = (RagPipeline(engine, corpus, top_k=2, cache_salt=salt) for salt in ("one", "two"))
         one.precompute()
-        fates = {chunk.fate for chunk in two.answer("storm", sampling=FEW, method="full-reuse").report.chunks}
-        assert fates == {"computed"}
+        sources = {chunk.kv_source for chunk in two.answer("storm", sampling=FEW, method="full-reuse").report.chunks}
+        assert sources == {"computed"}
         two.remove(["d0"])
         assert len([record for record in engine.store.records() if record.source == "d0"]) == 1, "that of the other"
 

@@ -14,7 +14,7 @@ from chunkweave.fusion.evidence import measure
 from chunkweave.fusion.focus import FocusWatch
 from chunkweave.fusion.question_watch import QuestionWatch
 from chunkweave.models.ranks import ALONE, Ranks
-from chunkweave.planning.plan import Evidence, Fate, PartPlan, StopUnfocused, Watch
+from chunkweave.planning.plan import Evidence, KVSource, PartPlan, StopUnfocused, Watch
 from chunkweave.types import ChunkId, Geometry, Span
 
 TOKENS, HEADS, KV_HEADS, DIM = 24, 8, 4, 16
@@ -118,9 +118,9 @@ def test_profiles(heads):
     """With one captured head, or three, the ranks have not as many of them; one has none."""
     first, second = (ChunkId(name) for name in "ab")
     parts = (
-        PartPlan(PromptPart(PartKind.START, (1,)), Span(0, 1), Fate.COMPUTED),
-        PartPlan(PromptPart(PartKind.CHUNK, tuple(range(9)), first), Span(1, 10), Fate.COMPUTED),
-        PartPlan(PromptPart(PartKind.CHUNK, tuple(range(14)), second), Span(10, 24), Fate.COMPUTED),
+        PartPlan(PromptPart(PartKind.START, (1,)), Span(0, 1), KVSource.COMPUTED),
+        PartPlan(PromptPart(PartKind.CHUNK, tuple(range(9)), first), Span(1, 10), KVSource.COMPUTED),
+        PartPlan(PromptPart(PartKind.CHUNK, tuple(range(14)), second), Span(10, 24), KVSource.COMPUTED),
     )
 
     def work(ranks: Ranks) -> list[float]:

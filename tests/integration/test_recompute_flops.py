@@ -5,7 +5,7 @@ from math import ceil
 import pytest
 
 from chunkweave.planning.flops import prefill_flops
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.testing.toys import toy_model
 from tests.integration.weaving import make_bench, make_prompt
 
@@ -20,7 +20,7 @@ def test_at_equal_tokens_cachecraft_takes_fewer_flops_than_cacheblend(alpha, foc
     bench.prefill(make_prompt(SIZES, order=(3, 1, 0, 2)), "full", keep=True)
     prompt = make_prompt(SIZES)
     craft = bench.prefill(prompt, "cachecraft", alpha=alpha, focus=focus, check_layers=(1,))
-    reused = craft.plan.tokens(Fate.REUSED)
+    reused = craft.plan.tokens(KVSource.REUSED)
     count = craft.plan.passes[0].candidate_tokens
     assert reused == sum(SIZES)
     assert 0 < count < reused

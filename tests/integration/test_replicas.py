@@ -40,7 +40,7 @@ def test_what_one_engine_promotes_the_other_follows_and_reuses(model, tmp_path, 
             one.precompute(CHUNKS)
         for _ in range(5):
             first = ask(one, CHUNKS[:3], method=method)
-        assert {chunk.fate for chunk in first.report.chunks} == {"prefix-exact"}
+        assert {chunk.kv_source for chunk in first.report.chunks} == {"prefix-exact"}
         assert one.store.flush()
         stood = [CHUNKS[chunk.rank].source for chunk in first.report.chunks[1:]]
         path = [chunk.id for chunk in first.report.chunks]
@@ -51,7 +51,7 @@ def test_what_one_engine_promotes_the_other_follows_and_reuses(model, tmp_path, 
 
     answer = ask(other, [CHUNKS[3], *CHUNKS[:3][::-1]], method="prefix")
     assert [chunk.source for chunk in answer.report.chunks[1:4]] == stood, "the other's path, not the caller's order"
-    assert [(chunk.fate, chunk.tier) for chunk in answer.report.chunks[:4]] == [("prefix-exact", "remote")] * 4
+    assert [(chunk.kv_source, chunk.tier) for chunk in answer.report.chunks[:4]] == [("prefix-exact", "remote")] * 4
     reference = Engine(model, method="full")
     stood_in_all = [[CHUNKS[3], *CHUNKS[:3][::-1]][chunk.rank] for chunk in answer.report.chunks[1:]]
     assert answer.token_ids == reference.generate("What is old?", stood_in_all, max_new_tokens=2).token_ids

@@ -11,7 +11,7 @@ from chunkweave.engine.answer import Durations, make_report
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.testing.toys import toy_model
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
@@ -29,27 +29,27 @@ def bench(model) -> Bench:
     return make_bench(model)
 
 
-def fates(prefilled) -> str:
+def sources(prefilled) -> str:
     """One letter a stored part: Exact, Reused, Computed."""
-    letters = {Fate.EXACT: "E", Fate.REUSED: "R", Fate.COMPUTED: "C"}
-    return "".join(letters[part.fate] for part in prefilled.plan.parts if part.part.id is not None)
+    letters = {KVSource.EXACT: "E", KVSource.REUSED: "R", KVSource.COMPUTED: "C"}
+    return "".join(letters[part.kv_source] for part in prefilled.plan.parts if part.part.id is not None)
 
 
 def test_nothing_stored_everything_computed(bench):
-    assert fates(bench.prefill(make_prompt(SIZES, system=6), "cacheblend")) == "CCCCC"
+    assert sources(bench.prefill(make_prompt(SIZES, system=6), "cacheblend")) == "CCCCC"
 
 
 def test_a_repeated_request_is_an_exact_prefix(bench):
     prompt = make_prompt(SIZES, system=6)
     bench.prefill(prompt, "cacheblend", keep=True)
-    assert fates(bench.prefill(prompt, "prefix")) == "EEEEE"
+    assert sources(bench.prefill(prompt, "prefix")) == "EEEEE"
 
 
 def test_another_order_is_prefix_then_reuse(bench):
     bench.prefill(make_prompt(SIZES, system=6), "full", keep=True)
     shuffled = make_prompt(SIZES, system=6, order=(0, 2, 1, 3))
-    assert fates(bench.prefill(shuffled, "prefix")) == "EECCC"
-    assert fates(bench.prefill(shuffled, "full-reuse")) == "EERRR"
+    assert sources(bench.prefill(shuffled, "prefix")) == "EECCC"
+    assert sources(bench.prefill(shuffled, "full-reuse")) == "EERRR"
 
 
 def test_hits_after_a_miss_are_used_and_the_miss_is_stored_inexact(bench):
@@ -57,17 +57,17 @@ def test_hits_after_a_miss_are_used_and_the_miss_is_stored_inexact(bench):
     for i in (0, 2, 3):
         bench.prefill(alone(prompt.parts[1 + i]), "full", keep=True)
     woven = bench.prefill(prompt, "cacheblend", keep=True)
-    assert fates(woven) == "ECRR"
+    assert sources(woven) == "ECRR"
     again = bench.prefill(prompt, "prefix")
-    assert fates(again) == "EECC"  # its predecessors were exact, so the stored miss is too
+    assert sources(again) == "EECC"  # its predecessors were exact, so the stored miss is too
 
     other = make_prompt(SIZES, order=(3, 2, 1, 0))
     bench.runner.store.discard_chunk(prompt.parts[2].id)
     woven = bench.prefill(other, "cacheblend", keep=True)
-    assert fates(woven) == "ERCR"
+    assert sources(woven) == "ERCR"
     stored = [r for r in bench.runner.store.records() if r.chunk_id == prompt.parts[2].id]
     assert [record.exact for record in stored] == [False]
-    assert fates(bench.prefill(other, "prefix")) == "ECCC"
+    assert sources(bench.prefill(other, "prefix")) == "ECCC"
 
 
 def test_alone_variants_are_preferred_whatever_was_used_last(bench):
@@ -76,7 +76,7 @@ def test_alone_variants_are_preferred_whatever_was_used_last(bench):
     bench.prefill(prompt, "full", keep=True)
     woven = bench.prefill(make_prompt(SIZES, system=6, order=(2, 1, 0, 3)), "full-reuse")
     by_id = {record.id: record for record in bench.runner.store.records()}
-    assert all(by_id[p.segment].alone for p in woven.plan.parts if p.fate is Fate.REUSED)
+    assert all(by_id[p.segment].alone for p in woven.plan.parts if p.kv_source is KVSource.REUSED)
 
 
 def test_a_repeated_chunk_in_one_prompt(bench):
@@ -84,7 +84,7 @@ def test_a_repeated_chunk_in_one_prompt(bench):
     first, second = prompt.parts[1:3]
     twice = Prompt((prompt.parts[0], first, second, first, prompt.parts[-1]))
     bench.precompute(twice)
-    assert fates(bench.prefill(twice, "cacheblend")) == "ERR"
+    assert sources(bench.prefill(twice, "cacheblend")) == "ERR"
     woven = bench.log_probs(twice, "cacheblend", ratio=1.0)
     assert (woven - bench.own_log_probs(twice)).abs().max() < 1e-4
 
@@ -102,7 +102,7 @@ def test_a_segment_that_the_tier_lost_is_computed_again(bench):
     lost = next(r for r in store.records() if r.chunk_id == prompt.parts[3].id)
     bench.tier.delete(lost.id)
     woven = bench.runner.prefill(prompt, make_method("full-reuse"))
-    assert fates(woven) == "ERCR"
+    assert sources(woven) == "ERCR"
     assert store.stats.lost == 1
     store.check()
 
@@ -111,7 +111,7 @@ def test_no_budget_means_no_reuse_and_right_answers(model):
     bench = make_bench(model, budget_bytes=0)
     prompt = make_prompt(SIZES)
     bench.prefill(prompt, "full", keep=True)
-    assert fates(bench.prefill(prompt, "cacheblend")) == "CCCC"
+    assert sources(bench.prefill(prompt, "cacheblend")) == "CCCC"
     assert bench.runner.store.used_bytes == 0
 
 

@@ -60,8 +60,8 @@ def served():
         async with AsyncEngine(engine, BatchingConfig(max_running=2)) as batching:
             metrics = ServerMetrics("toy", batching=lambda: batching.stats, store=engine.store, shadow=engine.shadow)
             before = scrape(metrics)
-            wishes = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
-            for number, (method, tokens) in enumerate(wishes):
+            method_requests = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
+            for number, (method, tokens) in enumerate(method_requests):
                 request = Request(
                     f"When, {number}?",
                     CHUNKS[number:] + CHUNKS[:number],
@@ -83,23 +83,23 @@ def served():
     return engine, reports, *asyncio.run(main())
 
 
-def test_tokens_by_fate_are_those_of_the_reports(served):
+def test_tokens_by_source_are_those_of_the_reports(served):
     _, answers, metrics, _, _ = served
     samples = scrape(metrics)
     for method in ("cacheblend", "full", "prefix"):
         reports = [answer.report for answer in answers if answer.report.method == method]
-        for fate, field in (
+        for kv_source, field in (
             ("prefix-exact", "prefix_exact_tokens"),
             ("reused", "reused_tokens"),
             ("recomputed", "recomputed_tokens"),
             ("computed", "computed_tokens"),
         ):
-            there = value(samples, "prompt_tokens_by_fate_total", method=method, fate=fate)
+            there = value(samples, "prompt_tokens_by_source_total", method=method, kv_source=kv_source)
             assert there == sum(getattr(report, field) for report in reports)
-    by_fate = sum(number for (name, _), number in samples.items() if name == "prompt_tokens_by_fate_total")
-    assert by_fate == value(samples, "prompt_tokens_total") == sum(a.report.prompt_tokens for a in answers)
+    by_source = sum(number for (name, _), number in samples.items() if name == "prompt_tokens_by_source_total")
+    assert by_source == value(samples, "prompt_tokens_total") == sum(a.report.prompt_tokens for a in answers)
     assert value(samples, "generation_tokens_total") == sum(len(answer.token_ids) for answer in answers)
-    assert value(samples, "prompt_tokens_by_fate_total", method="cacheblend", fate="reused") > 0
+    assert value(samples, "prompt_tokens_by_source_total", method="cacheblend", kv_source="reused") > 0
 
 
 def test_times_are_those_of_the_reports(served):

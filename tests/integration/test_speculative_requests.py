@@ -13,7 +13,7 @@ from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.testing.toys import toy_model
 from tests.integration.test_async_engine import end_of, gate
 from tests.integration.test_batching_core import METHODS, STORED, Driver, alone, asked
@@ -98,7 +98,7 @@ def test_a_speculation_gives_way_and_is_the_same_answer_afterwards(engine):
 
 def test_memory_that_a_request_needs_is_taken_from_speculations_alone(engine):
     grows, guess = asked([0], 60), asked([1, 2], 60)
-    prompts = [len(engine.preparation.prepare(one, Wish("prefix")).prompt) for one in (grows, guess)]
+    prompts = [len(engine.preparation.prepare(one, MethodRequest("prefix")).prompt) for one in (grows, guess)]
     driver = Driver(engine, max_running=2, kv_tokens=sum(prompts) + 16, block_tokens=4)
     driver.submit(guess, speculative=True)
     driver.core.step()
@@ -146,7 +146,7 @@ def test_a_confirmed_speculation_takes_its_place_in_the_queue_then(engine):
 def test_one_that_runs_when_it_is_confirmed_keeps_nobody_from_memory(engine):
     """A request waits that is too large to fit beside what runs; the speculation that did is behind it from then on."""
     large = asked([4, 3, 2, 1, 0], 2)
-    length = len(engine.preparation.prepare(large, Wish("prefix")).prompt)
+    length = len(engine.preparation.prepare(large, MethodRequest("prefix")).prompt)
     driver = Driver(engine, max_running=3, window=0, kv_tokens=length + 12, block_tokens=4)
     driver.submit(asked([], 8))
     guess = driver.submit(asked([], 60), speculative=True)
@@ -240,7 +240,7 @@ def test_what_a_speculation_computed_whole_is_stored_when_it_ends(ended_by):
         driver.core.step()
     engine.store.check()
     overlapping = engine.generate_batch([asked([3, 4], 3)], method="prefix")[0]
-    assert [chunk.fate for chunk in overlapping.report.chunks] == ["prefix-exact", "prefix-exact", "computed"]
+    assert [chunk.kv_source for chunk in overlapping.report.chunks] == ["prefix-exact", "prefix-exact", "computed"]
     fresh = Engine(engine.loaded).generate_batch([asked([3, 4], 3)], method="full")[0]
     assert overlapping.token_ids == fresh.token_ids
 

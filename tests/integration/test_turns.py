@@ -8,7 +8,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.planning.method import make_method, stale_offsets
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.testing.toys import toy_model
 from tests.integration.test_query_weaving import explicit_attention
 from tests.integration.weaving import Bench, chunk_part, make_bench, make_prompt
@@ -64,7 +64,7 @@ def test_what_a_turn_recomputed_stays_and_the_next_question_chooses_among_the_re
     assert not recomputed(second) & before
     assert len(recomputed(second)) == ceil(0.2 * (sum(SIZES) - len(before)))
     assert (rows_at(second, before) - rows_at(first, before)).abs().max() < 1e-5
-    untouched = {p for span in second.plan.spans(Fate.REUSED) for p in span.positions()} - recomputed(second)
+    untouched = {p for span in second.plan.spans(KVSource.REUSED) for p in span.positions()} - recomputed(second)
     assert (rows_at(second, untouched) - rows_at(first, untouched)).abs().max() < 1e-5
 
 
@@ -100,7 +100,7 @@ def test_a_later_question_chooses_among_the_stale_tokens_of_the_kept_cache(bench
     later = next_turn(prompt, 7)
     second = weave(bench, later, first)
     history = second.plan.parts[-2]
-    assert history.fate is Fate.COMPUTED
+    assert history.kv_source is KVSource.COMPUTED
     read = explicit_attention(bench, weave(bench, later, first, method="full-reuse"), history.span.positions())
     read = torch.stack([read[layer] for layer in (0, 1, 2)]).amax(1).sum((0, 1))
     stale = [part.span.start + offset for part in second.plan.parts for offset in stale_offsets(part)]
@@ -116,7 +116,7 @@ def test_a_new_chunk_in_a_later_turn_is_woven_as_any_other(bench):
     bench.precompute(Prompt((later.parts[0], later.parts[-2])))
     second = weave(bench, later, first)
     new = second.plan.parts[-2]
-    assert (new.fate, new.fresh) == (Fate.REUSED, frozenset())
+    assert (new.kv_source, new.fresh) == (KVSource.REUSED, frozenset())
     third = weave(bench, next_turn(later, 8), second)
     kept = third.plan.parts[len(later.parts) - 2]
     assert kept.fresh == {p - new.span.start for p in recomputed(second) if p in new.span.positions()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.testing.toys import TOY_FAMILIES, toy_model
 from tests.integration.weaving import BOS, Bench, alone, make_bench, make_prompt
 
@@ -37,7 +37,7 @@ def test_prefix_equals_full_for_every_split_point(bench, held):
     beginning = type(prompt)((*prompt.parts[: 2 + held], other.parts[-1]))
     bench.prefill(beginning, "full", keep=True)
     woven = bench.prefill(prompt, "prefix")
-    assert woven.plan.tokens(Fate.EXACT) == sum(len(p) for p in prompt.parts[1 : 2 + held])
+    assert woven.plan.tokens(KVSource.EXACT) == sum(len(p) for p in prompt.parts[1 : 2 + held])
     close(torch.log_softmax(woven.logits, -1), bench.log_probs(prompt, "full"))
 
 

@@ -111,7 +111,7 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
     notes.portal.call(running.aclose)
     wait_until(lambda: len(forgotten) == 2)
     notes.portal.call(notes.parts.answering.swept)
-    assert notes.ask("ferry?", documents=[FERRY.strip()]).json()["chunkweave"]["chunks"][1]["fate"] == "computed"
+    assert notes.ask("ferry?", documents=[FERRY.strip()]).json()["chunkweave"]["chunks"][1]["kv_source"] == "computed"
 
 
 def _asked(**body):

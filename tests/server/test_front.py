@@ -55,8 +55,8 @@ def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
     report = told["chunkweave"]
     assert report["recomputed_tokens"] > 0
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
-    fates = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    assert sum(report[name] for name in fates) == report["prompt_tokens"] == told["usage"]["prompt_tokens"]
+    sources = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    assert sum(report[name] for name in sources) == report["prompt_tokens"] == told["usage"]["prompt_tokens"]
     assert report["why"] == "asked for"
     assert [chunk["rank"] for chunk in report["chunks"]] == [0, 1]
 
@@ -306,7 +306,7 @@ def test_metrics_of_all_servers_stand_beside_ours(two):
     for name in ("upstream-0", "upstream-1"):
         assert f'vllm:requests{{replica="{name}",model_name="m"}}' in text
         assert f'chunkweave:replica_up{{model_name="m",replica="{name}"}} 1.0' in text
-    assert 'chunkweave:prompt_tokens_by_fate_total{fate="computed"' in text
+    assert 'chunkweave:prompt_tokens_by_source_total{kv_source="computed"' in text
 
 
 def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(tmp_path):

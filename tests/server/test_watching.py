@@ -16,7 +16,7 @@ def figures(client: Client, key: str | None = None) -> dict[tuple[str, str], flo
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
-            found[sample.name, sample.labels.get("outcome", sample.labels.get("fate", ""))] = sample.value
+            found[sample.name, sample.labels.get("outcome", sample.labels.get("kv_source", ""))] = sample.value
     return found
 
 

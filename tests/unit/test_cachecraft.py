@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate, Fix, Plan, StopUnfocused
+from chunkweave.planning.plan import Fix, KVSource, Plan, StopUnfocused
 from chunkweave.planning.scores import adjusted_overlap
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.lookup import PromptLookup, look_up
@@ -76,13 +76,13 @@ def lookup_of(path: str, *stored: SegmentRecord, broken: bool = False) -> Prompt
 def plan_of(lookup: PromptLookup, method: str = "cachecraft", **config) -> Plan:
     plan = make_method(method, ReuseConfig(**config)).plan(lookup, GEOMETRY)
     plan.validate(GEOMETRY.num_layers)
-    assert sum(plan.tokens(fate) for fate in Fate) == lookup.prompt_tokens
+    assert sum(plan.tokens(kv_source) for kv_source in KVSource) == lookup.prompt_tokens
     return plan
 
 
-def fates(plan: Plan) -> str:
+def sources(plan: Plan) -> str:
     """E(xact), R(eused) or C(omputed) of each part with an id."""
-    return "".join(part.fate.name[0] for part in plan.parts if part.part.id is not None)
+    return "".join(part.kv_source.name[0] for part in plan.parts if part.part.id is not None)
 
 
 def chosen(plan: Plan, place: int) -> tuple[str | None, Fix | None]:
@@ -105,7 +105,7 @@ def test_a_chunk_in_a_new_context_by_hand():
     stored = record_of("ACB", (0.6, 0.4), outward=(0.1, 0.5, 0.1, 0.3))
     plan = plan_of(lookup_of("ADB", stored), alpha=1.2)
     segment, fix = chosen(plan, 2)
-    assert (fates(plan), segment) == ("CCR", stored.id)
+    assert (sources(plan), segment) == ("CCR", stored.id)
     assert fix is not None
     assert fix.overlap == pytest.approx(0.6)
     assert fix.cci == stored.attention.cci
@@ -143,9 +143,9 @@ def test_the_first_chunk_of_a_prompt():
 
 def test_a_prompt_of_one_chunk():
     alone = record_of("B", ())
-    assert fates(plan_of(lookup_of("B", alone))) == "E"
+    assert sources(plan_of(lookup_of("B", alone))) == "E"
     plan = plan_of(lookup_of("*B", alone))
-    assert (fates(plan), recomputed(plan)) == ("CR", []), "the instruction enters no score"
+    assert (sources(plan), recomputed(plan)) == ("CR", []), "the instruction enters no score"
     assert plan.passes[0].rules == ()
 
 
@@ -153,7 +153,7 @@ def test_the_same_chunk_twice_in_one_prompt():
     """Its first place is exact, the second is scored with the first before it."""
     alone, after_itself = record_of("B", ()), record_of("BB", (2.0,), exact=False)
     plan = plan_of(lookup_of("BCB", alone, after_itself))
-    assert fates(plan) == "ECR"
+    assert sources(plan) == "ECR"
     assert chosen(plan, 2) == (after_itself.id, Fix(CCI_OF_TWO, 1.0, 0.0, 0, 0.5))
     both = plan_of(lookup_of("DBB", alone))
     assert [chosen(both, place)[0] for place in (1, 2)] == [alone.id, alone.id]
@@ -181,7 +181,7 @@ def test_a_chunk_of_a_single_token():
 
 def test_all_chunks_new():
     plan = plan_of(lookup_of("*ABC"))
-    assert fates(plan) == "CCCC"
+    assert sources(plan) == "CCCC"
     assert plan.passes == plan_of(lookup_of("*ABC"), "full").passes
 
 
@@ -189,14 +189,14 @@ def test_a_chunk_in_the_exact_prefix_and_among_the_variants():
     """The exact one is taken, though another one is as good and was used later."""
     other, first, second = record_of("CB", (0.0,)), record_of("A", ()), record_of("AB", (1.0,))
     plan = plan_of(lookup_of("ABD", other, first, second, record_of("D", ())))
-    assert fates(plan) == "EER"
+    assert sources(plan) == "EER"
     assert chosen(plan, 1) == (second.id, None)
 
 
 def test_an_exact_segment_behind_a_gap_needs_no_fix():
     """Same context, but the chunk before it is stored no more: overlap 1."""
     plan = plan_of(lookup_of("AB", record_of("AB", (1.0,))))
-    assert (fates(plan), recomputed(plan)) == ("CR", [])
+    assert (sources(plan), recomputed(plan)) == ("CR", [])
 
 
 def test_a_longer_new_prefix_is_not_seen_and_is_reported():
@@ -211,7 +211,7 @@ def test_a_longer_new_prefix_is_not_seen_and_is_reported():
 def test_a_reused_instruction_is_a_chunk_with_none_before_it():
     stored = SegmentRecord.of(ChunkId("*"), (), part_of("*").token_ids, exact=False, nbytes=1)
     plan = plan_of(lookup_of("*AB", stored))
-    assert (fates(plan), recomputed(plan)) == ("RCC", [])
+    assert (sources(plan), recomputed(plan)) == ("RCC", [])
 
 
 # --- variants
@@ -278,7 +278,7 @@ def test_the_choice_by_brute_force(seed, alpha):
 def test_the_focus_rule_names_all_chunks_and_the_question():
     stored = (record_of("A", ()), record_of("AB", (1.0,)), record_of("XC", (1.0,)))
     plan = plan_of(lookup_of("ABCD", *stored), focus_reading=FocusReading.LARGEST_GAP)
-    assert fates(plan) == "EERC"
+    assert sources(plan) == "EERC"
     chunks = (Span(1, 5), Span(5, 9), Span(9, 13), Span(13, 17))
     assert plan.passes[0].rules == (StopUnfocused(chunks, Span(17, 20), 3, FocusReading.LARGEST_GAP),)
     assert plan.passes[0].stop_unfocused is plan.passes[0].rules[0]
@@ -351,7 +351,7 @@ def set_cache(path: str, *stored: str, inexact: tuple[str, ...] = ()) -> tuple[s
     plan = plan_of(lookup_of(path, *records.values()), "set-cache")
     assert not plan.passes[0].candidates, "nothing is recomputed"
     where = [part for part in plan.parts if part.part.id is not None]
-    return fates(plan), tuple(names.get(part.segment) for part in where if part.fate is not Fate.COMPUTED)
+    return sources(plan), tuple(names.get(part.segment) for part in where if part.kv_source is not KVSource.COMPUTED)
 
 
 def test_set_cache_takes_the_longest_prefix_in_another_order():
@@ -410,7 +410,7 @@ def test_ten_chunks_with_five_variants_are_planned_at_once():
     method = make_method("cachecraft", ReuseConfig())
     plan = method.plan(lookup, GEOMETRY)
     assert plan.passes[0].candidate_tokens > 500
-    for group, part in zip(plan.passes[0].candidates, plan.spans(Fate.REUSED), strict=True):
+    for group, part in zip(plan.passes[0].candidates, plan.spans(KVSource.REUSED), strict=True):
         assert isinstance(group, Scattered)
         assert group.hull() == part, "its offsets were ranked within it, so that none need be looked at"
     times_s = []

@@ -28,7 +28,7 @@ from chunkweave.planning.calibration_record import (
     rising_fit,
 )
 from chunkweave.planning.method import parameter_of
-from chunkweave.planning.method_choice import MethodChooser, Why, Wish
+from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 
 FINGERPRINT = "f" * 32
 
@@ -251,28 +251,51 @@ OWN = ReuseConfig(0.4, alpha=2.5)
 
 
 @pytest.mark.parametrize(
-    ("usual", "wish", "record", "method", "why", "parameters"),
+    ("usual", "method_request", "record", "method", "why", "parameters"),
     [
-        (Wish(), Wish(), None, "prefix", Why.EXACT, {}),
-        (Wish(), Wish(), RECORD, "cacheblend", Why.CALIBRATED, {"recompute_ratio": 0.3}),
-        (Wish(), Wish.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
-        (Wish(), Wish.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
-        (Wish(), Wish.of(None, "exact"), None, "prefix", Why.EXACT, {}),
-        (Wish(), Wish.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (Wish(), Wish.of("cachecraft", "fast"), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 2.5}),
-        (Wish(), Wish.of("full", "exact"), RECORD, "full", Why.ASKED_FOR, {}),
-        (Wish(), Wish.of("epic", None, 0.1), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
-        (Wish.of("epic", None), Wish(), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (Wish.of("epic", None), Wish.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
-        (Wish.of("epic", None), Wish.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
-        (Wish.of(None, "fast"), Wish(), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
-        (Wish.of(None, "fast"), Wish.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (Wish(), Wish.of(None, None, 0.2), None, "prefix", Why.EXACT, {}),
-        (Wish(), Wish.of(None, None, 0.2), RECORD, "cacheblend", Why.ASKED_FOR, {"recompute_ratio": 0.2}),
+        (MethodRequest(), MethodRequest(), None, "prefix", Why.EXACT, {}),
+        (MethodRequest(), MethodRequest(), RECORD, "cacheblend", Why.CALIBRATED, {"recompute_ratio": 0.3}),
+        (MethodRequest(), MethodRequest.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (MethodRequest(), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
+        (MethodRequest(), MethodRequest.of(None, "exact"), None, "prefix", Why.EXACT, {}),
+        (MethodRequest(), MethodRequest.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (MethodRequest(), MethodRequest.of("cachecraft", "fast"), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 2.5}),
+        (MethodRequest(), MethodRequest.of("full", "exact"), RECORD, "full", Why.ASKED_FOR, {}),
+        (MethodRequest(), MethodRequest.of("epic", None, 0.1), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
+        (MethodRequest.of("epic", None), MethodRequest(), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (MethodRequest.of("epic", None), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
+        (
+            MethodRequest.of("epic", None),
+            MethodRequest.of(None, "fast"),
+            RECORD,
+            "cachecraft",
+            Why.CALIBRATED,
+            {"alpha": 1.0},
+        ),
+        (MethodRequest.of(None, "fast"), MethodRequest(), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (
+            MethodRequest.of(None, "fast"),
+            MethodRequest.of("epic", None),
+            RECORD,
+            "epic",
+            Why.ASKED_FOR,
+            {"recompute_ratio": 0.4},
+        ),
+        (MethodRequest(), MethodRequest.of(None, None, 0.2), None, "prefix", Why.EXACT, {}),
+        (
+            MethodRequest(),
+            MethodRequest.of(None, None, 0.2),
+            RECORD,
+            "cacheblend",
+            Why.ASKED_FOR,
+            {"recompute_ratio": 0.2},
+        ),
     ],
 )
-def test_a_method_wins_then_a_target_then_the_record_then_exactness(usual, wish, record, method, why, parameters):
-    choice = MethodChooser(usual, OWN, record).choose(wish)
+def test_a_method_wins_then_a_target_then_the_record_then_exactness(
+    usual, method_request, record, method, why, parameters
+):
+    choice = MethodChooser(usual, OWN, record).choose(method_request)
     assert (choice.method, choice.why, dict(choice.parameters)) == (method, why, parameters)
 
 
@@ -281,32 +304,32 @@ def test_a_target_that_no_method_reaches_is_answered_exactly():
         targets={Quality.BALANCED: choose_target(BLEND, 1.0), Quality.FAST: choose_target(BLEND, 0.95)}
     )
     chooser = MethodChooser(record=record)
-    for wish in (Wish(), Wish.of(None, "balanced")):
-        assert (chooser.choose(wish).method, chooser.choose(wish).why) == ("prefix", Why.EXACT)
-    assert chooser.choose(Wish.of(None, "fast")).method == "cacheblend"
+    for method_request in (MethodRequest(), MethodRequest.of(None, "balanced")):
+        assert (chooser.choose(method_request).method, chooser.choose(method_request).why) == ("prefix", Why.EXACT)
+    assert chooser.choose(MethodRequest.of(None, "fast")).method == "cacheblend"
 
 
 def test_calibrated_settings_replace_the_engines_own():
-    choice = MethodChooser(Wish(), OWN, RECORD).choose(Wish.of(None, "balanced"))
+    choice = MethodChooser(MethodRequest(), OWN, RECORD).choose(MethodRequest.of(None, "balanced"))
     assert choice.reuse == ReuseConfig(0.3, (1, 2), focus=False)
 
 
 @pytest.mark.parametrize(
-    ("wish", "record", "said"),
+    ("method_request", "record", "said"),
     [
-        (Wish.of(None, "balanced"), None, "calibration record.*make one with `chunkweave calibrate here`"),
-        (Wish.of(None, "fast"), None, "'fast' needs a calibration record"),
-        (Wish.of("cacheblend", "exact"), RECORD, "contradict"),
-        (Wish.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
-        (Wish.of("epic", None, 1.5), RECORD, "between 0 and 1"),
-        (Wish.of(None, None, 1.5), None, "between 0 and 1"),
+        (MethodRequest.of(None, "balanced"), None, "calibration record.*make one with `chunkweave calibrate here`"),
+        (MethodRequest.of(None, "fast"), None, "'fast' needs a calibration record"),
+        (MethodRequest.of("cacheblend", "exact"), RECORD, "contradict"),
+        (MethodRequest.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
+        (MethodRequest.of("epic", None, 1.5), RECORD, "between 0 and 1"),
+        (MethodRequest.of(None, None, 1.5), None, "between 0 and 1"),
     ],
 )
-def test_what_cannot_be_fulfilled_is_a_usage_error(wish, record, said):
+def test_what_cannot_be_fulfilled_is_a_usage_error(method_request, record, said):
     with pytest.raises(UsageError, match=said):
-        MethodChooser(Wish(), OWN, record, "chunkweave calibrate here").choose(wish)
+        MethodChooser(MethodRequest(), OWN, record, "chunkweave calibrate here").choose(method_request)
 
 
 def test_an_unknown_quality_is_refused_with_those_there_are():
     with pytest.raises(UsageError, match="unknown quality 'best'; there are: exact, balanced, fast"):
-        Wish.of(None, "best")
+        MethodRequest.of(None, "best")

@@ -11,7 +11,7 @@ from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.cli.explain import explanation, strip_lines, token_strip, variant_words
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.explanation import PartExplanation, Stop, describe_pass, explain_plan
-from chunkweave.planning.plan import Fate, Fix, KeepTop, PartPlan, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Span
@@ -55,15 +55,15 @@ BY_CHUNK = {record.chunk_id: record.id for record in RECORDS.values()}
 def make_plan(*, rules=()) -> Plan:
     """System exact; tides, storms and boats reused, of which 3, 1 and 2 tokens are candidates."""
     parts, start = [], 0
-    for part, fate, fix in (
-        (SYSTEM, Fate.EXACT, None),
-        (TIDES, Fate.REUSED, Fix(0.75, 0.5, 0.25, 3)),
-        (STORMS, Fate.REUSED, Fix(0.5, 1.0, 0.0, 0)),
-        (BOATS, Fate.REUSED, None),
-        (QUESTION, Fate.COMPUTED, None),
+    for part, kv_source, fix in (
+        (SYSTEM, KVSource.EXACT, None),
+        (TIDES, KVSource.REUSED, Fix(0.75, 0.5, 0.25, 3)),
+        (STORMS, KVSource.REUSED, Fix(0.5, 1.0, 0.0, 0)),
+        (BOATS, KVSource.REUSED, None),
+        (QUESTION, KVSource.COMPUTED, None),
     ):
         span = Span(start, start + len(part))
-        parts.append(PartPlan(part, span, fate, BY_CHUNK.get(part.id), fix))
+        parts.append(PartPlan(part, span, kv_source, BY_CHUNK.get(part.id), fix))
         start = span.stop
     candidates = (Span(10, 13), Span(29, 31), Span(32, 33))
     return Plan("cachecraft", tuple(parts), (Pass((Span(40, 49),), candidates, rules),))
@@ -86,14 +86,14 @@ def rendered(renderable) -> str:
 
 def test_each_part_says_what_was_taken_why_and_what_was_computed_again():
     system, tides, storms, boats, question = explained().parts
-    assert (system.fate, system.context, system.alone, system.recomputed) == (Fate.EXACT, (), True, ())
+    assert (system.kv_source, system.context, system.alone, system.recomputed) == (KVSource.EXACT, (), True, ())
     assert (tides.start, tides.tokens, tides.context) == (10, 12, ("storms", "01234567"))
     assert (tides.cci, tides.overlap, tides.cfo, tides.recomputed_tokens) == (0.75, 0.5, 0.25, 3)
     assert tides.recomputed == (Span(0, 3),)
     assert (storms.context, storms.alone, storms.cfo, storms.recomputed) == ((), True, 0.0, (Span(7, 8),))
     assert not tides.alone
     assert (boats.context, boats.cci, boats.recomputed) == (("tides",), None, (Span(0, 1),))
-    assert (question.fate, question.variant, question.context) == (Fate.COMPUTED, None, None)
+    assert (question.kv_source, question.variant, question.context) == (KVSource.COMPUTED, None, None)
 
 
 def test_spans_that_cross_parts_are_cut_at_their_edges():
@@ -166,11 +166,11 @@ def test_only_reused_parts_have_a_strip_and_names_line_up():
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (PartExplanation(PartKind.QUESTION, "question", 0, 3, Fate.COMPUTED), "-"),
-        (PartExplanation(PartKind.CHUNK, "a", 0, 3, Fate.REUSED, "ab" * 16, (), True), "abababab alone"),
-        (PartExplanation(PartKind.CHUNK, "a", 0, 3, Fate.EXACT, "ab" * 16, ()), "abababab as first chunk"),
+        (PartExplanation(PartKind.QUESTION, "question", 0, 3, KVSource.COMPUTED), "-"),
+        (PartExplanation(PartKind.CHUNK, "a", 0, 3, KVSource.REUSED, "ab" * 16, (), True), "abababab alone"),
+        (PartExplanation(PartKind.CHUNK, "a", 0, 3, KVSource.EXACT, "ab" * 16, ()), "abababab as first chunk"),
         (
-            PartExplanation(PartKind.CHUNK, "a", 0, 3, Fate.REUSED, "ab" * 16, ("b",)),
+            PartExplanation(PartKind.CHUNK, "a", 0, 3, KVSource.REUSED, "ab" * 16, ("b",)),
             "abababab in context of 1 chunk (b)",
         ),
     ],
@@ -199,7 +199,7 @@ def test_the_whole_plan_on_a_screen():
 
 
 def test_a_plan_without_reuse_has_no_strips():
-    plan = Plan("full", (PartPlan(QUESTION, Span(0, 9), Fate.COMPUTED),), (Pass((Span(0, 9),)),))
+    plan = Plan("full", (PartPlan(QUESTION, Span(0, 9), KVSource.COMPUTED),), (Pass((Span(0, 9),)),))
     made = explain_plan(plan, num_layers=8, recomputed=(), records={})
     shown = rendered(explanation(made, replace(REPORT, why="", parameters={})))
     assert "kept" not in shown
@@ -208,7 +208,7 @@ def test_a_plan_without_reuse_has_no_strips():
 
 def test_source_names_are_no_markup():
     part = PartExplanation(
-        PartKind.CHUNK, "[red]x[/red]", 0, 3, Fate.REUSED, "ab" * 16, ("[b]",), recomputed=(Span(0, 1),)
+        PartKind.CHUNK, "[red]x[/red]", 0, 3, KVSource.REUSED, "ab" * 16, ("[b]",), recomputed=(Span(0, 1),)
     )
     shown = rendered(explanation(replace(explained(), parts=(part,)), REPORT))
     assert shown.count("[red]x[/red]") == 2
@@ -221,5 +221,5 @@ def test_as_data_it_is_json():
     assert data["method"] == "cachecraft"
     assert data["stop"]["layer"] == 5
     assert data["parts"][1]["recomputed"] == [{"start": 0, "stop": 3}]
-    assert data["parts"][1]["fate"] == "reused"
+    assert data["parts"][1]["kv_source"] == "reused"
     assert data["parts"][3]["partly"] == [{"start": 0, "stop": 1}]

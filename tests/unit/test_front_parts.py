@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.front.answer_report import tokens_by_fate
+from chunkweave.front.answer_report import tokens_by_source
 from chunkweave.front.exposition import labelled
 from chunkweave.front.report_inbox import ReportInbox
 from chunkweave.front.settings import FleetSettings, ReuseSettings
@@ -110,9 +110,9 @@ def test_divergence_of_the_likeliest_tokens():
 def test_fates_sum_to_the_prompt():
     woven = {"prefix_exact_tokens": 5, "reused_tokens": 3, "recomputed_tokens": 1, "computed_tokens": 1}
     for report in (None, {"computed_tokens": 4}, woven):
-        fates = tokens_by_fate(report, 10, 2)
-        assert fates.prefix_exact + fates.reused + fates.recomputed + fates.computed == 10
-    assert tokens_by_fate(None, 10, 2).prefix_exact == 2
+        sources = tokens_by_source(report, 10, 2)
+        assert sources.prefix_exact + sources.reused + sources.recomputed + sources.computed == 10
+    assert tokens_by_source(None, 10, 2).prefix_exact == 2
 
 
 def test_reports_are_found_by_the_fronts_own_id(tmp_path):

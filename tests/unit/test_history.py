@@ -7,7 +7,7 @@ import pytest
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.history import with_history
 from chunkweave.planning.method import METHODS, make_method
-from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Span
@@ -47,10 +47,10 @@ def test_history_is_reused_as_it_is(lookup, method, alpha):
     plan = planned(with_history(lookup, own), method, alpha=alpha)
     spans = [plan.parts[place].span for place in HISTORY]
     assert [plan.parts[place].segment for place in HISTORY] == [own[place].id for place in HISTORY]
-    assert {plan.parts[place].fate for place in HISTORY} == {Fate.REUSED}
+    assert {plan.parts[place].kv_source for place in HISTORY} == {KVSource.REUSED}
     untouched = {position for span in spans for position in span.positions()}
     assert not any(untouched & may_be_active(a_pass) for a_pass in plan.passes)
-    assert plan.parts[1].fate is Fate.EXACT
+    assert plan.parts[1].kv_source is KVSource.EXACT
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "query", "epic", "random", "h2o"])
@@ -68,7 +68,7 @@ def test_the_budget_is_for_what_is_new(lookup, method):
 def test_exact_methods_compute_it(lookup, method):
     own = {place: own_of(lookup, place) for place in HISTORY}
     plan = planned(with_history(lookup, own), method)
-    assert {plan.parts[place].fate for place in HISTORY} == {Fate.COMPUTED}
+    assert {plan.parts[place].kv_source for place in HISTORY} == {KVSource.COMPUTED}
 
 
 def test_what_is_exact_stays_so_and_other_tokens_are_not_taken(lookup):

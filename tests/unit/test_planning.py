@@ -1,4 +1,4 @@
-"""Plans without tensors: fates, passes, ratios, FLOPs, and what a plan may not say."""
+"""Plans without tensors: sources, passes, ratios, FLOPs, and what a plan may not say."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.flops import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.methods.cacheblend import filter_ratios
-from chunkweave.planning.plan import Fate, Fix, KeepTop, PartPlan, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
@@ -66,10 +66,10 @@ def test_every_plan_covers_its_prompt(sizes, data, method, ratio):
     lookup = make_lookup(sizes, stored, exact)
     made = plan(method, lookup, recompute_ratio=ratio)
     assert [part.span for part in made.parts] == [entry.span for entry in lookup.parts]
-    assert sum(made.tokens(fate) for fate in Fate) == lookup.prompt_tokens
+    assert sum(made.tokens(kv_source) for kv_source in KVSource) == lookup.prompt_tokens
     required = [{p for span in a_pass.required for p in span.positions()} for a_pass in made.passes]
-    assert {p for span in made.spans(Fate.COMPUTED) for p in span.positions()} <= required[-1]
-    assert not {p for span in made.spans(Fate.EXACT) for p in span.positions()} & set().union(*required)
+    assert {p for span in made.spans(KVSource.COMPUTED) for p in span.positions()} <= required[-1]
+    assert not {p for span in made.spans(KVSource.EXACT) for p in span.positions()} & set().union(*required)
     again = plan(method, lookup, recompute_ratio=ratio)
     assert again == made
 
@@ -129,11 +129,11 @@ def test_layer_flops_by_hand():
     assert full_prefill_flops(GEOMETRY, 4) == 7 * whole + last + 2 * 6 * 50
 
 
-def part(fate, start, stop):
+def part(kv_source, start, stop):
     ids = tuple(range(stop - start))
     record = SegmentRecord.of(chunk_id("f", "", ids), (), ids, exact=True, nbytes=1)
     chunk = PromptPart(PartKind.CHUNK, ids, record.chunk_id)
-    return PartPlan(chunk, Span(start, stop), fate, record.id if fate is not Fate.COMPUTED else None)
+    return PartPlan(chunk, Span(start, stop), kv_source, record.id if kv_source is not KVSource.COMPUTED else None)
 
 
 FOCUS = StopUnfocused((Span(0, 5), Span(5, 10)), Span(10, 14))
@@ -144,7 +144,7 @@ def focused(*rules):
 
 
 def test_rules_of_both_kinds_go_together():
-    parts = (part(Fate.COMPUTED, 0, 5), part(Fate.REUSED, 5, 10), part(Fate.COMPUTED, 10, 14))
+    parts = (part(KVSource.COMPUTED, 0, 5), part(KVSource.REUSED, 5, 10), part(KVSource.COMPUTED, 10, 14))
     mixed = focused(KeepTop(1, 2), FOCUS, KeepTop(2, 1))
     Plan("given", parts, (mixed,)).validate(4)
     assert mixed.keep_top == (KeepTop(1, 2), KeepTop(2, 1))
@@ -157,10 +157,10 @@ def test_rules_of_both_kinds_go_together():
 
 def test_what_is_computed_is_told_from_what_is_recomputed():
     parts = (
-        part(Fate.COMPUTED, 0, 5),
-        part(Fate.REUSED, 5, 10),
-        part(Fate.REUSED, 10, 14),
-        part(Fate.COMPUTED, 14, 16),
+        part(KVSource.COMPUTED, 0, 5),
+        part(KVSource.REUSED, 5, 10),
+        part(KVSource.REUSED, 10, 14),
+        part(KVSource.COMPUTED, 14, 16),
     )
     plan = Plan("given", parts, (Pass((Span(0, 6), Span(8, 12), Span(11, 16))),))
     assert plan.computed_tokens_of(plan.passes[0]) == 5 + 2
@@ -170,9 +170,9 @@ def test_what_is_computed_is_told_from_what_is_recomputed():
 def test_only_reused_parts_are_fixed():
     fix = Fix(cci=0.8, overlap=0.25, cfo=0.6, tokens=3)
     assert fix.impact == pytest.approx(0.8 * 0.75)
-    assert replace(part(Fate.REUSED, 0, 5), fix=fix).fix is fix
+    assert replace(part(KVSource.REUSED, 0, 5), fix=fix).fix is fix
     with pytest.raises(ValueError, match="needs no fix"):
-        replace(part(Fate.COMPUTED, 0, 5), fix=fix)
+        replace(part(KVSource.COMPUTED, 0, 5), fix=fix)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_only_reused_parts_are_fixed():
     ],
 )
 def test_contradictory_plans_are_caught(passes, message):
-    parts = (part(Fate.COMPUTED, 0, 5), part(Fate.REUSED, 5, 10), part(Fate.COMPUTED, 10, 14))
+    parts = (part(KVSource.COMPUTED, 0, 5), part(KVSource.REUSED, 5, 10), part(KVSource.COMPUTED, 10, 14))
     with pytest.raises(ValueError, match=message):
         Plan("given", parts, passes).validate(4)
 

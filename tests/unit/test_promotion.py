@@ -7,7 +7,7 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.planning.promotion import Promoting
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -46,7 +46,7 @@ def test_an_exact_method_keeps_no_more_than_the_promoted_prefix(known):
         plain = make_method(name).plan(lookup, GEOMETRY)
         plan = Promoting(make_method(name), Promotion(kept=hot)).plan(lookup, GEOMETRY)
         assert plan.passes == plain.passes
-        assert [part.fate for part in plan.parts] == [part.fate for part in plain.parts]
+        assert [part.kv_source for part in plan.parts] == [part.kv_source for part in plain.parts]
         chunks = [(part, entry) for part, entry in zip(plan.parts, lookup.parts, strict=True)][2:-1]
         promoted = True
         for part, entry in chunks:
@@ -64,5 +64,5 @@ def test_a_weaving_method_computes_the_next_hot_chunk_and_no_other(known, name):
     following = next((n for n, entry in enumerate(lookup.parts) if n > 1 and entry.part.id and not entry.exact), None)
     for number, (before, after) in enumerate(zip(plain.parts, plan.parts, strict=True)):
         promoted = number == following and after.part.id in hot
-        assert after.fate is (Fate.COMPUTED if promoted else before.fate)
+        assert after.kv_source is (KVSource.COMPUTED if promoted else before.kv_source)
         assert after.kept

@@ -12,7 +12,7 @@ from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.method import make_method, stale_offsets, stale_spans
-from chunkweave.planning.plan import Evidence, Fate, KeepTop, Pass, Plan, TopBy
+from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
 from chunkweave.planning.turns import KeptPart, with_kept
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Span
@@ -201,7 +201,7 @@ def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_tokens, mix
         mixed_share=mixed_share,
         factor=factor,
     )
-    reused = made.tokens(Fate.REUSED)
+    reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
     chosen = sum(a_pass.surviving_tokens for a_pass in made.passes if a_pass.start is not None)
     assert always + chosen == ceil(ratio * reused)

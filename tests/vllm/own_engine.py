@@ -12,7 +12,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.vllm.request import parse
 from chunkweave.vllm.weave_settings import Defaults, chosen
 from tests.integration.weaving import Bench, make_bench
@@ -66,7 +66,7 @@ class OwnEngine:
             focus=reuse.focus,
             query=reuse.query,
         )
-        reused = prefilled.plan.tokens(Fate.REUSED)
+        reused = prefilled.plan.tokens(KVSource.REUSED)
         work = prefilled.recompute_work / (self.bench.loaded.model.geometry.num_layers * reused) if reused else 0.0
         recomputed = [position for span in prefilled.recomputed for position in span.positions()]
         return OwnAnswer(torch.log_softmax(prefilled.logits, -1), recomputed, work)

@@ -32,8 +32,8 @@ def test_documents_are_woven_and_counted(client):
     assert report["recomputed_tokens"] > 0
     cached = report["prefix_exact_tokens"] + report["reused_tokens"]
     assert told.usage.prompt_tokens_details.cached_tokens == cached > 0
-    fates = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    assert sum(report[name] for name in fates) == told.usage.prompt_tokens
+    sources = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    assert sum(report[name] for name in sources) == told.usage.prompt_tokens
 
 
 def test_streamed_answers_are_the_same_and_carry_the_report(client):
@@ -95,7 +95,7 @@ def test_metrics_and_shadow_checks(client, front):
         time.sleep(0.5)
     assert 'vllm:num_requests_running{replica="replica-0"' in text
     assert 'chunkweave:replica_up{model_name="reader",replica="replica-0"} 1.0' in text
-    assert 'fate="recomputed",method="cacheblend"' in text
+    assert 'kv_source="recomputed",method="cacheblend"' in text
 
 
 def test_a_server_that_is_killed_under_load_is_told_of_and_started_again(client, front):

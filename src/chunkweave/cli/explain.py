@@ -11,7 +11,7 @@ from rich.text import Text
 from chunkweave.cli.tables import times, token_line
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.explanation import PartExplanation, PlanExplanation
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.types import Span
 
 STRIP_CELLS = 64
@@ -46,7 +46,7 @@ def part_table(parts: Sequence[PartExplanation]) -> Table:
     table = Table()
     table.add_column("part", overflow="fold")
     table.add_column("tokens", justify="right")
-    table.add_column("fate")
+    table.add_column("KV source")
     table.add_column("variant", overflow="fold")
     for name in ("CCI", "overlap", "CFO", "recomputed"):
         table.add_column(name, justify="right")
@@ -54,7 +54,7 @@ def part_table(parts: Sequence[PartExplanation]) -> Table:
         table.add_row(
             escape(part.source),
             str(part.tokens),
-            str(part.fate),
+            str(part.kv_source),
             escape(variant_words(part)),
             *(_score(value) for value in (part.cci, part.overlap, part.cfo)),
             _recomputed(part),
@@ -65,7 +65,7 @@ def part_table(parts: Sequence[PartExplanation]) -> Table:
 def variant_words(part: PartExplanation) -> str:
     """Which segment was taken, by the chunks that it was computed behind.
 
-    >>> variant_words(PartExplanation("chunk", "a", 0, 9, Fate.REUSED, "d3f0" * 8, ("b", "c")))
+    >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c")))
     'd3f0d3f0 in context of 2 chunks (b, c)'
     """
     if part.variant is None:
@@ -80,7 +80,7 @@ def variant_words(part: PartExplanation) -> str:
 
 def strip_lines(parts: Sequence[PartExplanation], cells: int = STRIP_CELLS) -> list[str]:
     """A named strip for every reused part."""
-    reused = [part for part in parts if part.fate is Fate.REUSED]
+    reused = [part for part in parts if part.kv_source is KVSource.REUSED]
     width = max((len(part.source) for part in reused), default=0)
     return [
         f"{part.source:<{width}}  {token_strip(part.tokens, part.recomputed, part.partly, cells=cells)}"
@@ -125,8 +125,8 @@ def _score(value: float | None) -> str:
 
 
 def _recomputed(part: PartExplanation) -> str:
-    if part.fate is not Fate.REUSED:
-        return "all" if part.fate is Fate.COMPUTED else "-"
+    if part.kv_source is not KVSource.REUSED:
+        return "all" if part.kv_source is KVSource.COMPUTED else "-"
     below = sum(len(span) for span in part.partly)
     stopped = f" + {below} below layer {part.stopped_at_layer}" if below else ""
     return f"{part.recomputed_tokens}{stopped}"

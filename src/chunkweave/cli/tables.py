@@ -17,19 +17,25 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
     if reordered:
         table.add_column("rank", justify="right")
     table.add_column("chunk", overflow="fold")
-    table.add_column("fate")
+    table.add_column("KV source")
     table.add_column("tokens", justify="right")
     table.add_column("recomputed", justify="right")
     table.add_column("tier")
     for chunk in report.chunks:
         rank = "" if chunk.rank is None else str(chunk.rank + 1)
-        cells = (escape(chunk.source), chunk.fate, str(chunk.tokens), str(chunk.recomputed_tokens), chunk.tier or "-")
+        cells = (
+            escape(chunk.source),
+            chunk.kv_source,
+            str(chunk.tokens),
+            str(chunk.recomputed_tokens),
+            chunk.tier or "-",
+        )
         table.add_row(*((rank, *cells) if reordered else cells))
     return Group(token_line(report), table, times(report))
 
 
 def token_line(report: ReuseReport) -> str:
-    """One line: the method, why and how it was set, and tokens by fate."""
+    """One line: the method, why and how it was set, and tokens by KV source."""
     told = [f"{name} {value:g}" for name, value in report.parameters.items()]
     how = ", ".join([*told, *([report.why] if report.why else [])])
     return (

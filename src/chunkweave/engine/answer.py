@@ -11,7 +11,7 @@ from chunkweave.ordering.conversation import NextTurn
 from chunkweave.planning.explanation import PlanExplanation
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.plan import Fate, PartPlan, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.types import Chunk, Geometry, SegmentId, Span, spans_of
 
 
@@ -77,22 +77,22 @@ def make_report(
     *,
     content: NextTurn | None = None,
 ) -> ReuseReport:
-    """Tokens by fate and time by phase of one answer.
+    """Tokens by KV source and time by phase of one answer.
 
     `tiers` says where segments came from (host, if it does not), `choice` why the method was taken, `arranged` how the
     chunks came to stand where they do, `content` what the turn of a conversation put into the prompt.
     """
     plan = prefilled.plan
-    reused = plan.tokens(Fate.REUSED)
+    reused = plan.tokens(KVSource.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
     arranged = arranged or Arranged(prefilled.prompt)
     return ReuseReport(
         method=plan.method,
         prompt_tokens=plan.prompt_tokens,
-        prefix_exact_tokens=plan.tokens(Fate.EXACT),
+        prefix_exact_tokens=plan.tokens(KVSource.EXACT),
         reused_tokens=reused - recomputed,
         recomputed_tokens=recomputed,
-        computed_tokens=plan.tokens(Fate.COMPUTED),
+        computed_tokens=plan.tokens(KVSource.COMPUTED),
         recompute_fraction=prefilled.recompute_work / (geometry.num_layers * reused) if reused else 0.0,
         queue_s=durations.queue_s,
         lookup_s=prefilled.lookup_s,
@@ -132,7 +132,7 @@ def _chunk_report(
     return ChunkReport(
         id=part.part.id,
         source=part.part.source or str(part.part.kind),
-        fate=str(part.fate),
+        kv_source=str(part.kv_source),
         variant=part.segment,
         tier=tiers.get(part.segment, "host") if part.segment is not None else None,
         tokens=len(part.span),

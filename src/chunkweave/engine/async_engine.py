@@ -21,7 +21,7 @@ from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.preparation import Prepared
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.batching_config import BatchingConfig
 
 logger = logging.getLogger(__name__)
@@ -114,9 +114,9 @@ class AsyncEngine:
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full(speculative=speculative)
         with self._preparing:  # tokenizers are not made for several threads at once
-            wish = Wish.of(method, quality, recompute_ratio)
+            method_request = MethodRequest.of(method, quality, recompute_ratio)
             most = self._core.most_tokens
-            prepared = self._preparation.prepare(request, wish, most_tokens=most, speculative=speculative)
+            prepared = self._preparation.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:
             return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop, speculative=speculative)
         except BaseException:

@@ -12,7 +12,7 @@ from chunkweave.errors import PromptTooLongError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.ordering.conversation import HistoryPart, NextTurn, PastTurn, next_turn
 from chunkweave.ordering.conversations import Conversations, Key, Standing
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tiered import TieredStore
 from chunkweave.types import SegmentId
@@ -128,7 +128,7 @@ class Conversing:
     def _store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
         assert said.id is not None, "a turn has an id"
         assert self._store is not None, "whoever computes KV has a store"
-        exact = all(part.fate is not Fate.REUSED for part in prefilled.plan.parts)
+        exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
         kv = prefilled.cache.segment(len(said))
         context = prefilled.prompt.contexts()[-1]
         record = SegmentRecord.of(said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes)

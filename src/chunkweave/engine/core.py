@@ -30,7 +30,7 @@ from chunkweave.errors import (
 )
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.batching_config import BatchingConfig
 
 logger = logging.getLogger(__name__)
@@ -305,7 +305,7 @@ class BatchingCore:
         assert ticket.admitted_s is not None, "who runs was admitted"
         queue_s = ticket.admitted_s - ticket.arrived_s
         running = self._preparation.running(ticket.prepared, prefilled, queue_s=queue_s)
-        approximate = any(part.fate is Fate.REUSED for part in prefilled.plan.parts)
+        approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
         ticket.plan = prefilled.plan if approximate else None
         running.advance(prefilled.logits)
         ticket.running, ticket.first_token_s = running, self._clock()

@@ -30,7 +30,7 @@ from chunkweave.ordering.registry import make_ordering
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.tiered import TieredStore
@@ -95,7 +95,7 @@ class Engine:
         make_ordering(ordering.ordering)  # refused now, not after a store is open
         cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
         self._chooser = open_chooser(
-            loaded, Wish.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
+            loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
         )
         self._owns_store = not isinstance(store, TieredStore)
         cost: CostModel | None = None
@@ -240,7 +240,7 @@ class Engine:
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then.
         """
-        prepared = self.preparation.prepare(request, Wish.of(method, quality, recompute_ratio))
+        prepared = self.preparation.prepare(request, MethodRequest.of(method, quality, recompute_ratio))
         try:
             running = self._start(prepared, time.perf_counter(), 0.0)
             started = time.perf_counter()
@@ -269,11 +269,11 @@ class Engine:
         Raises:
             UsageError: as `generate`; nothing has been computed then.
         """
-        wish = Wish.of(method, quality, recompute_ratio)
+        method_request = MethodRequest.of(method, quality, recompute_ratio)
         prepared: list[Prepared] = []
         try:
             for request in requests:
-                prepared.append(self.preparation.prepare(request, wish))  # noqa: PERF401  (those begun must be ended)
+                prepared.append(self.preparation.prepare(request, method_request))  # noqa: PERF401  (those begun must be ended)
             return self._answer(prepared)
         finally:
             for one in prepared:

@@ -1,4 +1,4 @@
-"""What an engine's reuse methods come from: its owner's wish, and the model's calibration record."""
+"""What an engine's reuse methods come from: its owner's method_request, and the model's calibration record."""
 
 import logging
 from pathlib import Path
@@ -9,24 +9,24 @@ from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.calibration_file import stored_calibration
 from chunkweave.planning.calibration_record import CalibrationRecord, Quality
 from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import MethodChooser, Why, Wish
+from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 
 logger = logging.getLogger(__name__)
 
 
 def open_chooser(
     loaded: LoadedModel,
-    wish: Wish,
+    method_request: MethodRequest,
     reuse: ReuseConfig,
     *,
     calibration: CalibrationRecord | None,
     cache_dir: Path | None,
 ) -> MethodChooser:
-    """What chooses the method of each request for a model; `wish` is for those that name nothing.
+    """What chooses the method of each request for a model; `method_request` is for those that name nothing.
 
     Args:
         loaded: the model.
-        wish: what the engine's owner asked for.
+        method_request: what the engine's owner asked for.
         reuse: what a method that is named is told.
         calibration: the record that quality targets resolve by; None = the one in `cache_dir` or beside the model.
         cache_dir: the folder that the engine keeps segments in, if it has one.
@@ -38,8 +38,8 @@ def open_chooser(
     record = calibration or stored_calibration(cache_dir, loaded.folder, loaded.fingerprint)
     if record is not None and record.fingerprint != loaded.fingerprint:
         raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
-    chooser = MethodChooser(wish, reuse, record, _how_to_calibrate(loaded))
-    usual = chooser.choose(Wish())
+    chooser = MethodChooser(method_request, reuse, record, _how_to_calibrate(loaded))
+    usual = chooser.choose(MethodRequest())
     make_method(usual.method, usual.reuse)
     if record is None and usual.why is Why.EXACT:
         logger.info(

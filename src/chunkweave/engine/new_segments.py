@@ -7,7 +7,7 @@ from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture, WovenFrom
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.planning.plan import Fate, PartPlan, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tiered import TieredStore
@@ -31,9 +31,9 @@ def parts_to_keep(
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         if part.part.id is None or not part.kept:
             continue
-        if part.fate is Fate.COMPUTED:
+        if part.kv_source is KVSource.COMPUTED:
             yield part, None
-        elif part.fate is Fate.REUSED and least and segment_id(part.part.id, context) not in store:
+        elif part.kv_source is KVSource.REUSED and least and segment_id(part.part.id, context) not in store:
             yield part, WovenFrom(sources[part.span], _attention_of(part, store), least)
 
 
@@ -41,7 +41,7 @@ def parts_that_weave(plan: Plan, placements: Sequence[Placement]) -> Iterator[tu
     """Each reused part of which tokens may be recomputed, however few, with its origin. History is none."""
     sources = {placement.span: placement.segment for placement in placements}
     for part in plan.parts:
-        if part.fate is Fate.REUSED and len(part.fresh) < len(part.span):
+        if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span):
             yield part, WovenFrom(sources[part.span], None, 0.0)
 
 
@@ -70,7 +70,7 @@ def captured_records(
     captured = {capture.part.span: capture for capture in captures}
     exact = True
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        exact = exact and part.fate is not Fate.REUSED
+        exact = exact and part.kv_source is not KVSource.REUSED
         capture = captured.get(part.span)
         if capture is None or part.part.id is None:
             continue

@@ -15,7 +15,7 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.history import with_history
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
@@ -91,7 +91,7 @@ class PlanSources:
         """Pin and start to read. What an earlier turn `held` or what was `prefetched` comes from there."""
         self._lease = here.store.lease(plan.segments())
         self._loader: LayerLoader | None = None
-        exact = {part.segment for part in plan.parts if part.fate is Fate.EXACT}
+        exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
         sources: dict[SegmentId, SegmentSource] = {}
         slow: list[tuple[SegmentId, SegmentSource]] = []
         for segment in plan.segments():

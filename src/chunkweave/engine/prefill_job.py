@@ -22,7 +22,7 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.planning.slices import can_be_cut, cut
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
@@ -297,7 +297,7 @@ class PrefillJob:
         """Tell the store how much each segment saved. Where the method does not score them, a use is just a use."""
         for part in self.plan.parts:
             if part.segment is not None:
-                unscored = 0.0 if part.fate is Fate.EXACT else 1.0
+                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
                 self._here.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
 
 

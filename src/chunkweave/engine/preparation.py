@@ -16,7 +16,7 @@ from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.planning.adaptive import HiddenLoading
 from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Wish
+from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest
 from chunkweave.planning.promotion import Promoting
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
@@ -76,7 +76,12 @@ class Preparation:
         self._builder = builder
 
     def prepare(
-        self, request: Request, wish: Wish, *, most_tokens: int | None = None, speculative: bool = False
+        self,
+        request: Request,
+        method_request: MethodRequest,
+        *,
+        most_tokens: int | None = None,
+        speculative: bool = False,
     ) -> Prepared:
         """Everything that can be said about a request before anything is computed. It counts as asked for then.
 
@@ -85,12 +90,12 @@ class Preparation:
 
         Raises:
             UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
-                wish that cannot be met.
+                method_request that cannot be met.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         order = None if request.order is None else ChunkOrder.parse(request.order)
-        choice = self.chooser.choose(wish)
-        method = self._make_method(choice, wish.recompute_ratio)
+        choice = self.chooser.choose(method_request)
+        method = self._make_method(choice, method_request.recompute_ratio)
         if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
             choice, method = allowed, make_method(allowed.method, allowed.reuse)
         turn: TurnUnderWay | None = None

@@ -14,7 +14,7 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.running import RunningRequest
 from chunkweave.planning.methods.full import FullPrefill
-from chunkweave.planning.plan import Fate
+from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
 from chunkweave.store.lookup import look_up
 
@@ -111,7 +111,7 @@ class ShadowChecks:
     def offer(self, running: RunningRequest, *, greedy: bool) -> None:
         """A request was answered; if it was woven and its turn has come, it waits to be checked."""
         prefilled, config = running.prefilled, self._monitor.config
-        if all(part.fate is not Fate.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
+        if all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
             return
         if len(self._pending) >= config.most_pending:
             self._monitor.drop()

@@ -12,7 +12,7 @@ from chunkweave.fusion.capture import PartCapture, WovenFrom
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.plan import Fate, PartPlan, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.planning.turns import KeptPart
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
@@ -44,10 +44,10 @@ def turn_captures(
     """A capture for every part that is woven or computed and has an id, however little of it will be recomputed."""
     sources = {placement.span: placement.segment for placement in placements}
     for part in plan.parts:
-        if part.part.id is None or part.fate is Fate.EXACT:
+        if part.part.id is None or part.kv_source is KVSource.EXACT:
             continue
         origin = None
-        if part.fate is Fate.REUSED:
+        if part.kv_source is KVSource.REUSED:
             assert part.segment is not None, "a reused part has a segment"
             record = records[part.segment]
             origin = WovenFrom(sources[part.span], record.attention if record is not None else None, 0.0)

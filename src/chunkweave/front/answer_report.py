@@ -33,7 +33,7 @@ class Fates:
     computed: int
 
 
-def tokens_by_fate(report: Report | None, prompt_tokens: int, local_tokens: int) -> Fates:
+def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> Fates:
     """What became of a prompt.
 
     Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
@@ -61,15 +61,15 @@ def reuse_report(
     choice, turn = placed.prepared.choice, placed.prepared.turn
     prompt_tokens = len(placed.prompt)
     details = usage.get("prompt_tokens_details") or {}
-    fates = tokens_by_fate(told, prompt_tokens, int(details.get("cached_tokens") or 0))
+    sources = tokens_by_source(told, prompt_tokens, int(details.get("cached_tokens") or 0))
     content = None if turn is None else turn.content
     return ReuseReport(
         method=str((told or {}).get("method") or choice.method),
         prompt_tokens=prompt_tokens,
-        prefix_exact_tokens=fates.prefix_exact,
-        reused_tokens=fates.reused,
-        recomputed_tokens=fates.recomputed,
-        computed_tokens=fates.computed,
+        prefix_exact_tokens=sources.prefix_exact,
+        reused_tokens=sources.reused,
+        recomputed_tokens=sources.recomputed,
+        computed_tokens=sources.computed,
         recompute_fraction=float((told or {}).get("recompute_fraction") or 0.0),
         queue_s=times.queue_s,
         lookup_s=0.0,

@@ -24,7 +24,7 @@ from chunkweave.front.retrieving import Retrieval, Retriever
 from chunkweave.front.settings import FrontSettings
 from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Event, UpstreamLostError
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.request_field import FIELD
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.scheduling.speculation import Speculation
@@ -273,14 +273,14 @@ class FrontAnswering:
         check_reuse(reuse, limits, calibrated=self.prompting.chooser.record is not None)
         question, salt = body.question, tenant.salt(body.cache_salt)
         check_earlier(self.prompting.conversations, reuse.conversation_id, salt, earlier=question.earlier)
-        wish = Wish.of(reuse.method, reuse.quality, reuse.recompute_ratio)
+        method_request = MethodRequest.of(reuse.method, reuse.quality, reuse.recompute_ratio)
         whole_answer = SamplingParams(answer_tokens(body.answer_tokens, limits))
 
         async def prepared_for(chunks: tuple[Chunk, ...], sampling: SamplingParams) -> Prepared:
             request = Request(
                 question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id
             )
-            return await in_thread(lambda: self.prompting.prepare(request, wish))
+            return await in_thread(lambda: self.prompting.prepare(request, method_request))
 
         async def one_token(chunks: Sequence[RetrievedChunk]) -> Prepared:
             return await prepared_for(_chunks(chunks), SamplingParams(1))

@@ -20,7 +20,7 @@ from chunkweave.ordering.ordering_config import ChunkOrder
 from chunkweave.planning.calibration_file import CALIBRATION_FILE, stored_calibration
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, Wish
+from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest
 from chunkweave.planning.request_field import checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.weave_settings import told
@@ -77,7 +77,7 @@ class Prompting:
         self._shadow = shadow
         self._lock = threading.Lock()  # tokenizers are not made for several threads at once
 
-    def prepare(self, request: Request, wish: Wish) -> Prepared:
+    def prepare(self, request: Request, method_request: MethodRequest) -> Prepared:
         """Everything that can be said before it is known who computes it; `end` or `abandon` it.
 
         Raises:
@@ -85,7 +85,7 @@ class Prompting:
                 that is still being answered.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
-        choice = self._choice(wish)
+        choice = self._choice(method_request)
         with self._lock:
             turn: TurnUnderWay | None = None
             if request.conversation_id is None:
@@ -124,8 +124,8 @@ class Prompting:
         if prepared.turn is not None:
             self._conversing.abandon(prepared.turn)
 
-    def _choice(self, wish: Wish) -> MethodChoice:
-        choice = self.chooser.choose(wish)
+    def _choice(self, method_request: MethodRequest) -> MethodChoice:
+        choice = self.chooser.choose(method_request)
         if choice.method == _NO_REUSE:
             return choice
         checked_method(choice.method, METHODS)
@@ -184,8 +184,8 @@ def chooser_for(
     """
     reuse = ReuseConfig() if recompute_ratio is None else ReuseConfig(recompute_ratio=recompute_ratio)
     record = _calibration(Path(source), dtype)
-    chooser = MethodChooser(Wish.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
-    chooser.choose(Wish())
+    chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
+    chooser.choose(MethodRequest())
     return chooser
 
 

@@ -85,7 +85,7 @@ class SdpaAttention:
 
 
 def make_attention(
-    wish: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
+    method_request: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
 ) -> FlatAttention:
     """The Triton kernel where it runs, is asked for or is best, else PyTorch's.
 
@@ -95,7 +95,7 @@ def make_attention(
     Raises:
         UsageError: Triton was asked for and cannot be had; the message says why.
     """
-    if wish == AttentionKernel.SDPA or (wish == AttentionKernel.AUTO and device.type != "cuda"):
+    if method_request == AttentionKernel.SDPA or (method_request == AttentionKernel.AUTO and device.type != "cuda"):
         return SdpaAttention()
     problem = _no_triton(geometry, dtype, device)
     if problem is None:
@@ -104,7 +104,7 @@ def make_attention(
         problem = failed_trial(geometry, dtype=dtype, device=device)
         if problem is None:
             return TritonAttention()
-    if wish == AttentionKernel.TRITON:
+    if method_request == AttentionKernel.TRITON:
         raise UsageError(f"the Triton kernel was asked for, but {problem}; use attention='sdpa'")
     logger.warning("attention falls back to PyTorch's: %s", problem)
     return SdpaAttention()

@@ -9,7 +9,7 @@ from chunkweave.planning.budget import Budget
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import LoadingChoice, ratio_that_hides
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Geometry, SegmentId
 
@@ -64,7 +64,7 @@ class HiddenLoading:
         """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
         taken = [(len(part.span), self._tier_of(part.segment) or "") for part in plan.parts if part.segment is not None]
         load_s = sum(self._cost.load(tokens, tier) for tokens, tier in taken)
-        prefill_s = self._cost.prefill(plan.tokens(Fate.REUSED))
+        prefill_s = self._cost.prefill(plan.tokens(KVSource.REUSED))
         head_s = self._head_s(plan, geometry.num_layers, load_s)
         return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, SegmentId, Span
 
@@ -39,7 +39,7 @@ class PartExplanation:
     source: str
     start: int
     tokens: int
-    fate: Fate
+    kv_source: KVSource
     variant: SegmentId | None = None
     context: tuple[str, ...] | None = None
     alone: bool = False
@@ -132,7 +132,7 @@ def _explain_part(part: PartPlan, recomputed: Sequence[Span], stop: Stop | None)
         source=part.part.source or str(part.part.kind),
         start=part.span.start,
         tokens=len(part.span),
-        fate=part.fate,
+        kv_source=part.kv_source,
         variant=part.segment,
         cci=fix.cci if fix is not None else None,
         overlap=fix.overlap if fix is not None else None,

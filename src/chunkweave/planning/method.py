@@ -11,7 +11,7 @@ from typing import Protocol
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError
 from chunkweave.planning.budget import Budget
-from chunkweave.planning.plan import Fate, PartPlan, Plan, is_computed_always
+from chunkweave.planning.plan import KVSource, PartPlan, Plan, is_computed_always
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Span, joined, spans_of
@@ -74,24 +74,24 @@ def parameter_of(name: str) -> str | None:
 
 def exact_part(entry: PartLookup) -> PartPlan | None:
     """The part as it is taken if it belongs to the longest exact prefix, else None."""
-    return PartPlan(entry.part, entry.span, Fate.EXACT, entry.exact.id) if entry.exact else None
+    return PartPlan(entry.part, entry.span, KVSource.EXACT, entry.exact.id) if entry.exact else None
 
 
 def settled_part(entry: PartLookup) -> PartPlan | None:
     """The part as it is taken if there is nothing to choose or to recompute: exact prefix and history; else None."""
     if entry.settled:
-        return PartPlan(entry.part, entry.span, Fate.REUSED, entry.variants[0].id, fresh=entry.fresh)
+        return PartPlan(entry.part, entry.span, KVSource.REUSED, entry.variants[0].id, fresh=entry.fresh)
     return exact_part(entry)
 
 
 def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """Every part computed."""
-    return tuple(PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
+    return tuple(PartPlan(entry.part, entry.span, KVSource.COMPUTED) for entry in lookup.parts)
 
 
 def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """The longest exact prefix from the store, the rest computed."""
-    return tuple(exact_part(entry) or PartPlan(entry.part, entry.span, Fate.COMPUTED) for entry in lookup.parts)
+    return tuple(exact_part(entry) or PartPlan(entry.part, entry.span, KVSource.COMPUTED) for entry in lookup.parts)
 
 
 def reuse_every_hit(
@@ -108,9 +108,9 @@ def reuse_every_hit(
         if settled is not None:
             parts.append(settled)
         elif variant is not None:
-            parts.append(PartPlan(entry.part, entry.span, Fate.REUSED, variant.id, fresh=entry.fresh))
+            parts.append(PartPlan(entry.part, entry.span, KVSource.REUSED, variant.id, fresh=entry.fresh))
         else:
-            parts.append(PartPlan(entry.part, entry.span, Fate.COMPUTED))
+            parts.append(PartPlan(entry.part, entry.span, KVSource.COMPUTED))
     return tuple(parts)
 
 
@@ -121,24 +121,24 @@ def prefer_alone(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:
     """Positions of all computed parts and of `also`, as few spans as possible."""
-    return joined([*(part.span for part in parts if part.fate is Fate.COMPUTED), *spans_of(also)])
+    return joined([*(part.span for part in parts if part.kv_source is KVSource.COMPUTED), *spans_of(also)])
 
 
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     """The spans of reused (not exact) parts: where recomputation can help. It cannot where all tokens are fresh."""
-    return tuple(part.span for part in parts if part.fate is Fate.REUSED and len(part.fresh) < len(part.span))
+    return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span))
 
 
 def stale_offsets(part: PartPlan) -> tuple[int, ...]:
     """Offsets of a reused part's tokens whose KV may differ from this prompt's, ascending; none of another part."""
-    if part.fate is not Fate.REUSED:
+    if part.kv_source is not KVSource.REUSED:
         return ()
     return tuple(offset for offset in range(len(part.span)) if offset not in part.fresh)
 
 
 def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     """What `reused_spans` gives, without the tokens that an earlier turn recomputed; never joined over parts."""
-    reused = [part for part in parts if part.fate is Fate.REUSED]
+    reused = [part for part in parts if part.kv_source is KVSource.REUSED]
     return tuple(
         span
         for part in reused

@@ -29,7 +29,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class MethodRequest:
     """What a caller says about the method; every part may be left open."""
 
     method: str | None = None
@@ -37,7 +37,7 @@ class Wish:
     recompute_ratio: float | None = None
 
     @classmethod
-    def of(cls, method: str | None, quality: str | None, recompute_ratio: float | None = None) -> "Wish":
+    def of(cls, method: str | None, quality: str | None, recompute_ratio: float | None = None) -> "MethodRequest":
         """With the quality by its name.
 
         Raises:
@@ -69,16 +69,16 @@ class MethodChoice:
 class MethodChooser:
     """What an engine knows when it is asked for an answer (DESIGN §3.9).
 
-    `usual` is the wish of calls that name neither method nor quality, `reuse` what a named method is told, `record`
-    what a calibration found (None: there was none, and `how_to_calibrate` is the command).
+    `usual` is for calls that name neither method nor quality, `reuse` holds the parameters of a named method, `record`
+    is what a calibration found (None: there was none, and `how_to_calibrate` is the command).
     """
 
-    usual: Wish = field(default_factory=Wish)
+    usual: MethodRequest = field(default_factory=MethodRequest)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     record: CalibrationRecord | None = None
     how_to_calibrate: str = "chunkweave calibrate"
 
-    def choose(self, wish: Wish) -> MethodChoice:
+    def choose(self, method_request: MethodRequest) -> MethodChoice:
         """What answers a request.
 
         A named method wins over a target. A target resolves to what the record says, with the settings that were
@@ -89,19 +89,23 @@ class MethodChooser:
             UsageError: a target without a record; quality `exact` with an approximate method; a target with a ratio;
                 a ratio outside [0, 1].
         """
-        if wish.method is None and wish.quality is None:
-            wish = replace(self.usual, recompute_ratio=wish.recompute_ratio)
-        ratio = wish.recompute_ratio
+        if method_request.method is None and method_request.quality is None:
+            method_request = replace(self.usual, recompute_ratio=method_request.recompute_ratio)
+        ratio = method_request.recompute_ratio
         reuse = self.reuse if ratio is None else replace(self.reuse, recompute_ratio=ratio)
-        if wish.method is not None:
-            if wish.quality is Quality.EXACT and wish.method not in EXACT_METHODS:
-                raise UsageError(f"quality 'exact' and method {wish.method!r} contradict each other: give one of them")
-            return MethodChoice(wish.method, reuse, Why.ASKED_FOR)
-        if wish.quality is Quality.EXACT or (wish.quality is None and self.record is None):
+        if method_request.method is not None:
+            if method_request.quality is Quality.EXACT and method_request.method not in EXACT_METHODS:
+                raise UsageError(
+                    f"quality 'exact' and method {method_request.method!r} contradict each other: give one of them"
+                )
+            return MethodChoice(method_request.method, reuse, Why.ASKED_FOR)
+        if method_request.quality is Quality.EXACT or (method_request.quality is None and self.record is None):
             return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
-        if wish.quality is not None and ratio is not None:
-            raise UsageError(f"quality {wish.quality.value!r} sets what is recomputed: give no recompute_ratio with it")
-        found = self._calibrated(wish.quality)
+        if method_request.quality is not None and ratio is not None:
+            raise UsageError(
+                f"quality {method_request.quality.value!r} sets what is recomputed: give no recompute_ratio with it"
+            )
+        found = self._calibrated(method_request.quality)
         if found is None:
             return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
         method, told = found

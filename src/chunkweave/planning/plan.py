@@ -18,7 +18,7 @@ from chunkweave.planning.focus import FOCUS_WINDOW
 from chunkweave.types import Scattered, SegmentId, Span, joined
 
 
-class Fate(StrEnum):
+class KVSource(StrEnum):
     """What happens to a part's KV."""
 
     EXACT = "prefix-exact"
@@ -124,7 +124,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """One part of the prompt with its fate and, if it is taken from the store, the segment.
+    """One part of the prompt with the source of its KV and, if it is taken from the store, the segment.
 
     `fix` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens of
     a reused part whose KV is that of this very context already: to recompute them gains nothing. A computed part is
@@ -133,17 +133,17 @@ class PartPlan:
 
     part: PromptPart
     span: Span
-    fate: Fate
+    kv_source: KVSource
     segment: SegmentId | None = None
     fix: Fix | None = None
     fresh: frozenset[int] = frozenset()
     kept: bool = True
 
     def __post_init__(self) -> None:
-        if (self.segment is None) != (self.fate is Fate.COMPUTED):
-            raise ValueError(f"a {self.fate} part {'needs' if self.segment is None else 'has no'} segment")
-        if self.fix is not None and self.fate is not Fate.REUSED:
-            raise ValueError(f"a {self.fate} part needs no fix")
+        if (self.segment is None) != (self.kv_source is KVSource.COMPUTED):
+            raise ValueError(f"a {self.kv_source} part {'needs' if self.segment is None else 'has no'} segment")
+        if self.fix is not None and self.kv_source is not KVSource.REUSED:
+            raise ValueError(f"a {self.kv_source} part needs no fix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The fates of all parts and the passes that finish the prompt's KV cache.
+    """The KV sources of all parts and the passes that finish the prompt's KV cache.
 
     `raised_to` is the value of the method's budget where the loading controller set it above what was asked for.
     """
@@ -232,17 +232,17 @@ class Plan:
         """Every segment that the plan takes from the store, each once, in prompt order."""
         return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
 
-    def spans(self, fate: Fate) -> tuple[Span, ...]:
-        """The spans of all parts of that fate, in prompt order."""
-        return tuple(part.span for part in self.parts if part.fate is fate)
+    def spans(self, kv_source: KVSource) -> tuple[Span, ...]:
+        """The spans of all parts of that KV source, in prompt order."""
+        return tuple(part.span for part in self.parts if part.kv_source is kv_source)
 
-    def tokens(self, fate: Fate) -> int:
-        """Tokens in parts of that fate."""
-        return sum(len(span) for span in self.spans(fate))
+    def tokens(self, kv_source: KVSource) -> int:
+        """Tokens in parts of that KV source."""
+        return sum(len(span) for span in self.spans(kv_source))
 
     def reused_among(self, positions: Iterable[int]) -> list[int]:
         """Those of `positions` that lie in reused parts, in the order given."""
-        reused = {position for span in self.spans(Fate.REUSED) for position in span.positions()}
+        reused = {position for span in self.spans(KVSource.REUSED) for position in span.positions()}
         return [position for position in positions if position in reused]
 
     def computed_tokens_of(self, a_pass: Pass) -> int:
@@ -260,16 +260,16 @@ class Plan:
         last = Span(self.prompt_tokens - 1, self.prompt_tokens)
         if not self.passes or not _cover(self.passes[-1].required, last):
             raise ValueError(f"{self.method}: the last token must be computed by the last pass")
-        reused = self.spans(Fate.REUSED)
+        reused = self.spans(KVSource.REUSED)
         _validate_watches(self.method, self.passes, num_layers)
         for a_pass in self.passes:
-            if not _cover(self.spans(Fate.COMPUTED), *a_pass.hidden):
+            if not _cover(self.spans(KVSource.COMPUTED), *a_pass.hidden):
                 raise ValueError(f"{self.method}: only what is yet to be computed can be hidden")
             tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
             if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
             _validate_rules(self.method, a_pass, num_layers)
-        if not _cover([span for a_pass in self.passes for span in a_pass.required], *self.spans(Fate.COMPUTED)):
+        if not _cover([span for a_pass in self.passes for span in a_pass.required], *self.spans(KVSource.COMPUTED)):
             raise ValueError(f"{self.method}: tokens that are not stored must be required by some pass")
 
 

@@ -127,13 +127,13 @@ class ServerMetrics:
         if report.reused_tokens + report.recomputed_tokens:
             self._recomputed.labels(**own, method=report.method).observe(report.recompute_fraction)
         self._prompt_tokens.labels(**by_tenant).inc(report.prompt_tokens)
-        for fate, tokens in (
+        for kv_source, tokens in (
             ("prefix-exact", report.prefix_exact_tokens),
             ("reused", report.reused_tokens),
             ("recomputed", report.recomputed_tokens),
             ("computed", report.computed_tokens),
         ):
-            self._fates.labels(**by_method, fate=fate).inc(tokens)
+            self._sources.labels(**by_method, kv_source=kv_source).inc(tokens)
         self._new_tokens.labels(**by_tenant).inc(report.new_tokens)
         self._successes.labels(**own, finished_reason=finish_reason).inc()
         self._survived.labels(**own).inc(report.lost_segments)
@@ -195,8 +195,8 @@ class ServerMetrics:
         self._requests = self._counter("requests", "Requests by how they ended.", *by_tenant, "outcome")
         self._successes = self._counter("request_success", "Answers by why they ended.", "finished_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.", *by_tenant)
-        self._fates = self._counter(
-            "prompt_tokens_by_fate", "Prompt tokens by what happened to them.", *by_tenant, "method", "fate"
+        self._sources = self._counter(
+            "prompt_tokens_by_source", "Prompt tokens by what happened to them.", *by_tenant, "method", "kv_source"
         )
         self._new_tokens = self._counter("generation_tokens", "Tokens of answers.", *by_tenant)
         self._asked = self._counter("cache_queries", "Tokens of instructions and chunks that were asked for.")

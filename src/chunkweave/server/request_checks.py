@@ -7,7 +7,7 @@ from chunkweave.server.settings import LimitSettings
 
 
 def check_reuse(reuse: ReuseField, limits: LimitSettings, *, calibrated: bool) -> None:
-    """Hold a request's wishes against what there is.
+    """Hold a request's method_requests against what there is.
 
     Raises:
         RefusalError: 400, more chunks than a request may have, or a quality that this model was not `calibrated` for.

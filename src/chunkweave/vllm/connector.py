@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration_file import stored_calibration
-from chunkweave.planning.method_choice import Wish
+from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm import gate
 from chunkweave.vllm.agreement import agreement_here
 from chunkweave.vllm.layer_modules import LayerModules
@@ -170,6 +170,6 @@ def _defaults(settings: PluginSettings, config: VllmConfig, fingerprint: str) ->
     record = stored_calibration(settings.store.cache_dir, folder, fingerprint)
     where = f"{config.model_config.model} --cache-dir DIR" if folder is None else str(folder)
     defaults = Defaults.from_config(settings.requests, record, f"chunkweave calibrate {where}")
-    usual = defaults.chooser.choose(Wish())
+    usual = defaults.chooser.choose(MethodRequest())
     logger.info("requests that name no method are answered by %s (%s)", usual.method, usual.why)
     return defaults

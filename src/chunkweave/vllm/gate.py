@@ -10,7 +10,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan, Watch
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.stock_layers import BlockTable, StockLayers
@@ -56,7 +56,7 @@ def _check_all_active(modules: LayerModules, table: BlockTable, ids: torch.Tenso
         "the layers' modules with attention that is watched": Pass((span,), watch=Watch(span, (0, last))),
     }
     for way, a_pass in ways.items():
-        plan = Plan("full", (PartPlan(part, span, Fate.COMPUTED),), (a_pass,))
+        plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (a_pass,))
         WeaveJob(modules, table, plan, (), part.token_ids, first=0, stop=len(ids)).run()
         _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
 
@@ -77,7 +77,7 @@ def _check_shift(modules: LayerModules, tables: list[BlockTable], ids: torch.Ten
     spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
     plan = Plan(
         "full-reuse",
-        (PartPlan(before, spans[0], Fate.COMPUTED), PartPlan(chunk, spans[1], Fate.REUSED, SegmentId("gate"))),
+        (PartPlan(before, spans[0], KVSource.COMPUTED), PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("gate"))),
         (Pass((spans[0],)),),
     )
     source = SegmentKV(torch.stack(stored).cpu())

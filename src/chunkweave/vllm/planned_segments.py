@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
-from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.tiered import TieredStore
 from chunkweave.tiers.preload import LayerLoader, LoadingSegment
 from chunkweave.types import SegmentId
@@ -70,7 +70,7 @@ class PlannedSegments:
 
 
 def _found(store: TieredStore[SegmentSource], plan: Plan) -> Iterator[tuple[SegmentId, SegmentSource]]:
-    exact = {part.segment for part in plan.parts if part.fate is Fate.EXACT}
+    exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
     for segment in plan.segments():
         source = store.get(segment, exact=segment in exact)
         if source is None:

@@ -9,7 +9,7 @@ import torch
 
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.clipping import clipped
-from chunkweave.planning.plan import Evidence, Fate, Pass, Plan
+from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan
 from chunkweave.types import Scattered, Span, joined, spans_of
 from chunkweave.vllm.captured_parts import CapturedParts
 from chunkweave.vllm.layer_modules import LayerModules
@@ -93,7 +93,7 @@ class WeaveJob:
         self._cache = PagedCache(layers, table, sources, first=first, stop=stop, capacity=plan.prompt_tokens)
         self._ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
         self._reused = torch.zeros(plan.prompt_tokens, dtype=torch.bool)
-        for span in plan.spans(Fate.REUSED):
+        for span in plan.spans(KVSource.REUSED):
             self._reused[span.start : span.stop] = True
         self.captured = captured
         self._given: Choices = (chosen or {}) if first else {}

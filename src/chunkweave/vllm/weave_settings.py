@@ -9,7 +9,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.attention_needs import needs_profiles
 from chunkweave.planning.calibration_record import CalibrationRecord, Quality
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.method_choice import MethodChoice, MethodChooser, Why, Wish
+from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.planning.request_field import checked_method, checked_ratio, checked_whole
 
 _TOLD = frozenset({"check_layers", "seed", "alpha", "focus", "query"})
@@ -40,7 +40,7 @@ class Defaults:
         """
         fields = {key: extra[key] for key in SETTINGS & extra.keys()}
         chooser = MethodChooser(_wish(fields), _told(fields, ReuseConfig()), record, how_to_calibrate)
-        usual = chooser.choose(Wish())
+        usual = chooser.choose(MethodRequest())
         return cls(chooser, _capture(fields, needs_profiles(usual.method, usual.reuse)))
 
 
@@ -76,13 +76,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _wish(params: Mapping[str, Any]) -> Wish:
+def _wish(params: Mapping[str, Any]) -> MethodRequest:
     method = checked_method(params["method"], METHODS) if "method" in params else None
     ratio = checked_ratio(params["recompute_ratio"]) if "recompute_ratio" in params else None
     quality = params.get("quality")
     if quality is not None and not isinstance(quality, str):
         raise UsageError(f"unknown quality {quality!r}; there are: {', '.join(Quality)}")
-    return Wish.of(method, quality, ratio)
+    return MethodRequest.of(method, quality, ratio)
 
 
 def _capture(params: Mapping[str, Any], usual: bool) -> bool:

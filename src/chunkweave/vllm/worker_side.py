@@ -12,7 +12,7 @@ import torch
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fate, Plan
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import without
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -172,7 +172,7 @@ class WorkerSide:
             except SegmentLost as lost:
                 found = without(found, [SegmentId(lost.segment)])
                 continue
-            approximate = [0] if order.first else [span.start for span in plan.spans(Fate.REUSED)]
+            approximate = [0] if order.first else [span.start for span in plan.spans(KVSource.REUSED)]
             return _Woven(plan, pinned, min(approximate, default=plan.prompt_tokens))
         raise NotWoven("nothing of it is stored")
 
@@ -231,9 +231,9 @@ class WorkerSide:
             self._store.promote(segment, whole)
         for part in woven.plan.parts:
             if part.segment is not None:
-                unscored = 0.0 if part.fate is Fate.EXACT else 1.0
+                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
                 self._store.note_reuse(part.segment, unscored if part.fix is None else part.fix.impact)
-        fresh = {part.span for part in woven.plan.parts if part.fate is Fate.COMPUTED}
+        fresh = {part.span for part in woven.plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
             self._save_captured(order.request_id, job.captured, woven.exact_to)
@@ -314,14 +314,14 @@ class WorkerSide:
 
 
 def _same(request: WeaveRequest, plan: Plan) -> _Same:
-    woven_from = (part.segment for part in plan.parts if part.fate is Fate.REUSED)
+    woven_from = (part.segment for part in plan.parts if part.kv_source is KVSource.REUSED)
     return request.salt(None), tuple(segment for segment in woven_from if segment is not None)
 
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:
-    """Tokens by fate, with the fields of the project's `ReuseReport`."""
-    reused, recomputed = plan.tokens(Fate.REUSED), job.recomputed
-    exact = plan.tokens(Fate.EXACT)
+    """Tokens by KV source, with the fields of the project's `ReuseReport`."""
+    reused, recomputed = plan.tokens(KVSource.REUSED), job.recomputed
+    exact = plan.tokens(KVSource.EXACT)
     return {
         "method": plan.method,
         "why": str(order.request.choice.why),

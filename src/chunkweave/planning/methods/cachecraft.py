@@ -10,7 +10,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.planning.budget import ALPHA_BUDGET
 from chunkweave.planning.focus import LEAST_CHUNKS
 from chunkweave.planning.method import required_spans, settled_part
-from chunkweave.planning.plan import Fate, Fix, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
+from chunkweave.planning.plan import Fix, KVSource, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
 from chunkweave.planning.scores import coverage, fix_overhead, order_penalty, prefix_overlap
 from chunkweave.store.attention_profile import LEAST_CCI
 from chunkweave.store.lookup import PartLookup, PromptLookup
@@ -61,11 +61,11 @@ class CacheCraft:
             part = settled_part(entry)
             if part is None and entry.variants and not is_computed_always(entry.part):
                 record, fix = self._choose(entry.variants, prefix)
-                part = PartPlan(entry.part, entry.span, Fate.REUSED, record.id, fix)
+                part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, fix)
                 if fix.tokens:
                     chosen = self._ranking(record)[: fix.tokens]
                     candidates.append(Scattered(entry.span.start, chosen, len(entry.span)))
-            parts.append(part or PartPlan(entry.part, entry.span, Fate.COMPUTED))
+            parts.append(part or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
             prefix.add(entry)
         rules = self._focus(parts) if candidates and self._config.focus else ()
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))

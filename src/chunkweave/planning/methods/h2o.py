@@ -6,7 +6,7 @@ from math import ceil
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
-from chunkweave.planning.plan import Fate, Pass, Plan
+from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered
@@ -33,7 +33,7 @@ class HeavyHitters:
         hitters = [
             position
             for part in parts
-            if part.fate is Fate.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
+            if part.kv_source is KVSource.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
             for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
         ]
         return Plan(self.name, parts, (Pass(required_spans(parts, hitters)),))

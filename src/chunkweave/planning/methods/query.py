@@ -9,7 +9,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, stale_offsets, stale_spans
-from chunkweave.planning.plan import Evidence, Fate, KeepTop, PartPlan, Pass, Plan, TopBy, Watch
+from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, TopBy, Watch
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Geometry, Span, joined
@@ -62,8 +62,8 @@ class QueryAware:
             over_tokens=query.over_tokens,
             over_layers=query.over_layers,
         )
-        missing = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind in _LATER)
-        seen = tuple(p.span for p in parts if p.fate is Fate.COMPUTED and p.part.kind not in _LATER)
+        missing = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind in _LATER)
+        seen = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind not in _LATER)
         watching = Pass(joined(seen), watch=watch, depth=watch.layers[-1] + 1, hidden=missing)
         weights = _weights(parts, profiles) if query.factor is DeviationFactor.STORED else ()
         rounds = self._rounds(replace(last, candidates=candidates), budget - len(always), weights, watch)
@@ -93,7 +93,7 @@ def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, Att
         records = sorted(entry.variants, key=lambda record: record.id != part.segment)
         profiles = (record.attention for record in records if record.attention and record.attention.inter_total)
         profile = next(profiles, None)
-        if part.fate is Fate.REUSED and profile is not None:
+        if part.kv_source is KVSource.REUSED and profile is not None:
             found[part.span] = profile
     return found
 

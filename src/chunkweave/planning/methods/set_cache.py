@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import required_spans, settled_part
-from chunkweave.planning.plan import Fate, PartPlan, Pass, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry
@@ -35,8 +35,8 @@ class SetCache:
         for entry in lookup.parts:
             here = left.get(entry.part.id, []) if entry.part.id is not None else []
             record = here.pop(0) if here else None
-            reused = record and PartPlan(entry.part, entry.span, Fate.REUSED, record.id)
-            parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, Fate.COMPUTED))
+            reused = record and PartPlan(entry.part, entry.span, KVSource.REUSED, record.id)
+            parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts)),))
 
 
