@@ -86,9 +86,9 @@ def test_equal_sets_share_their_prefix_whatever_the_retriever_ranks_first(model)
 
 def test_exact_paths_are_kept_once_their_chunks_are_asked_for_often_enough(model):
     with Engine(model, ordering=OrderingConfig(promotion_threshold=3)) as engine:
-        sources = [[chunk.kv_source for chunk in ask(engine, CHUNKS[:2]).report.chunks] for _ in range(4)]
-        assert sources[:3] == [["computed"] * 3, *[["prefix-exact", "computed", "computed"]] * 2]
-        assert sources[3] == ["prefix-exact"] * 3
+        kv_sources = [[chunk.kv_source for chunk in ask(engine, CHUNKS[:2]).report.chunks] for _ in range(4)]
+        assert kv_sources[:3] == [["computed"] * 3, *[["prefix-exact", "computed", "computed"]] * 2]
+        assert kv_sources[3] == ["prefix-exact"] * 3
         rare = ask(engine, CHUNKS)
         assert [chunk.kv_source for chunk in rare.report.chunks] == [*["prefix-exact"] * 3, "computed", "computed"]
         kept = {record.source for record in engine.store.records()}
@@ -112,8 +112,8 @@ def test_a_promoted_chunk_is_computed_exactly_and_continues_the_prefix(model, me
         assert {chunk.kv_source for chunk in first.report.chunks[1:]} == {"reused"}
         for promoted in range(1, 4):
             answer = ask(engine, CHUNKS[:3], method=method)
-            sources = [chunk.kv_source for chunk in answer.report.chunks[1:]]
-            assert sources == ["prefix-exact"] * (promoted - 1) + ["computed"] + ["reused"] * (3 - promoted)
+            kv_sources = [chunk.kv_source for chunk in answer.report.chunks[1:]]
+            assert kv_sources == ["prefix-exact"] * (promoted - 1) + ["computed"] + ["reused"] * (3 - promoted)
         assert [chunk.kv_source for chunk in ask(engine, CHUNKS[:3], method=method).report.chunks] == [
             "prefix-exact"
         ] * 4
@@ -134,8 +134,8 @@ def test_a_weaving_method_continues_a_prefix_only_if_requests_begin_with_it(mode
         asked = ([CHUNKS[0]], [CHUNKS[1], CHUNKS[0]], [CHUNKS[2], CHUNKS[0]], [CHUNKS[3], CHUNKS[0]])
         answers = [ask(engine, chunks, method="cacheblend") for chunks in asked]
         assert [sources(answer)[0] for answer in answers] == ["history"] * 4
-        sources = [[chunk.kv_source for chunk in answer.report.chunks[1:]] for answer in answers]
-        assert sources == [["reused"], ["reused"] * 2, ["computed", "reused"], ["prefix-exact", "reused"]]
+        kv_sources = [[chunk.kv_source for chunk in answer.report.chunks[1:]] for answer in answers]
+        assert kv_sources == [["reused"], ["reused"] * 2, ["computed", "reused"], ["prefix-exact", "reused"]]
     with Engine(model, ordering=OrderingConfig(continuation_threshold=None)) as engine:
         engine.precompute(CHUNKS)
         for _ in range(5):
