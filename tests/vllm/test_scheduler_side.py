@@ -7,7 +7,7 @@ import pytest
 
 from chunkweave.vllm.messages import Holdings, StepResults
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler_side import SchedulerSide
+from chunkweave.vllm.scheduler import SchedulerSide
 
 BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}

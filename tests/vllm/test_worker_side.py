@@ -18,7 +18,7 @@ from chunkweave.vllm.messages import Ask, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.request import WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.weave_settings import Defaults
-from chunkweave.vllm.worker_side import WorkerSide
+from chunkweave.vllm.worker import WorkerSide
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)

@@ -17,11 +17,11 @@ from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrd
 from chunkweave.vllm.model_identity import model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
-from chunkweave.vllm.scheduler_side import SchedulerSide
+from chunkweave.vllm.scheduler import SchedulerSide
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave_settings import Defaults
-from chunkweave.vllm.worker_side import WorkerSide
+from chunkweave.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
 

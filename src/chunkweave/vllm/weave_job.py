@@ -11,12 +11,12 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.clipping import clipped
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan
 from chunkweave.types import Scattered, Span, joined, spans_of
-from chunkweave.vllm.captured_parts import CapturedParts
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.loop_pass import LoopPass
 from chunkweave.vllm.paged_cache import PagedCache
 from chunkweave.vllm.stock_layers import BlockTable
 from chunkweave.vllm.stock_pass import StockPass
+from chunkweave.vllm.worker import CapturedParts
 
 START = -1
 """Where a layer's number would stand: what a pass started with."""

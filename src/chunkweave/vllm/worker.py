@@ -3,22 +3,28 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import torch
 
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import CaptureConfig
+from chunkweave.engine.new_segments import parts_to_keep, segments_of
 from chunkweave.engine.stores import open_store
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.fusion.attention_capture import AttentionCapture
+from chunkweave.fusion.capture import PartCapture
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import without
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
+from chunkweave.store.tiered import TieredStore
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.agreement import Agreement, Alone
-from chunkweave.vllm.captured_parts import CapturedParts
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_identity import rank_fingerprint
@@ -335,3 +341,48 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "local_tokens": order.first,
         "recomputed": recomputed,
     }
+
+
+class CapturedParts:
+    """The parts of one prompt that are captured while it is woven: this rank's heads of them. Owned by the weave.
+
+    `captures` take the KV, `attention` what the parts' tokens attend to.
+    """
+
+    def __init__(
+        self,
+        modules: LayerModules,
+        prompt: Prompt,
+        plan: Plan,
+        sources: Sequence[tuple[Span, SegmentSource]],
+        store: TieredStore[SegmentSource],
+        config: CaptureConfig,
+        *,
+        first: int,
+    ) -> None:
+        """Parts that begin before `first` are in vLLM's blocks already, and not looked at."""
+        self._prompt, self._plan = prompt, plan
+        placements = [Placement(span, source) for span, source in sources]
+        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
+        device = modules.layers.device
+        self.captures = tuple(
+            PartCapture(part, modules.own_geometry, modules.dtype, device=device, woven_from=origin)
+            for part, origin in parts
+            if part.span.start >= first
+        )
+        self.attention: AttentionCapture | None = None
+        if self.captures and config.profile:
+            self.attention = AttentionCapture(plan.parts, modules.geometry, config, device=device, ranks=modules.ranks)
+
+    def segments(self, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """What is to be stored, after the weave: exact are only parts that end at `exact_to` or before."""
+        complete = [capture for capture in self.captures if capture.complete]
+        ends = sorted(capture.part.span.stop for capture in complete)  # segments come in prompt order
+        found = segments_of(self._prompt, self._plan, complete, self.attention)
+        for end, (record, kv) in zip(ends, found, strict=True):
+            yield replace(record, exact=record.exact and end <= exact_to), kv
+
+    @property
+    def spans(self) -> frozenset[Span]:
+        """The spans of the parts that were captured whole."""
+        return frozenset(capture.part.span for capture in self.captures if capture.complete)
