@@ -15,8 +15,7 @@ from chunkweave.planning.calibration_record import CalibrationRecord, Quality, T
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span
-from chunkweave.vllm.request import WeaveRequest, parse
-from chunkweave.vllm.weave_settings import Defaults, told
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse, told
 
 BOS = 1
 IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)

@@ -1,7 +1,7 @@
 """What the scheduler knows of what workers hold."""
 
 from chunkweave.types import ChunkId
-from chunkweave.vllm.stored_mirror import StoredMirror
+from chunkweave.vllm.store_events import StoredMirror
 
 A, B = ChunkId("a"), ChunkId("b")
 

@@ -13,8 +13,7 @@ from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
 from chunkweave.planning.plan import KVSource
-from chunkweave.vllm.request import parse
-from chunkweave.vllm.weave_settings import Defaults, chosen
+from chunkweave.vllm.request import Defaults, chosen, parse
 from tests.integration.weaving import Bench, make_bench
 from tests.vllm.checkpoints import BOS
 from tests.vllm.prompts import Given, Scenario

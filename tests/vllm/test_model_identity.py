@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from chunkweave.models.loading import load_folder
-from chunkweave.vllm.model_identity import rank_fingerprint, usual_start
+from chunkweave.vllm.model_check import rank_fingerprint, usual_start
 from tests.vllm.checkpoints import BOS, add_tokenizer, make_checkpoint
 
 

@@ -10,8 +10,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.vllm.request import parse
-from chunkweave.vllm.weave_settings import Defaults
+from chunkweave.vllm.request import Defaults, parse
 from tests.integration.weaving import Bench, make_bench
 from tests.vllm.checkpoints import BOS
 from tests.vllm.prompts import (

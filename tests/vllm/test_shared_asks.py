@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 
 from chunkweave.vllm.messages import Ask
-from chunkweave.vllm.shared_asks import SharedAsks
+from chunkweave.vllm.store_events import SharedAsks
 from tests.unit.tier_fakes import Clock, prompt_of
 
 PROMPT = prompt_of("AB")

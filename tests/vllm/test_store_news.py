@@ -3,7 +3,7 @@
 from chunkweave.store.chunk_follower import ChunkFollower, ChunkNews
 from chunkweave.types import ChunkId
 from chunkweave.vllm.messages import StepResults
-from chunkweave.vllm.store_news import StoreNews
+from chunkweave.vllm.store_events import StoreNews
 
 FOUND = ChunkId("found")
 

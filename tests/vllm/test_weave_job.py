@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chunkweave.vllm.weave_job import WeaveJob
+from chunkweave.vllm.weave import WeaveJob
 
 
 class FakePass:

@@ -12,9 +12,8 @@ from chunkweave.kv.segment import SegmentLost
 from chunkweave.store.lookup import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Span
-from chunkweave.vllm.agreement import Alone
 from chunkweave.vllm.messages import WeaveOrder
-from chunkweave.vllm.weave_queue import AHEAD, NotWoven, WeaveQueue
+from chunkweave.vllm.weave_queue import AHEAD, Alone, NotWoven, WeaveQueue
 from tests.unit.tier_fakes import Clock, prompt_of, record_of
 
 LAYERS = 4

@@ -15,9 +15,8 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker_side
 from chunkweave.vllm.messages import Ask, SaveOrder, StepOrders, WeaveOrder
-from chunkweave.vllm.request import WeaveRequest, parse
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.weave_settings import Defaults
 from chunkweave.vllm.worker import WorkerSide
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4

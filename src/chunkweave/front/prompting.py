@@ -23,7 +23,7 @@ from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest
 from chunkweave.planning.request_field import checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.vllm.weave_settings import told
+from chunkweave.vllm.request import told
 
 _NO_REUSE = "full"
 

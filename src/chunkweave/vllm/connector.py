@@ -11,16 +11,16 @@ from chunkweave.errors import ModelError
 from chunkweave.planning.calibration_file import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm import gate
-from chunkweave.vllm.agreement import agreement_here
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.model_identity import model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.model_check import model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
+from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import SchedulerSide
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
-from chunkweave.vllm.weave_settings import Defaults
+from chunkweave.vllm.weave_queue import agreement_here
 from chunkweave.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name

@@ -8,7 +8,12 @@ import torch
 from chunkweave.kv.request_cache import Rotate
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.types import Span
-from chunkweave.vllm.stock_layers import BlockTable, StockLayers
+from typing import TYPE_CHECKING
+from chunkweave.vllm.paged_kv import BlockTable
+
+if TYPE_CHECKING:
+    from chunkweave.vllm.stock_layers import StockLayers
+
 
 
 class PagedCache:
@@ -24,7 +29,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: StockLayers,
+        layers: "StockLayers",
         table: BlockTable,
         sources: Sequence[tuple[Span, SegmentSource]],
         *,

@@ -122,3 +122,22 @@ class PreservedBlocks:
         for cache, kept in zip(self._caches, self._kept, strict=True):
             cache[self._blocks] = kept
         self._kept = []
+
+
+class BlockTable:
+    """One request's blocks, in both of the sizes that they are counted in."""
+
+    def __init__(self, block_ids: Sequence[int], paged: PagedKV) -> None:
+        ratio = paged.block_size // paged.kernel_block
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=paged.device)
+        self._kernel_blocks = (blocks[:, None] * ratio + torch.arange(ratio, device=paged.device)).flatten()
+        self._kernel_block = paged.kernel_block
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of `positions` `[tokens]`, int64."""
+        blocks = self._kernel_blocks[positions // self._kernel_block]
+        return blocks * self._kernel_block + positions % self._kernel_block
+
+    def rows(self, count: int) -> torch.Tensor:
+        """The table as `count` requests that share it, `[count, blocks]`, int32."""
+        return self._kernel_blocks.to(torch.int32).expand(count, -1).contiguous()

@@ -14,7 +14,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.attention_needs import asks_again
 from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.request import FIELD, Defaults, WeaveRequest, parse
-from chunkweave.vllm.stored_mirror import StoredMirror
+from chunkweave.vllm.store_events import StoredMirror
 
 logger = logging.getLogger("vllm.chunkweave")
 

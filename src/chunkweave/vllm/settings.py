@@ -11,7 +11,7 @@ from chunkweave.errors import UsageError
 from chunkweave.kv.codecs import make_codec
 from chunkweave.store.eviction import make_policy
 from chunkweave.units import parse_duration
-from chunkweave.vllm.weave_settings import SETTINGS, Defaults
+from chunkweave.vllm.request import SETTINGS, Defaults
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """The environment variable that says where segments are shared, so that a password stands in no log of vLLM's."""

@@ -17,29 +17,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.models.inspection import geometry_of
-from chunkweave.vllm.paged_kv import PagedKV
+from chunkweave.vllm.paged_kv import BlockTable, PagedKV
 from chunkweave.vllm.rotation import Rotation
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-
-
-class BlockTable:
-    """One request's blocks, in both of the sizes that they are counted in."""
-
-    def __init__(self, block_ids: Sequence[int], paged: PagedKV) -> None:
-        ratio = paged.block_size // paged.kernel_block
-        blocks = torch.tensor(block_ids, dtype=torch.int64, device=paged.device)
-        self._kernel_blocks = (blocks[:, None] * ratio + torch.arange(ratio, device=paged.device)).flatten()
-        self._kernel_block = paged.kernel_block
-
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of `positions` `[tokens]`, int64."""
-        blocks = self._kernel_blocks[positions // self._kernel_block]
-        return blocks * self._kernel_block + positions % self._kernel_block
-
-    def rows(self, count: int) -> torch.Tensor:
-        """The table as `count` requests that share it, `[count, blocks]`, int32."""
-        return self._kernel_blocks.to(torch.int32).expand(count, -1).contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,39 +180,3 @@ def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata
         positions=positions,
         seq_lens_cpu_upper_bound=lengths.cpu(),
     )
-
-
-def _check(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    name = type(model).__name__
-    reasons = [
-        (name not in SUPPORTED, f"the architecture is not one of {', '.join(SUPPORTED)}"),
-        (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism would need hidden-state transfer"),
-        (config.speculative_config is not None, "with speculative decoding drafts have a KV cache of their own"),
-        (config.model_config.is_multimodal_model, "multimodal prompts have parts that are not tokens"),
-        (len(kv_cache_config.kv_cache_groups) != 1, "hybrid KV cache groups are not uniform over layers"),
-    ]
-    reasons += [
-        (
-            not isinstance(group.kv_cache_spec, FullAttentionSpec),
-            f"{type(group.kv_cache_spec).__name__} is not full attention",
-        )
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    for bad, reason in reasons:
-        if bad:
-            raise UnsupportedModelError(f"{name} cannot be woven here: {reason}")
-    _check_layers(name, model)
-
-
-def _check_layers(name: str, model: Any) -> None:
-    rotary = {id(layer.self_attn.rotary_emb) for layer in model.model.layers}
-    if len(rotary) != 1:
-        raise UnsupportedModelError(f"{name} cannot be woven here: its layers rotate by different angles")
-    kind = type(model.model.layers[0].self_attn.rotary_emb).__name__
-    if any(word in kind for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
-        raise UnsupportedModelError(f"{name} cannot be woven here: {kind} depends on more than a token's position")
-    if getattr(model.model.layers[0].self_attn, "do_llama_4_scaling", False):
-        raise UnsupportedModelError(f"{name} cannot be woven here: its queries are scaled by their position")
-    windows = [getattr(layer.self_attn.attn.impl, "sliding_window", None) for layer in model.model.layers]
-    if any(window not in (None, -1, (-1, -1)) for window in windows):
-        raise UnsupportedModelError(f"{name} cannot be woven here: it attends within a sliding window")

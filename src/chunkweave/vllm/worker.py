@@ -24,18 +24,17 @@ from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
 from chunkweave.types import SegmentId, Span
-from chunkweave.vllm.agreement import Agreement, Alone
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.model_identity import rank_fingerprint
+from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.shared_asks import SharedAsks
-from chunkweave.vllm.stock_layers import BlockTable
-from chunkweave.vllm.store_news import StoreNews
-from chunkweave.vllm.weave_job import Choices, WeaveJob
-from chunkweave.vllm.weave_queue import NotWoven, QueuedWeave, WeaveQueue
+from chunkweave.vllm.paged_kv import BlockTable
+from chunkweave.vllm.stock_layers import 
+from chunkweave.vllm.store_events import SharedAsks, StoreNews
+from chunkweave.vllm.weave import Choices, WeaveJob
+from chunkweave.vllm.weave_queue import Agreement, Alone, NotWoven, QueuedWeave, WeaveQueue
 
 logger = logging.getLogger("vllm.chunkweave")
 
