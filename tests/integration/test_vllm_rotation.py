@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.rotation import Rotation
+from chunkweave.vllm.paged_kv import Rotation
 
 HEADS, DIM, POSITIONS = 3, 16, 600
 

@@ -7,7 +7,7 @@ import torch
 
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.types import Span
-from chunkweave.vllm.paged_cache import PagedCache
+from chunkweave.vllm.paged_kv import PagedCache
 
 LAYERS, HEADS, DIM, CAPACITY = 2, 1, 2, 20
 

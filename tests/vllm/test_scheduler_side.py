@@ -7,7 +7,7 @@ import pytest
 
 from chunkweave.vllm.messages import Holdings, StepResults
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import SchedulerSide
+from chunkweave.vllm.scheduler import ConnectorScheduler
 
 BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}
@@ -55,13 +55,13 @@ def step(scheduled=(), cached=()):
 
 
 @pytest.fixture
-def side() -> SchedulerSide:
-    made = SchedulerSide("model", BOS, Defaults())
+def side() -> ConnectorScheduler:
+    made = ConnectorScheduler("model", BOS, Defaults())
     made.bind_kv_cache_manager(FakeManager())
     return made
 
 
-def stored_chunks(side: SchedulerSide, *indices: int, params=CHUNKS, salt=None, lora=None) -> None:
+def stored_chunks(side: ConnectorScheduler, *indices: int, params=CHUNKS, salt=None, lora=None) -> None:
     """Let a worker report that it holds the chunks of these places."""
     request = FakeRequest(params, name="first", salt=salt, lora=lora)
     side.add(request)
@@ -70,7 +70,7 @@ def stored_chunks(side: SchedulerSide, *indices: int, params=CHUNKS, salt=None, 
     side.note(StepResults(copies=Counter(parts[index].id for index in indices)), set())
 
 
-def woven(side: SchedulerSide, request: FakeRequest, local: int = 0):
+def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
     """Schedule a request's weave; returns its order."""
     side.add(request)
     external = side.matched(request, local)
@@ -240,7 +240,7 @@ def test_what_ranks_say_is_added_up():
 
 
 def test_a_chunk_counts_once_every_rank_has_told_of_it():
-    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     stored_chunks(side, 0)
@@ -252,7 +252,7 @@ def test_a_chunk_counts_once_every_rank_has_told_of_it():
 
 
 def test_what_the_tiers_held_at_start_up_counts():
-    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     first, second, _ = (part.id for part in side._requests["a"].request.stored_parts())
@@ -262,7 +262,7 @@ def test_what_the_tiers_held_at_start_up_counts():
 
 
 def test_where_others_fill_a_tier_a_request_waits_until_it_was_asked():
-    side = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
     side.begin_with(dict.fromkeys((0, 1), Holdings(frozenset(), True)))
     request = FakeRequest(CHUNKS)
     side.add(request)
@@ -278,13 +278,13 @@ def test_where_others_fill_a_tier_a_request_waits_until_it_was_asked():
 
 
 def test_nobody_is_asked_for_what_is_known_or_where_a_worker_weaves_nothing():
-    known = SchedulerSide("model", BOS, Defaults())
+    known = ConnectorScheduler("model", BOS, Defaults())
     known.begin_with({0: Holdings(frozenset(), True)})
     stored_chunks(known, 0, 1, 2)
     known.orders(step())
     known.add(FakeRequest(CHUNKS))
     assert not known.orders(step()).asks
-    half = SchedulerSide("model", BOS, Defaults(), ranks=2)
+    half = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
     half.begin_with({0: Holdings(frozenset(), True)})
     half.add(FakeRequest(CHUNKS))
     assert not half.orders(step()).asks

@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 
 from chunkweave.vllm.messages import Ask
-from chunkweave.vllm.store_events import SharedAsks
+from chunkweave.vllm.store_events import RemoteLookups
 from tests.unit.tier_fakes import Clock, prompt_of
 
 PROMPT = prompt_of("AB")
@@ -17,7 +17,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def answered(asks: SharedAsks) -> set[str]:
+def answered(asks: RemoteLookups) -> set[str]:
     for _ in range(2000):
         found = asks.answered()
         if found:
@@ -28,7 +28,7 @@ def answered(asks: SharedAsks) -> set[str]:
 
 def test_a_request_is_answered_once_its_prompt_was_asked_for(clock):
     asked = []
-    asks = SharedAsks(asked.append, ASK_S, clock)
+    asks = RemoteLookups(asked.append, ASK_S, clock)
     asks.begin([Ask("a", PROMPT)])
     assert answered(asks) == {"a"}
     assert asked == [PROMPT]
@@ -40,7 +40,7 @@ def test_one_that_fails_is_answered_too(clock):
     def fail(_: object) -> None:
         raise OSError("nobody there")
 
-    asks = SharedAsks(fail, ASK_S, clock)
+    asks = RemoteLookups(fail, ASK_S, clock)
     asks.begin([Ask("a", PROMPT)])
     assert answered(asks) == {"a"}
     asks.close()
@@ -48,7 +48,7 @@ def test_one_that_fails_is_answered_too(clock):
 
 def test_nobody_waits_longer_than_so_long(clock):
     gate = Event()
-    asks = SharedAsks(lambda _: gate.wait(10), ASK_S, clock)
+    asks = RemoteLookups(lambda _: gate.wait(10), ASK_S, clock)
     asks.begin([Ask(name, PROMPT) for name in "abcdefg"])
     assert asks.answered() == set()
     clock.now_s += ASK_S * 1.1

@@ -3,12 +3,12 @@
 from chunkweave.store.chunk_follower import ChunkFollower, ChunkNews
 from chunkweave.types import ChunkId
 from chunkweave.vllm.messages import StepResults
-from chunkweave.vllm.store_events import StoreNews
+from chunkweave.vllm.store_events import StoreEvents
 
 FOUND = ChunkId("found")
 
 
-def told(news: StoreNews) -> StepResults:
+def told(news: StoreEvents) -> StepResults:
     results = StepResults()
     news.tell(results)
     return results
@@ -32,7 +32,7 @@ def test_an_answer_that_comes_in_while_news_are_taken_is_told_with_the_next():
         return news
 
     follower_touched: list[ChunkId] = []
-    news = StoreNews(taken, answered)
+    news = StoreEvents(taken, answered)
     first, second = told(news), told(news)
     assert not first.has_news
     assert second.copies == {FOUND: 1}
@@ -46,7 +46,7 @@ def test_an_answer_waits_for_news_that_do_not_fit_into_a_step():
     for chunk in chunks:
         follower.touched(chunk)
     answers = [{"request"}]
-    news = StoreNews(follower.take, lambda: answers.pop() if answers else set(), most=2)
+    news = StoreEvents(follower.take, lambda: answers.pop() if answers else set(), most=2)
     steps = [told(news) for _ in range(3)]
     assert [sorted(step.copies) for step in steps] == [chunks[:2], chunks[2:4], chunks[4:]]
     assert [step.answered for step in steps] == [{}, {}, {"request": 1}]

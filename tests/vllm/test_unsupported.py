@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.stock_layers import SUPPORTED, _check
+from chunkweave.vllm.model_check import SUPPORTED, check_supported
 from tests.vllm.prompts import computed_alone
 from tests.vllm.serving import serving
 
@@ -68,7 +68,7 @@ def fakes(name="LlamaForCausalLM", rotary="RotaryEmbedding", window=None, own_ro
 @pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("window", [None, -1, (-1, -1)])
 def test_what_is_supported_passes(name, window):
-    _check(*fakes(name, window=window))
+    check_supported(*fakes(name, window=window))
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_what_is_supported_passes(name, window):
 )
 def test_what_is_not_supported_is_named(changes, reason):
     with pytest.raises(UnsupportedModelError, match="cannot be woven here") as caught:
-        _check(*fakes(**changes))
+        check_supported(*fakes(**changes))
     assert reason in str(caught.value)

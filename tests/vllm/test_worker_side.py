@@ -13,11 +13,11 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry
-from chunkweave.vllm import worker_side
+from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.messages import Ask, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.worker import WorkerSide
+from chunkweave.vllm.worker import ConnectorWorker
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)
@@ -73,12 +73,12 @@ def paged() -> FakePaged:
 
 @pytest.fixture
 def side(paged, monkeypatch):
-    monkeypatch.setattr(worker_side, "WeaveJob", FakeJob)
+    monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(FakeJob, "given", [])
     rotation = SimpleNamespace(inverse=lambda keys, _: keys)
     layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation)
     modules = SimpleNamespace(layers=layers, geometry=GEOMETRY)
-    made = WorkerSide(modules, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
+    made = ConnectorWorker(modules, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
     yield made
     made.close()
 
@@ -114,7 +114,7 @@ def request(method: str = "cacheblend", **more) -> WeaveRequest:
     return parse(params, IDS, fingerprint="model", salt="", bos=None, defaults=Defaults())
 
 
-def hold(side: WorkerSide, context: tuple = ()) -> None:
+def hold(side: ConnectorWorker, context: tuple = ()) -> None:
     """Let the store hold the request's two chunks as computed behind `context`."""
     for part in list(request().stored_parts())[1:]:
         kv = SegmentKV(torch.zeros(LAYERS, 2, len(part.span), HEADS, HEAD_DIM))
@@ -123,7 +123,7 @@ def hold(side: WorkerSide, context: tuple = ()) -> None:
         )
 
 
-def weave(side: WorkerSide, name: str, first: int = 0) -> None:
+def weave(side: ConnectorWorker, name: str, first: int = 0) -> None:
     side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, first, 35)], idle=True))
     arrived, broken, results = side.take_outcome()
     assert (arrived, broken, results.failed) == ({name}, set(), set())
@@ -134,7 +134,7 @@ def orders_of(*names: str) -> list[WeaveOrder]:
     return [WeaveOrder(name, request(), BLOCKS, 0, 35) for name in names]
 
 
-def arrived_in_steps(side: WorkerSide, orders: list[WeaveOrder], *, idle: bool) -> list[set[str]]:
+def arrived_in_steps(side: ConnectorWorker, orders: list[WeaveOrder], *, idle: bool) -> list[set[str]]:
     """What arrives in each step until all has."""
     steps: list[set[str]] = []
     while sum(map(len, steps)) < len(orders):
@@ -224,7 +224,7 @@ def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch, broken, caplog):
-    monkeypatch.setattr(worker_side, "CapturedParts", FakeCaptured)
+    monkeypatch.setattr(worker_module, "CapturedParts", FakeCaptured)
     monkeypatch.setattr(FakeCaptured, "broken", broken)
     monkeypatch.setattr(FakeCaptured, "exact_to", [])
     asked = request("cachecraft")
@@ -268,11 +268,11 @@ def test_the_scheduler_is_told_of_changes_only_and_of_answers(side):
 def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
     hold(side)
     extra = {"cache_dir": str(tmp_path), "step_tokens": 1}
-    before = WorkerSide(side._modules, "model", PluginSettings.from_config(extra, {}))
+    before = ConnectorWorker(side._modules, "model", PluginSettings.from_config(extra, {}))
     for record in side._store.records():
         before._store.insert(record, side._store.get(record.id))
     before.close()
-    after = WorkerSide(side._modules, "model", PluginSettings.from_config(extra, {}))
+    after = ConnectorWorker(side._modules, "model", PluginSettings.from_config(extra, {}))
     assert after.holdings().shared
     after.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
     arrived: set[str] = set()

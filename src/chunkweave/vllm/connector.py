@@ -10,18 +10,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration_file import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.vllm import gate
-from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.model_check import model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.model_check import check, check_supported, model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import SchedulerSide
+from chunkweave.vllm.scheduler import ConnectorScheduler
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.vllm.stock_layers import LayerModules, StockLayers
 from chunkweave.vllm.weave_queue import agreement_here
-from chunkweave.vllm.worker import WorkerSide
+from chunkweave.vllm.worker import ConnectorWorker
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
 
@@ -39,8 +37,8 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._settings = PluginSettings.from_config(extra, most_tokens=most_tokens)
         self._reports = ReportSender()
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         self._blocks_failed: set[int] = set()
         self._results: StepResults | None = None
         self._unwoven: list[WeaveOrder] = []
@@ -49,7 +47,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
             bos = getattr(vllm_config.model_config.hf_config, "bos_token_id", None)
             fingerprint = model_fingerprint(vllm_config)
             layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
-            self._scheduler = SchedulerSide(
+            self._scheduler = ConnectorScheduler(
                 fingerprint,
                 bos,
                 _defaults(self._settings, vllm_config, fingerprint),
@@ -107,12 +105,13 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
         """The caches exist: look the model over, try it, and switch weaving on, or log why not."""
         try:
+            check_supported(loaded_model(), self._vllm_config, self._kv_cache_config)
             modules = LayerModules(StockLayers(loaded_model(), self._vllm_config, self._kv_cache_config))
-            gate.check(modules)
+            check(modules)
         except ModelError as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             return
-        self._worker = WorkerSide(
+        self._worker = ConnectorWorker(
             modules,
             model_fingerprint(self._vllm_config),
             self._settings,

@@ -7,9 +7,11 @@ equals what vLLM computes at that position.
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.prompt import PartKind, PromptPart
@@ -18,13 +20,14 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.types import ChunkId, SegmentId, Span
-from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.paged_kv import BlockTable
-from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.vllm.stock_layers import LayerModules, StockLayers
 from chunkweave.vllm.weave import WeaveJob
 
 logger = logging.getLogger("vllm.chunkweave")
 
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 _TOKENS = 40
 _SHIFT = 13
@@ -168,3 +171,44 @@ def _folder(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse what weaving cannot handle before its layers are taken.
+
+    Raises:
+        UnsupportedModelError: model or configuration have such a feature; the message names it.
+    """
+    name = type(model).__name__
+    reasons = [
+        (name not in SUPPORTED, f"the architecture is not one of {', '.join(SUPPORTED)}"),
+        (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism would need hidden-state transfer"),
+        (config.speculative_config is not None, "with speculative decoding drafts have a KV cache of their own"),
+        (config.model_config.is_multimodal_model, "multimodal prompts have parts that are not tokens"),
+        (len(kv_cache_config.kv_cache_groups) != 1, "hybrid KV cache groups are not uniform over layers"),
+    ]
+    reasons += [
+        (
+            not isinstance(group.kv_cache_spec, FullAttentionSpec),
+            f"{type(group.kv_cache_spec).__name__} is not full attention",
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    for bad, reason in reasons:
+        if bad:
+            raise UnsupportedModelError(f"{name} cannot be woven here: {reason}")
+    _check_layers(name, model)
+
+
+def _check_layers(name: str, model: Any) -> None:
+    rotary = {id(layer.self_attn.rotary_emb) for layer in model.model.layers}
+    if len(rotary) != 1:
+        raise UnsupportedModelError(f"{name} cannot be woven here: its layers rotate by different angles")
+    kind = type(model.model.layers[0].self_attn.rotary_emb).__name__
+    if any(word in kind for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
+        raise UnsupportedModelError(f"{name} cannot be woven here: {kind} depends on more than a token's position")
+    if getattr(model.model.layers[0].self_attn, "do_llama_4_scaling", False):
+        raise UnsupportedModelError(f"{name} cannot be woven here: its queries are scaled by their position")
+    windows = [getattr(layer.self_attn.attn.impl, "sliding_window", None) for layer in model.model.layers]
+    if any(window not in (None, -1, (-1, -1)) for window in windows):
+        raise UnsupportedModelError(f"{name} cannot be woven here: it attends within a sliding window")

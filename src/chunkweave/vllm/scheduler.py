@@ -12,8 +12,9 @@ from typing import Any
 
 from chunkweave.errors import UsageError
 from chunkweave.planning.attention_needs import asks_again
+from chunkweave.planning.request_field import FIELD
 from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.request import FIELD, Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -48,7 +49,7 @@ class _Tracked:
         return max(self.saved, self.local) >= self.ends[-1]
 
 
-class SchedulerSide:
+class ConnectorScheduler:
     """Owns the state of requests with chunks. Called from the scheduler's thread only."""
 
     def __init__(

@@ -6,21 +6,27 @@ attention backend as a request of its own that shares the real block table. Its 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from chunkweave.errors import UnsupportedModelError
+from chunkweave.config import AttentionKernel
+from chunkweave.models.flat_attention import make_attention
 from chunkweave.models.inspection import geometry_of
-from chunkweave.vllm.paged_kv import BlockTable, PagedKV
-from chunkweave.vllm.rotation import Rotation
-
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+from chunkweave.models.ranks import ALONE, Ranks
+from chunkweave.types import Geometry
+from chunkweave.vllm.paged_kv import BlockTable, PagedKV, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +49,6 @@ class StockLayers:
         Raises:
             UnsupportedModelError: they have a feature that weaving cannot handle; the message names it.
         """
-        _check(model, vllm_config, kv_cache_config)
         self._config = vllm_config
         self._body = model.model
         self._layers = list(model.model.layers)
@@ -180,3 +185,87 @@ def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata
         positions=positions,
         seq_lens_cpu_upper_bound=lengths.cpu(),
     )
+
+
+class LayerModules:
+    """`DecoderLayers` over the layers of a model that vLLM has loaded, this rank's share of their heads.
+
+    `layers` are the same layers with vLLM's own kernels. `geometry` is the whole model's, `own_geometry` has this
+    rank's heads; `attention` is what attends, `ranks` what combines what they see.
+    """
+
+    def __init__(self, layers: StockLayers) -> None:
+        self.layers = layers
+        self._blocks = layers.blocks
+        attention: Any = self._blocks[0].self_attn
+        self._heads, self._dim = int(attention.num_heads), int(attention.head_dim)
+        self._scale = float(attention.scaling) * self._dim**0.5
+        kv_heads = layers.paged.shape[0]
+        self.geometry: Geometry = layers.geometry
+        self.own_geometry = replace(layers.geometry, num_heads=self._heads, num_kv_heads=kv_heads)
+        self.ranks = ranks_here()
+        self.attention = make_attention(
+            AttentionKernel.AUTO, self.own_geometry, dtype=layers.paged.dtype, device=layers.device
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers.paged.dtype
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids `[tokens]` -> `[tokens, hidden]`."""
+        return self.layers.embed(token_ids)
+
+    def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values before RoPE of this rank's heads; queries scaled as the contract has it."""
+        q, k, v = self.layers.qkv(layer, self._blocks[layer].input_layernorm(hidden))
+        return q if self._scale == 1.0 else q * self._scale, k, v
+
+    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE by the model's own angles."""
+        return self.layers.rotation.forward(states, positions)
+
+    def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""
+        block = self._blocks[layer]
+        done = []
+        for rows in self.layers.pieces(len(hidden)):
+            with self.layers.context({}, {}, rows.stop - rows.start):
+                out, _ = block.self_attn.o_proj(attended[rows])
+                normed, residual = block.post_attention_layernorm(out, hidden[rows])
+                done.append(block.mlp(normed) + residual)
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def ranks_here() -> Ranks:
+    """Those of this worker's model."""
+    return ALONE if get_tensor_model_parallel_world_size() == 1 else TensorParallelRanks()
+
+
+class TensorParallelRanks:
+    """`Ranks` by vLLM's own collectives; each has as many query heads as the others, in order."""
+
+    def __init__(self) -> None:
+        self._count = get_tensor_model_parallel_world_size()
+
+    def own_heads(self, num_heads: int) -> range:
+        """The query heads that this rank computes, of all `num_heads`."""
+        share, rank = num_heads // self._count, get_tensor_model_parallel_rank()
+        return range(rank * share, (rank + 1) * share)
+
+    def mean(self, states: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks."""
+        total: torch.Tensor = tensor_model_parallel_all_reduce(states.contiguous())
+        mean: torch.Tensor = total / self._count
+        return mean
+
+    def maximum(self, states: torch.Tensor) -> torch.Tensor:
+        """Greatest of the ranks' tensors: there is no such reduction, so that all are gathered."""
+        gathered: torch.Tensor = tensor_model_parallel_all_gather(states.unsqueeze(0).contiguous(), dim=0)
+        greatest: torch.Tensor = gathered.amax(0)
+        return greatest
+
+    def norm(self, norms: torch.Tensor) -> torch.Tensor:
+        """The norm over all heads from those over each rank's own. Shared key heads count more often, each alike."""
+        total: torch.Tensor = tensor_model_parallel_all_reduce(norms.square())
+        return total.sqrt()

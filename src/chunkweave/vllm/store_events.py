@@ -3,17 +3,20 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.store.chunk_follower import ChunkNews
 from chunkweave.types import ChunkId
-from chunkweave.vllm.messages import Ask, StepResults
+
+if TYPE_CHECKING:
+    from chunkweave.vllm.messages import Ask, StepResults
 
 MOST_CHUNKS = 4096
 """Most chunks that the scheduler is told of in one step: what is left follows in the next."""
 
 
-class StoreNews:
+class StoreEvents:
     """Pairs what came and went with the questions that it answers. Called from one thread.
 
     A request goes on with what the scheduler knows when it hears that its question is answered. So an answer is told
@@ -36,7 +39,7 @@ class StoreNews:
         self._most = most
         self._untold: set[str] = set()
 
-    def tell(self, results: StepResults) -> None:
+    def tell(self, results: "StepResults") -> None:
         """Add what is new."""
         self._untold |= self._answered()
         news = self._changed(self._most)
@@ -79,7 +82,7 @@ class StoredMirror:
 _THREADS = 4
 
 
-class SharedAsks:
+class RemoteLookups:
     """Asks on threads of its own, and says which requests need wait no longer. Called from one thread."""
 
     def __init__(
@@ -99,7 +102,7 @@ class SharedAsks:
         self._executor = ThreadPoolExecutor(_THREADS, "chunkweave-ask")
         self._under_way: dict[str, tuple[float, Future[None]]] = {}
 
-    def begin(self, asks: Iterable[Ask]) -> None:
+    def begin(self, asks: "Iterable[Ask]") -> None:
         """Ask for requests that wait."""
         for ask in asks:
             self._under_way[ask.request_id] = (self._clock(), self._executor.submit(self._probe, ask.prompt))

@@ -1,28 +1,31 @@
 """One request's plan, executed pass by pass over vLLM's layers, in slices of layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Protocol
 
 import torch
 
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import CaptureConfig
+from chunkweave.engine.new_segments import parts_to_keep, segments_of
 from chunkweave.fusion.attention_capture import AttentionCapture
 from chunkweave.fusion.capture import PartCapture
 from chunkweave.fusion.evidence import measure
 from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, counted
 from chunkweave.fusion.start import starting_rows, weighted
-from chunkweave.kv.segment import SegmentSource
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.ranks import Ranks
 from chunkweave.planning.clipping import clipped
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan
+from chunkweave.store.records import SegmentRecord
+from chunkweave.store.tiered import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of
-from chunkweave.vllm.layer_modules import LayerModules
-from chunkweave.vllm.paged_cache import PagedCache
-from chunkweave.vllm.paged_kv import BlockTable
-from chunkweave.vllm.stock_layers import ActiveSet, StockLayers
-from chunkweave.vllm.worker import CapturedParts
+from chunkweave.vllm.paged_kv import BlockTable, PagedCache
+from chunkweave.vllm.stock_layers import ActiveSet, LayerModules, StockLayers
 
 START = -1
 """Where a layer's number would stand: what a pass started with."""
@@ -63,6 +66,51 @@ class _RunningPass(Protocol):
     def recompute_work(self) -> int: ...
 
     def next_layer(self) -> None: ...
+
+
+class CapturedParts:
+    """The parts of one prompt that are captured while it is woven: this rank's heads of them. Owned by the weave.
+
+    `captures` take the KV, `attention` what the parts' tokens attend to.
+    """
+
+    def __init__(
+        self,
+        modules: LayerModules,
+        prompt: Prompt,
+        plan: Plan,
+        sources: Sequence[tuple[Span, SegmentSource]],
+        store: TieredStore[SegmentSource],
+        config: CaptureConfig,
+        *,
+        first: int,
+    ) -> None:
+        """Parts that begin before `first` are in vLLM's blocks already, and not looked at."""
+        self._prompt, self._plan = prompt, plan
+        placements = [Placement(span, source) for span, source in sources]
+        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
+        device = modules.layers.device
+        self.captures = tuple(
+            PartCapture(part, modules.own_geometry, modules.dtype, device=device, woven_from=origin)
+            for part, origin in parts
+            if part.span.start >= first
+        )
+        self.attention: AttentionCapture | None = None
+        if self.captures and config.profile:
+            self.attention = AttentionCapture(plan.parts, modules.geometry, config, device=device, ranks=modules.ranks)
+
+    def segments(self, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """What is to be stored, after the weave: exact are only parts that end at `exact_to` or before."""
+        complete = [capture for capture in self.captures if capture.complete]
+        ends = sorted(capture.part.span.stop for capture in complete)  # segments come in prompt order
+        found = segments_of(self._prompt, self._plan, complete, self.attention)
+        for end, (record, kv) in zip(ends, found, strict=True):
+            yield replace(record, exact=record.exact and end <= exact_to), kv
+
+    @property
+    def spans(self) -> frozenset[Span]:
+        """The spans of the parts that were captured whole."""
+        return frozenset(capture.part.span for capture in self.captures if capture.complete)
 
 
 class WeaveJob:

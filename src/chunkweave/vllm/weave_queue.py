@@ -22,6 +22,108 @@ from chunkweave.vllm.messages import WeaveOrder
 from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.weave import WeaveJob
 
+
+class Agreement(Protocol):
+    """The ranks that weave the same requests, each with its share of the heads. Every call is made by all of them."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number over all ranks; numbers of 63 bits and a sign."""
+
+    def gather(self, what: Any) -> list[Any]:
+        """What each rank has, by rank."""
+
+
+class Alone:
+    """One worker that has all heads."""
+
+    rank = 0
+    size = 1
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """Its own numbers."""
+        return list(numbers)
+
+    def gather(self, what: Any) -> list[Any]:
+        """Its own alone."""
+        return [what]
+
+
+class RankAgreement:
+    """vLLM's tensor-parallel group, over its CPU channel: what is agreed on are a few numbers a weave."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        rank: int = self._group.rank_in_group
+        return rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        size: int = self._group.world_size
+        return size
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of each number over all ranks."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self._group.cpu_group)
+        return [int(number) for number in tensor]
+
+    def gather(self, what: Any) -> list[Any]:
+        """What each rank has, by rank."""
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, what, group=self._group.cpu_group)
+        return found
+
+
+def agreement_here() -> Agreement:
+    """That of this worker's model."""
+    ranks = RankAgreement()
+    return ranks if ranks.size > 1 else Alone()
+
+
+Known = tuple[SegmentId, bool]
+"""A segment, and whether it is exact."""
+
+
+def known_by(found: PromptLookup) -> set[Known]:
+    """What one rank has."""
+    return {(record.id, record.exact) for record in _records(found)}
+
+
+def held_by_all(found: PromptLookup, ranks: Sequence[Collection[Known]]) -> PromptLookup:
+    """The lookup as if only that were stored which every rank has, and has as exact (or not) as the others."""
+    everywhere = set.intersection(*map(set, ranks))
+    return without(found, {record.id for record in _records(found) if (record.id, record.exact) not in everywhere})
+
+
+def in_order(found: PromptLookup) -> PromptLookup:
+    """The same with variants by id: which was used last is not the same on every rank."""
+    parts = (replace(part, variants=tuple(sorted(part.variants, key=lambda r: r.id))) for part in found.parts)
+    return PromptLookup(tuple(parts))
+
+
+def digest_of(what: object) -> int:
+    """62 bits of what `repr` says; equal if that is, which sets do not promise."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 2
+
+
+def _records(found: PromptLookup) -> list[SegmentRecord]:
+    records = [record for part in found.parts for record in part.variants]
+    return records + [part.exact for part in found.parts if part.exact is not None]
+
+
 AHEAD = 4
 """Weaves that are prepared before their turn: more would only read against one another, and take memory."""
 
@@ -275,104 +377,3 @@ def _known(weave: QueuedWeave[PlannedT]) -> object:
 def _plan_of(weave: QueuedWeave[PlannedT]) -> object:
     assert weave.planning is not None
     return weave.planning.result().plan
-
-
-class Agreement(Protocol):
-    """The ranks that weave the same requests, each with its share of the heads. Every call is made by all of them."""
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number over all ranks; numbers of 63 bits and a sign."""
-
-    def gather(self, what: Any) -> list[Any]:
-        """What each rank has, by rank."""
-
-
-class Alone:
-    """One worker that has all heads."""
-
-    rank = 0
-    size = 1
-
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """Its own numbers."""
-        return list(numbers)
-
-    def gather(self, what: Any) -> list[Any]:
-        """Its own alone."""
-        return [what]
-
-
-class RankAgreement:
-    """vLLM's tensor-parallel group, over its CPU channel: what is agreed on are a few numbers a weave."""
-
-    def __init__(self) -> None:
-        self._group = get_tp_group()
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is."""
-        rank: int = self._group.rank_in_group
-        return rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        size: int = self._group.world_size
-        return size
-
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number over all ranks."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self._group.cpu_group)
-        return [int(number) for number in tensor]
-
-    def gather(self, what: Any) -> list[Any]:
-        """What each rank has, by rank."""
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, what, group=self._group.cpu_group)
-        return found
-
-
-def agreement_here() -> Agreement:
-    """That of this worker's model."""
-    ranks = RankAgreement()
-    return ranks if ranks.size > 1 else Alone()
-
-
-Known = tuple[SegmentId, bool]
-"""A segment, and whether it is exact."""
-
-
-def known_by(found: PromptLookup) -> set[Known]:
-    """What one rank has."""
-    return {(record.id, record.exact) for record in _records(found)}
-
-
-def held_by_all(found: PromptLookup, ranks: Sequence[Collection[Known]]) -> PromptLookup:
-    """The lookup as if only that were stored which every rank has, and has as exact (or not) as the others."""
-    everywhere = set.intersection(*map(set, ranks))
-    return without(found, {record.id for record in _records(found) if (record.id, record.exact) not in everywhere})
-
-
-def in_order(found: PromptLookup) -> PromptLookup:
-    """The same with variants by id: which was used last is not the same on every rank."""
-    parts = (replace(part, variants=tuple(sorted(part.variants, key=lambda r: r.id))) for part in found.parts)
-    return PromptLookup(tuple(parts))
-
-
-def digest_of(what: object) -> int:
-    """62 bits of what `repr` says; equal if that is, which sets do not promise."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 2
-
-
-def _records(found: PromptLookup) -> list[SegmentRecord]:
-    records = [record for part in found.parts for record in part.variants]
-    return records + [part.exact for part in found.parts if part.exact is not None]

@@ -3,37 +3,29 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import CaptureConfig
-from chunkweave.engine.new_segments import parts_to_keep, segments_of
 from chunkweave.engine.stores import open_store
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture
-from chunkweave.kv.request_cache import Placement
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import without
 from chunkweave.store.lookup import PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tiered import TieredStore
 from chunkweave.types import SegmentId, Span
-from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import rank_fingerprint
+from chunkweave.vllm.paged_kv import BlockTable
 from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.paged_kv import BlockTable
-from chunkweave.vllm.stock_layers import 
-from chunkweave.vllm.store_events import SharedAsks, StoreNews
-from chunkweave.vllm.weave import Choices, WeaveJob
+from chunkweave.vllm.stock_layers import LayerModules
+from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
+from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Agreement, Alone, NotWoven, QueuedWeave, WeaveQueue
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -74,7 +66,7 @@ class _Outcome:
     results: StepResults = field(default_factory=StepResults)
 
 
-class WorkerSide:
+class ConnectorWorker:
     """Owns store and weaves of one worker. Called from the worker's thread only.
 
     Every rank of a tensor-parallel group is given the same orders in the same order, and does the same: what its tiers,
@@ -97,8 +89,8 @@ class WorkerSide:
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
         self._follower = self._store.follow_chunks()
-        self._asks = SharedAsks(self._store.probe, settings.ask_timeout_s)
-        self._news = StoreNews(self._follower.take, self._asks.answered)
+        self._asks = RemoteLookups(self._store.probe, settings.ask_timeout_s)
+        self._news = StoreEvents(self._follower.take, self._asks.answered)
         slow = any(level.background for level in self._store.levels)
         self._queue: WeaveQueue[_Woven] = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
         self._woven: dict[str, _Woven] = {}
@@ -340,48 +332,3 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "local_tokens": order.first,
         "recomputed": recomputed,
     }
-
-
-class CapturedParts:
-    """The parts of one prompt that are captured while it is woven: this rank's heads of them. Owned by the weave.
-
-    `captures` take the KV, `attention` what the parts' tokens attend to.
-    """
-
-    def __init__(
-        self,
-        modules: LayerModules,
-        prompt: Prompt,
-        plan: Plan,
-        sources: Sequence[tuple[Span, SegmentSource]],
-        store: TieredStore[SegmentSource],
-        config: CaptureConfig,
-        *,
-        first: int,
-    ) -> None:
-        """Parts that begin before `first` are in vLLM's blocks already, and not looked at."""
-        self._prompt, self._plan = prompt, plan
-        placements = [Placement(span, source) for span, source in sources]
-        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
-        device = modules.layers.device
-        self.captures = tuple(
-            PartCapture(part, modules.own_geometry, modules.dtype, device=device, woven_from=origin)
-            for part, origin in parts
-            if part.span.start >= first
-        )
-        self.attention: AttentionCapture | None = None
-        if self.captures and config.profile:
-            self.attention = AttentionCapture(plan.parts, modules.geometry, config, device=device, ranks=modules.ranks)
-
-    def segments(self, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """What is to be stored, after the weave: exact are only parts that end at `exact_to` or before."""
-        complete = [capture for capture in self.captures if capture.complete]
-        ends = sorted(capture.part.span.stop for capture in complete)  # segments come in prompt order
-        found = segments_of(self._prompt, self._plan, complete, self.attention)
-        for end, (record, kv) in zip(ends, found, strict=True):
-            yield replace(record, exact=record.exact and end <= exact_to), kv
-
-    @property
-    def spans(self) -> frozenset[Span]:
-        """The spans of the parts that were captured whole."""
-        return frozenset(capture.part.span for capture in self.captures if capture.complete)
