@@ -33,7 +33,7 @@ def advise(
     """The cheapest device whose loading hides behind recomputation, else the fastest (CacheBlend §5.1)."""
     if not 0 < recompute_ratio <= 1:
         raise UsageError(f"--recompute-ratio must be above 0 and at most 1, not {recompute_ratio}")
-    devices = [_device(text) for text in device]
+    devices = [_parsed_device(text) for text in device]
     cost = CostModel.read(cost_model)
     chosen = choose_device(cost, tokens, devices, ratio=recompute_ratio)
     prefill_s = cost.prefill(tokens)
@@ -52,11 +52,11 @@ def advise(
                 "chosen": one is chosen,
             }
         )
-    output.show(_table(rows, tokens, recompute_ratio))
+    output.show(_devices_table(rows, tokens, recompute_ratio))
     output.finish({"tokens": tokens, "recompute_ratio": recompute_ratio, "devices": rows, "chosen": chosen.name})
 
 
-def _table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) -> Table:
+def _devices_table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) -> Table:
     table = Table(title=f"{tokens} reused tokens, recompute ratio {recompute_ratio:g}", title_justify="left")
     for name in ("device", "price per GiB-hour", "loading", "recomputing", "hidden", "ratio that hides it", "chosen"):
         table.add_column(name)
@@ -73,7 +73,7 @@ def _table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) 
     return table
 
 
-def _device(text: str) -> StorageDevice:
+def _parsed_device(text: str) -> StorageDevice:
     name, *numbers = (part.strip() for part in text.split(","))
     try:
         throughput, price = numbers

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, status
+from chunkweave.cli.console import Json, Out, Output, progress, status
 from chunkweave.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def analyze(
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy, with --budget-tokens.")] = "lru",
     seed: options.Seed = 0,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Print prefix and total overlap, repeats across turns, and the prefill that each chunk order would save."""
     from chunkweave.eval.chunk_order.overlap import overlap_of, repeated_across_turns
@@ -69,7 +69,7 @@ def analyze(
     config = {"trace": trace.name, "kind": kind, "top_k": top_k, "requests": len(arrivals), "window": window}
     config |= {"promotion_threshold": promote, "budget_tokens": budget_tokens, "policy": policy}
     more = {"overlap": asdict(overlap), "repeated_across_turns": turns, "bound_tokens": bound, "left_out": left_out}
-    output.finish(_result(seed, config, found, more))
+    output.finish(_analysis_result(seed, config, found, more))
 
 
 def _known(names: Sequence[str]) -> list[str]:
@@ -140,7 +140,7 @@ def _savings_table(found: Sequence["Savings"], bound: int, left_out: Sequence[st
     return table
 
 
-def _result(seed: int, config: dict[str, Any], found: Sequence["Savings"], more: dict[str, Any]) -> dict[str, Any]:
+def _analysis_result(seed: int, config: dict[str, Any], found: Sequence["Savings"], more: dict[str, Any]) -> dict[str, Any]:
     from chunkweave.eval.results import BenchmarkResult
 
     rows = [one.as_dict() for one in found]

@@ -66,8 +66,8 @@ app.command("vllm-serve", context_settings={"allow_extra_args": True, "ignore_un
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")
-app.add_typer(config.app, name="config")
-app.add_typer(keys.app, name="keys")
+app.add_typer(config.config_app, name="config")
+app.add_typer(keys.keys_app, name="keys")
 
 
 def _show_version(asked: bool) -> None:

@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Look into a cache directory, check
 def ls(
     cache_dir: options.CacheFolderPath,
     *,
-    document: options.Document = None,
+    document: options.DocumentName = None,
     chunk: options.ChunkPrefix = None,
     fingerprint: options.Fingerprint = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most segments that are listed.")] = None,

@@ -56,7 +56,7 @@ class _Cleared:
 def clear(
     cache_dir: options.CacheFolderPath,
     *,
-    document: options.Document = None,
+    document: options.DocumentName = None,
     chunk: options.ChunkPrefix = None,
     segment: options.SegmentPrefix = None,
     older_than: Annotated[

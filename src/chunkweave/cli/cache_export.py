@@ -35,7 +35,7 @@ def export(
     cache_dir: options.CacheFolderPath,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder for a --cache-dir.")],
     *,
-    document: options.Document = None,
+    document: options.DocumentName = None,
     chunk: options.ChunkPrefix = None,
     fingerprint: options.Fingerprint = None,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,

@@ -14,7 +14,7 @@ class _Chosen:
     """Segments of a cache directory, as the options name them."""
 
     cache_dir: options.CacheFolderPath
-    document: options.Document = None
+    document: options.DocumentName = None
     chunk: options.ChunkPrefix = None
     segment: options.SegmentPrefix = None
     fingerprint: options.Fingerprint = None

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from chunkweave.cli import options
 from chunkweave.cli.ask import answer_dict
-from chunkweave.cli.console import Output, stderr
+from chunkweave.cli.console import Out, Output, stderr
 from chunkweave.cli.corpus_options import AskedCorpus, TopK, open_corpus
 from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
 from chunkweave.cli.tables import conversation_line, times, token_line
@@ -48,7 +47,7 @@ def chat(
     ] = None,
     store: StoreOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
-    out: options.Out = None,
+    out: Out = None,
 ) -> None:
     """Hold a conversation: every line of standard input is a question, which may go on from those before.
 

@@ -6,18 +6,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli import options
-from chunkweave.cli.console import Output
+from chunkweave.cli.console import Json, Out, Output
 from chunkweave.cli.settings_options import with_settings
 from chunkweave.server.settings import Settings
 from chunkweave.server.settings_sources import KEYS_VARIABLE, Resolved
 
-app = typer.Typer(no_args_is_help=True, help="Show what `chunkweave serve` would be told, and by what.")
+config_app = typer.Typer(no_args_is_help=True, help="Show what `chunkweave serve` would be told, and by what.")
 
 
-@app.command("show")
+@config_app.command("show")
 @with_settings
-def show(*, resolved: Resolved[Settings], json: options.Json = False, out: options.Out = None) -> None:
+def show(*, resolved: Resolved[Settings], json: Json = False, out: Out = None) -> None:
     """Show every setting, its value and where that comes from; secrets are masked."""
     output = Output(json, out)
     rows = resolved.rows()
@@ -44,6 +43,6 @@ def show(*, resolved: Resolved[Settings], json: options.Json = False, out: optio
     output.finish({"settings": rows})
 
 
-@app.callback()
-def _group() -> None:
+@config_app.callback()
+def _config_group() -> None:
     """A group, though it has one command."""

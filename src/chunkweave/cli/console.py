@@ -4,16 +4,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from chunkweave.cli import options
 from chunkweave.eval.results import check_writable, to_json, write_json
 
 _PIPE_WIDTH = 150
 """Columns of a table that goes to a file or a pipe: wide enough that none is cut."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON to this file.")]
 
 Report = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -37,8 +41,8 @@ class Output:
         UsageError: the folder of `out` does not exist or cannot be written to.
     """
 
-    json: options.Json = False
-    out: options.Out = None
+    json: Json = False
+    out: Out = None
 
     def __post_init__(self) -> None:
         if self.out is not None:

@@ -6,8 +6,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli import options
-from chunkweave.cli.console import Output, status
+from chunkweave.cli.console import Json, Out, Output, status
 from chunkweave.cli.corpus_options import CorpusFolder, TopK, open_corpus, retrieved_table
 from chunkweave.cli.tables import seconds
 
@@ -18,8 +17,8 @@ app = typer.Typer(no_args_is_help=True, help="List, search and remove the docume
 def list_documents(
     folder: CorpusFolder,
     limit: Annotated[int | None, typer.Option(min=1, help="Most documents that are listed.")] = None,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """List documents in the order in which they were added."""
     output = Output(json, out)
@@ -45,8 +44,8 @@ def search(
     question: Annotated[str, typer.Argument(help="What to look for.")],
     top_k: TopK = None,
     stages: Annotated[bool, typer.Option("--stages", help="Show what was known after each stage, and when.")] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Show the chunks that are nearest to a question."""
     from chunkweave.retrieval.stages import usual_top_k
@@ -78,8 +77,8 @@ def search(
 def remove(
     folder: CorpusFolder,
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Documents, as `corpus list` names them.")],
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Remove documents, from the disk too.
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, status
+from chunkweave.cli.console import Json, Out, Output, progress, status
 from chunkweave.cli.corpus_options import open_corpus
 from chunkweave.errors import DuplicateDocumentError, UsageError
 
@@ -46,8 +45,8 @@ def ingest(
     skip_bad_docs: Annotated[
         bool, typer.Option("--skip-bad-docs", help="Leave out files and lines that cannot be read.")
     ] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Cut documents into chunks, embed them, and keep them in a corpus.
 

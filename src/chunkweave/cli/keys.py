@@ -5,21 +5,20 @@ from typing import Annotated
 
 import typer
 
-from chunkweave.cli import options
-from chunkweave.cli.console import Output
+from chunkweave.cli.console import Json, Out, Output
 
-app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave serve`.")
+keys_app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave serve`.")
 
 
-@app.command()
+@keys_app.command()
 def new(
     tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, - and _.")],
     file: Annotated[
         Path | None, typer.Option("--file", help="Add the hash to this keys file; printed if left out.", dir_okay=False)
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May look at and empty what all tenants share.")] = False,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Make a key. It is shown once: the keys file has its hash only."""
     output = Output(json, out)
@@ -35,6 +34,6 @@ def new(
     output.finish({"tenant": tenant, "admin": admin, "key": key, "line": stored.line})
 
 
-@app.callback()
-def _group() -> None:
+@keys_app.callback()
+def _keys_group() -> None:
     """A group, though it has one command."""

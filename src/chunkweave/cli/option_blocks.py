@@ -9,8 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from chunkweave.chunking.documents import Document, read_documents
-from chunkweave.cli import options
 from chunkweave.cli.model_choice import ModelChoice
+from chunkweave.cli.options import (
+    DEFAULT_DISK_BUDGET,
+    DEFAULT_STORE_BUDGET,
+    Attention,
+    CacheDir,
+    Codec,
+    DecodeGraphs,
+    Device,
+    DiskBudget,
+    Dtype,
+    Model,
+    RemoteUrl,
+    Seed,
+    Shape,
+    StoreBudget,
+    Ttl,
+)
 from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
@@ -67,12 +83,12 @@ def _parameters_of(block: type[Any]) -> list[inspect.Parameter]:
 class ModelOptions:
     """Which model computes, and how."""
 
-    model: options.Model = None
-    shape: options.Shape = None
-    device: options.Device = "auto"
-    dtype: options.Dtype = "auto"
-    attention: options.Attention = "auto"
-    decode_graphs: options.DecodeGraphs = False
+    model: Model = None
+    shape: Shape = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+    decode_graphs: DecodeGraphs = False
 
     def choice(self) -> ModelChoice:
         """The model that was asked for.
@@ -88,7 +104,7 @@ class ModelOptions:
 class SeededModelOptions(ModelOptions):
     """A model in a benchmark. Random weights are drawn with the seed, as everything else is."""
 
-    seed: options.Seed = 0
+    seed: Seed = 0
 
     def choice(self) -> ModelChoice:
         """The model that was asked for.
@@ -124,12 +140,12 @@ class TimedModelOptions(SeededModelOptions):
 class StoreOptions:
     """Where segments are kept."""
 
-    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET
-    cache_dir: options.CacheDir = None
-    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET
-    remote_url: options.RemoteUrl = None
-    codec: options.Codec = "raw"
-    ttl: options.Ttl = None
+    store_budget: StoreBudget = DEFAULT_STORE_BUDGET
+    cache_dir: CacheDir = None
+    disk_budget: DiskBudget = DEFAULT_DISK_BUDGET
+    remote_url: RemoteUrl = None
+    codec: Codec = "raw"
+    ttl: Ttl = None
 
     def config(self) -> StoreConfig:
         """What the options ask for.

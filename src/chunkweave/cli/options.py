@@ -31,8 +31,6 @@ RecomputeRatio = Annotated[
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Warm = Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON to this file.")]
 CacheDir = Annotated[
     Path | None,
     typer.Option(
@@ -56,7 +54,7 @@ CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The 
 Fingerprint = Annotated[
     str | None, typer.Option("--fingerprint", help="Only this model's; the beginning of its fingerprint is enough.")
 ]
-Document = Annotated[str | None, typer.Option("--document", help="Only segments of the document of this name.")]
+DocumentName = Annotated[str | None, typer.Option("--document", help="Only segments of the document of this name.")]
 ChunkPrefix = Annotated[
     str | None, typer.Option("--chunk", help="Only segments of this chunk: its id, or its beginning.")
 ]

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, status, stderr
+from chunkweave.cli.console import Json, Output, progress, status, stderr
 from chunkweave.cli.option_blocks import StoreOptions, TimedModelOptions, with_blocks
 from chunkweave.cli.tables import seconds, size
 from chunkweave.errors import UsageError
@@ -45,7 +45,7 @@ def profile(
     segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the segments that tiers read.")] = 512,
     segments: Annotated[int, typer.Option(min=1, help="Segments that tiers read.")] = 8,
     codec: options.Codec = "raw",
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Measure prefill times and each tier's throughput, and write the cost-model file.
 
@@ -65,8 +65,8 @@ def profile(
     tiers = _throughputs(loaded, cache_dir, remote_url, codec, segment_tokens, segments)
     cost = replace(cost, tier_bytes_per_s=tiers)
     path = out or _default_place(cache_dir, loaded.fingerprint)
-    _save(cost, path)
-    _show(Output(json), cost, path, choice.name)
+    _save_costs(cost, path)
+    _show_costs(Output(json), cost, path, choice.name)
     asked = {"disk": cache_dir, "remote": remote_url}
     if any(place is not None and name not in tiers for name, place in asked.items()):
         raise typer.Exit(1)
@@ -154,14 +154,14 @@ def _default_place(cache_dir: Path | None, fingerprint: str) -> Path:
     return path
 
 
-def _save(cost: CostModel, path: Path) -> None:
+def _save_costs(cost: CostModel, path: Path) -> None:
     try:
         cost.save(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _show(output: Output, cost: CostModel, path: Path, name: str) -> None:
+def _show_costs(output: Output, cost: CostModel, path: Path, name: str) -> None:
     table = Table(title=f"{name}: prefill of new tokens behind cached ones", title_justify="left")
     table.add_column("cached")
     for new in cost.new_tokens:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, Report, progress, status
+from chunkweave.cli.console import Json, Out, Output, Report, progress, status
 from chunkweave.cli.tables import seconds, size
 from chunkweave.errors import UsageError
 from chunkweave.units import parse_bytes
@@ -60,8 +60,8 @@ def simulate(
     ] = 0.0,
     replicas: Annotated[int, typer.Option(min=0, help="Hot upper nodes kept on both tiers.")] = 0,
     seed: options.Seed = 0,
-    json: options.Json = False,
-    out: options.Out = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Replay requests and print hit rates, time to first token, and the bound that no policy can exceed."""
     from chunkweave.eval.simulator.bounds import bounds_of
@@ -81,8 +81,8 @@ def simulate(
         for number, config in enumerate(runs):
             results.append(replay(replayed, config, cost, _part_of(report, number, len(runs))))
             bounds.append(bounds_of(replayed, sum(tier.budget_bytes for tier in config.tiers)))
-    output.show(_table(replayed, model, results, bounds))
-    output.finish(_result(replayed, model, source, cost, results, bounds))
+    output.show(_simulation_table(replayed, model, results, bounds))
+    output.finish(_simulation_result(replayed, model, source, cost, results, bounds))
 
 
 def _part_of(report: Report, number: int, count: int) -> Report:
@@ -128,7 +128,7 @@ def _runs(
     ]
 
 
-def _table(trace: "Trace", model: str, results: Sequence["SimulationResult"], bounds: Sequence["Bounds"]) -> Table:
+def _simulation_table(trace: "Trace", model: str, results: Sequence["SimulationResult"], bounds: Sequence["Bounds"]) -> Table:
     kind = "Belady's MIN" if trace.equal_sizes else "a relaxation (sizes differ)"
     asked = f"{size(trace.working_set_bytes)} asked for in all"
     table = Table(
@@ -159,7 +159,7 @@ def _table(trace: "Trace", model: str, results: Sequence["SimulationResult"], bo
     return table
 
 
-def _result(
+def _simulation_result(
     trace: "Trace",
     model: str,
     source: Any,

@@ -13,7 +13,7 @@ from chunkweave.errors import UsageError
 from chunkweave.front.settings import FrontSettings
 from chunkweave.server.settings_sources import KEYS_VARIABLE, Resolved
 
-_NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client")
+_NEEDED_FOR_VLLM = ("fastapi", "uvicorn", "httpx", "prometheus_client")
 
 
 def _vllm_serve(
@@ -27,7 +27,7 @@ def _vllm_serve(
     Every flag that is not listed here goes to vLLM as it is: chunkweave vllm-serve MODEL --max-model-len 8192.
     """
     settings = resolved.settings
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    if missing := [name for name in _NEEDED_FOR_VLLM if find_spec(name) is None]:
         raise UsageError(f"{', '.join(missing)} is not installed: pip install 'chunkweave[server,vllm]'")
     if not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
