@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.cli import cache_clear
+from chunkweave.cli import cache_changes
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
 from chunkweave.planning.cost_file import cost_model_path, stored_cost_model
@@ -224,7 +224,7 @@ def test_clear_by_chunk_fingerprint_and_age(cache, monkeypatch):
     assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 0
     as_json("cache", "pin", cache, "--segment", rows[1]["id"])
     later = time.time() + 7200
-    monkeypatch.setattr(cache_clear.time, "time", lambda: later)
+    monkeypatch.setattr(cache_changes.time, "time", lambda: later)
     assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 1
     assert [path.stem for path in segment_files(cache)] == [rows[1]["id"]]
     assert as_json("cache", "clear", cache, "--fingerprint", rows[1]["fingerprint"][:6])["removed"] == 1

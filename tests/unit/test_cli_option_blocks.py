@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from chunkweave.cli.option_blocks import with_blocks
+from chunkweave.cli.options import with_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,17 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench, cache, config, corpus, keys
-from chunkweave.cli.advise import advise
-from chunkweave.cli.analyze import analyze
+from chunkweave.cli import bench, cache, corpus
 from chunkweave.cli.ask import ask
-from chunkweave.cli.calibrate import calibrate
+from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
 from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
+from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
-from chunkweave.cli.ingest import ingest
-from chunkweave.cli.profile import profile
-from chunkweave.cli.serve import serve
-from chunkweave.cli.simulate import simulate
-from chunkweave.cli.vllm_serve import vllm_serve
+from chunkweave.cli.profile import advise, profile
+from chunkweave.cli.quality import calibrate, quality
+from chunkweave.cli.serve import config_app, keys_app, serve, vllm_serve
+from chunkweave.cli.traces import analyze, simulate
 from chunkweave.errors import ChunkweaveError, UsageError
 
 EXIT_FAILURE = 1
@@ -63,11 +61,14 @@ app.command()(simulate)
 app.command()(analyze)
 app.command()(serve)
 app.command("vllm-serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(vllm_serve)
+bench.app.command()(quality)
+for change in (clear, warm, pin, unpin, export):
+    cache.app.command()(change)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")
-app.add_typer(config.config_app, name="config")
-app.add_typer(keys.keys_app, name="keys")
+app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 
 
 def _show_version(asked: bool) -> None:

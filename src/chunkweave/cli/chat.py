@@ -11,10 +11,9 @@ import typer
 from rich.markup import escape
 
 from chunkweave.cli.ask import answer_dict
-from chunkweave.cli.console import Out, Output, stderr
-from chunkweave.cli.corpus_options import AskedCorpus, TopK, open_corpus
-from chunkweave.cli.option_blocks import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
-from chunkweave.cli.tables import conversation_line, times, token_line
+from chunkweave.cli.console import Out, Output, conversation_line, stderr, times, token_line
+from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus
+from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
 from chunkweave.config import ConversationConfig, SamplingParams
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.types import Chunk

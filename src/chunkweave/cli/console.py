@@ -1,17 +1,21 @@
-"""Results on stdout, everything else on stderr, and JSON where it is asked for."""
+"""What commands print: results on stdout, everything else on stderr, JSON where it is asked for."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from chunkweave.eval.results import check_writable, to_json, write_json
+from chunkweave.eval.ttft_table import TtftRow
+from chunkweave.metrics import ReuseReport
 
 _PIPE_WIDTH = 150
 """Columns of a table that goes to a file or a pipe: wide enough that none is cut."""
@@ -97,3 +101,101 @@ def status(description: str) -> Iterator[None]:
         return
     with console.status(description):
         yield
+
+
+def reuse_summary(report: ReuseReport) -> RenderableType:
+    """What happened to the tokens and chunks of one prompt, and how long it took; reordered chunks with their rank."""
+    reordered = report.order != "original"
+    table = Table()
+    if reordered:
+        table.add_column("rank", justify="right")
+    table.add_column("chunk", overflow="fold")
+    table.add_column("KV source")
+    table.add_column("tokens", justify="right")
+    table.add_column("recomputed", justify="right")
+    table.add_column("tier")
+    for chunk in report.chunks:
+        rank = "" if chunk.rank is None else str(chunk.rank + 1)
+        cells = (
+            escape(chunk.source),
+            chunk.kv_source,
+            str(chunk.tokens),
+            str(chunk.recomputed_tokens),
+            chunk.tier or "-",
+        )
+        table.add_row(*((rank, *cells) if reordered else cells))
+    return Group(token_line(report), table, times(report))
+
+
+def token_line(report: ReuseReport) -> str:
+    """One line: the method, why and how it was set, and tokens by KV source."""
+    told = [f"{name} {value:g}" for name, value in report.parameters.items()]
+    how = ", ".join([*told, *([report.why] if report.why else [])])
+    return (
+        f"{report.method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
+        f"{report.prefix_exact_tokens} prefix-exact, {report.reused_tokens} reused, "
+        f"{report.recomputed_tokens} recomputed, {report.computed_tokens} computed"
+    )
+
+
+def conversation_line(report: ReuseReport) -> str:
+    """One line: what of a conversation was in the prompt already, and what was cut off it."""
+    cut = f"; {report.turns_cut} turns cut off" if report.turns_cut else ""
+    return (
+        f"history {report.history_tokens} tokens; {report.chunks_not_sent} chunks ({report.tokens_not_sent} tokens) "
+        f"not sent again{cut}"
+    )
+
+
+def times(report: ReuseReport) -> str:
+    """One line: time to first token with its phases, and decoding."""
+    return (
+        f"first token after {seconds(report.ttft_s)} (lookup {seconds(report.lookup_s)}, "
+        f"load {seconds(report.load_s)}, weave {seconds(report.weave_s)}); "
+        f"{report.new_tokens} tokens, decoding {seconds(report.decode_s)}"
+    )
+
+
+def ttft_table(rows: Sequence[TtftRow], title: str, caption: str) -> Table:
+    """Methods against the reference, with the limit that FLOPs set."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("method", no_wrap=True)
+    for name in ("TTFT", "p10", "p90", "speed-up", "limit", "of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("exact", "reused", "recomp.", "computed", "recomp. fraction"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            seconds(row.ttft_median_s),
+            seconds(row.ttft_p10_s),
+            seconds(row.ttft_p90_s),
+            f"{row.speedup:.2f}x",
+            f"{row.flops_limit:.2f}x",
+            f"{row.limit_share:.0%}",
+            f"{row.prefix_exact_tokens:.0f}",
+            f"{row.reused_tokens:.0f}",
+            f"{row.recomputed_tokens:.0f}",
+            f"{row.computed_tokens:.0f}",
+            f"{row.recompute_fraction:.3f}",
+        )
+    return table
+
+
+def seconds(value: float) -> str:
+    """A duration with three significant digits: `1.23 s`, `45.6 ms`."""
+    if value >= 1.0:
+        return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+    return f"{value * 1e3:.3g} ms"
+
+
+def size(value: int | None) -> str:
+    """Bytes in the unit that suits them: `1.2 GiB`."""
+    if value is None:
+        return "unknown"
+    amount = float(value)
+    for unit in ("bytes", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

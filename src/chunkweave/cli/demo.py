@@ -8,10 +8,9 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks
-from chunkweave.cli.bench_ttft import TtftRun
+from chunkweave.cli.bench import TtftRun
 from chunkweave.cli.console import Output
-from chunkweave.cli.model_choice import ModelChoice
-from chunkweave.cli.option_blocks import StoreOptions, with_blocks
+from chunkweave.cli.options import ModelChoice, StoreOptions, with_blocks
 from chunkweave.config import SamplingParams
 from chunkweave.eval.bundled import bundled_examples
 from chunkweave.eval.datasets import Example

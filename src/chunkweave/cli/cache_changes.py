@@ -1,0 +1,431 @@
+"""`chunkweave cache warm`, `pin`, `unpin`, `clear` and `export`: what changes a cache directory or copies it."""
+
+import io
+import os
+import secrets
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.markup import escape
+
+from chunkweave.cli import options
+from chunkweave.cli.cache import CachedSegment, CacheFolder, Selection
+from chunkweave.cli.console import Output, progress, size, status, stderr
+from chunkweave.cli.options import DocumentOptions, ModelOptions, StoreOptions, with_blocks
+from chunkweave.errors import UsageError
+from chunkweave.eval.results import check_writable
+from chunkweave.types import Chunk, SegmentId
+from chunkweave.units import parse_duration
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave.tiers.blobs import BlobKey, BlobStore
+    from chunkweave.tiers.disk import DiskTier
+
+
+@with_blocks
+def warm(
+    cache_dir: Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="Made if it does not exist.", file_okay=False)],
+    more_docs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DOC]...", help="Further documents, so that --docs *.md works.")
+    ] = None,
+    *,
+    documents: DocumentOptions,
+    model: ModelOptions,
+    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
+    remote_url: options.RemoteUrl = None,
+    codec: options.Codec = "raw",
+    output: Output,
+) -> None:
+    """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
+
+    Cut the documents as `ask` is told to, or it finds other chunks. Exit code 1 if a chunk is not on disk afterwards:
+    the disk or its budget is too small, or not writable.
+    """
+    paths = [*(documents.docs or []), *(more_docs or [])]
+    if not paths:
+        raise UsageError("no documents: give --docs")
+    choice = model.choice()
+    store = StoreOptions(store_budget, cache_dir, disk_budget, remote_url, codec).config()
+    read = documents.read(paths)
+    with choice.open(store=store) as engine:
+        result = {"model": choice.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
+    written = f"computed {result['computed']} chunks, {result['present']} were there already; "
+    output.show(f"{written}{result['tokens']} tokens, {size(result['bytes'])} on disk")
+    if result["missing"]:
+        output.show(
+            f"[red]{result['missing']} chunks are not on disk: the budget is too small, or writing failed[/red]"
+        )
+    output.finish(result)
+    if result["missing"]:
+        raise typer.Exit(1)
+
+
+def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
+    computed = 0
+    with progress("computing chunks") as report:
+        for done, chunk in enumerate(chunks, start=1):
+            computed += engine.precompute([chunk])
+            # One at a time: the queue of the background writer drops what it has no room for.
+            engine.store.flush()
+            report(done, len(chunks))
+    disk = next(level for level in engine.store.levels if level.name == "disk")
+    prompts = {prompt.parts[-1].id: prompt.parts[-1] for prompt in map(engine.builder.alone, chunks)}
+    alone = [next((r for r in disk.store.variants(part) if r.alone), None) for part in prompts.values()]
+    found = [record for record in alone if record is not None]
+    return {
+        "chunks": len(prompts),
+        "computed": computed,
+        "present": len(prompts) - computed,
+        "missing": len(prompts) - len(found),
+        "tokens": sum(map(len, found)),
+        "bytes": sum(record.nbytes for record in found),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Segments of a cache directory, as the options name them."""
+
+    cache_dir: options.CacheFolderPath
+    document: options.DocumentName = None
+    chunk: options.ChunkPrefix = None
+    segment: options.SegmentPrefix = None
+    fingerprint: options.Fingerprint = None
+
+
+@with_blocks
+def pin(*, chosen: _Chosen, output: Output) -> None:
+    """Keep segments from eviction and expiry, until they are unpinned or cleared. Processes see it when they open."""
+    _change(chosen, output, pinning=True)
+
+
+@with_blocks
+def unpin(*, chosen: _Chosen, output: Output) -> None:
+    """Take pins back."""
+    _change(chosen, output, pinning=False)
+
+
+def _change(chosen: _Chosen, output: Output, *, pinning: bool) -> None:
+    selection = Selection(chosen.document, chosen.chunk, chosen.segment)
+    if selection.everything and chosen.fingerprint is None:
+        raise UsageError("say which segments: --document, --chunk, --segment or --fingerprint")
+    folder = CacheFolder(chosen.cache_dir)
+    matching = changed = 0
+    with status("reading headers"):
+        for name, tier in folder.tiers(chosen.fingerprint):
+            ids = [one.record.id for one in folder.segments(name, tier, selection)]
+            matching += len(ids)
+            changed += (folder.pins.add if pinning else folder.pins.discard)(name, ids)
+    if not matching:
+        raise UsageError(f"no segment in {chosen.cache_dir} fits")
+    output.show(f"{'pinned' if pinning else 'unpinned'} {changed} of {matching} segments that fit")
+    output.finish({"matching": matching, "changed": changed})
+
+
+@dataclass(slots=True)
+class _Cleared:
+    """What was removed so far, and what could not be.
+
+    `unknown` files cannot be read, so nobody can say whose they are. `remote_error` ended the removal in the remote.
+    """
+
+    removed: int = 0
+    removed_bytes: int = 0
+    remote_removed: int = 0
+    failed: list[str] = field(default_factory=list)
+    unknown: int = 0
+    remote_error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was asked for is gone for certain."""
+        return not (self.failed or self.unknown or self.remote_error)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "removed": self.removed,
+            "removed_bytes": self.removed_bytes,
+            "remote_removed": self.remote_removed,
+            "failed": self.failed,
+            "unknown": self.unknown,
+            "remote_error": self.remote_error,
+        }
+
+
+@with_blocks
+def clear(
+    cache_dir: options.CacheFolderPath,
+    *,
+    document: options.DocumentName = None,
+    chunk: options.ChunkPrefix = None,
+    segment: options.SegmentPrefix = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only segments older than that, such as 7d; pinned ones stay.")
+    ] = None,
+    fingerprint: options.Fingerprint = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    remote_url: options.RemoteUrl = None,
+    output: Output,
+) -> None:
+    """Remove segments, with --remote-url from the remote too.
+
+    Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
+    """
+    before_s = None if older_than is None else time.time() - parse_duration(older_than)
+    selection = Selection(document, chunk, segment, before_s)
+    if everything != (selection.everything and fingerprint is None):
+        raise UsageError("say what to remove: --document, --chunk, --segment, --older-than or --fingerprint, or --all")
+    folder = CacheFolder(cache_dir)
+    if everything and not yes:
+        typer.confirm(f"Remove every segment in {cache_dir}?", abort=True, err=True)
+    cleared = _Cleared()
+    tiers = _tiers(folder, fingerprint, remote=remote_url is not None)
+    with status("removing segments"):
+        for name, tier in tiers:
+            _clear_model(folder, name, tier, selection, cleared, remote_url)
+    output.show(_summary(cleared))
+    output.finish(cleared.as_dict())
+    if not cleared.complete:
+        raise typer.Exit(1)
+
+
+def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list[tuple[str, "DiskTier"]]:
+    """Models to go through: a whole fingerprint need not be in the folder if it may be in the remote."""
+    if remote and fingerprint is not None and not any(name.startswith(fingerprint) for name in folder.fingerprints):
+        from chunkweave.tiers.disk import DiskTier
+
+        return [(fingerprint, DiskTier(folder.root, fingerprint))]
+    return list(folder.tiers(fingerprint))
+
+
+def _clear_model(
+    folder: CacheFolder, name: str, tier: "DiskTier", selection: Selection, cleared: _Cleared, remote_url: str | None
+) -> None:
+    aged = selection.created_before_s is not None
+    found = [one for one in folder.segments(name, tier, selection) if not (aged and one.pinned)]
+    ids = [one.record.id for one in found]
+    if remote_url is not None:
+        kept = folder.pins.read().get(name, frozenset()) if aged else frozenset()
+        _clear_remote(remote_url, name, selection, ids, kept, cleared)
+    for one in found:
+        tier.delete(one.record.id)
+    if selection.everything:
+        tier.repair()
+    undeleted = {problem.path.stem for problem in tier.problems() if problem.problem.value == "undeletable"}
+    cleared.failed += sorted(undeleted & set(ids))
+    gone = [one for one in found if one.record.id not in undeleted]
+    cleared.removed += len(gone)
+    cleared.removed_bytes += sum(one.record.nbytes for one in gone)
+    cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())
+    folder.pins.discard(name, (one.record.id for one in gone))
+
+
+def _clear_remote(
+    url: str,
+    fingerprint: str,
+    selection: Selection,
+    known: Iterable[SegmentId],
+    kept: frozenset[SegmentId],
+    cleared: _Cleared,
+) -> None:
+    """Remove what fits from the remote, whether it is on disk too or not.
+
+    The blobs are asked without the tier's deadlines and breaker: a miss that only means "not now" must not pass for
+    a deletion.
+    """
+    from chunkweave.tiers.blobs import BlobKey, open_blobs
+
+    blobs = open_blobs(url)
+    known = set(known)
+    try:
+        for key in {BlobKey(fingerprint, segment) for segment in known} | set(blobs.keys(fingerprint)):
+            if key.segment not in kept and (key.segment in known or _fits(blobs, key, selection, cleared)):
+                cleared.remote_removed += blobs.size(key) is not None
+                blobs.delete(key)
+    except (OSError, ValueError) as error:
+        cleared.remote_error = f"{blobs.name}: {error}"
+    finally:
+        blobs.close()
+
+
+def _fits(blobs: "BlobStore", key: "BlobKey", selection: Selection, cleared: _Cleared) -> bool:
+    from chunkweave.tiers.blob_segments import fetch_header
+    from chunkweave.tiers.segment_header import SegmentRefused
+
+    if selection.everything:
+        return True
+    try:
+        header = fetch_header(blobs, key)
+    except SegmentRefused as refused:
+        stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
+        cleared.unknown += 1
+        return False
+    return header is not None and selection.fits(header.record, header.created_s)
+
+
+def _summary(cleared: _Cleared) -> str:
+    lines = [f"removed {cleared.removed} segments of {size(cleared.removed_bytes)}"]
+    if cleared.remote_removed:
+        lines.append(f"removed {cleared.remote_removed} segments from the remote")
+    if cleared.remote_error:
+        lines.append(f"the remote was not gone through to its end, run this again: {escape(cleared.remote_error)}")
+    if cleared.failed:
+        lines.append(f"{len(cleared.failed)} segments could not be removed: is the folder writable?")
+    if cleared.unknown:
+        lines.append(
+            f"{cleared.unknown} files cannot be read and may belong to it: `cache check --repair` removes them"
+        )
+    return "\n".join(lines)
+
+
+class _Target(Protocol):
+    """Where copies go. `name` is `<fingerprint>/<2 hex>/<id>.safetensors`."""
+
+    def add(self, name: str, data: bytes, created_s: float) -> None:
+        """Take one file."""
+
+
+@with_blocks
+def export(
+    cache_dir: options.CacheFolderPath,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder for a --cache-dir.")],
+    *,
+    document: options.DocumentName = None,
+    chunk: options.ChunkPrefix = None,
+    fingerprint: options.Fingerprint = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
+    output: Output,
+) -> None:
+    """Copy segments out, each verified while it is copied. Exit code 1 if some had to be left out.
+
+    A .tar file is used by unpacking it into a folder.
+    """
+    selection = Selection(document, chunk)
+    if everything != (selection.everything and fingerprint is None):
+        raise UsageError("say what to export: --document, --chunk or --fingerprint, or --all")
+    folder = CacheFolder(cache_dir)
+    tiers = list(folder.tiers(fingerprint))
+    chosen = [(tier, one) for name, tier in tiers for one in folder.segments(name, tier, selection)]
+    if not chosen:
+        raise UsageError(f"no segment in {cache_dir} fits")
+    exported_bytes, left_out = 0, []
+    with _opened(folder.root, target) as copies, progress("copying segments") as report:
+        for done, (tier, one) in enumerate(chosen, start=1):
+            data = _verified(tier, one)
+            if data is None:
+                left_out.append(one.record.id)
+            else:
+                copies.add(_name(one), data, one.created_s)
+                exported_bytes += len(data)
+            report(done, len(chosen))
+    exported = len(chosen) - len(left_out)
+    output.show(f"exported {exported} segments of {size(exported_bytes)} to {target}")
+    if left_out:
+        output.show(f"[red]{len(left_out)} were left out: corrupt, or gone meanwhile[/red]")
+    output.finish({"exported": exported, "bytes": exported_bytes, "left_out": left_out})
+    if left_out:
+        raise typer.Exit(1)
+
+
+class _Folder:
+    """Copies in a folder that is, or becomes, a cache directory. Files appear whole, for their owner only."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def add(self, name: str, data: bytes, created_s: float) -> None:  # noqa: ARG002 - the header has it
+        path = self._root
+        for part in Path(name).parent.parts:
+            path = path / part
+            path.mkdir(mode=0o700, exist_ok=True)
+        final = self._root / name
+        partial = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
+        try:
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(file)
+            partial.replace(final)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class _Archive:
+    """Copies in an archive that is being written."""
+
+    def __init__(self, archive: tarfile.TarFile) -> None:
+        self._archive = archive
+
+    def add(self, name: str, data: bytes, created_s: float) -> None:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode, entry.mtime = len(data), 0o600, int(created_s)
+        self._archive.addfile(entry, io.BytesIO(data))
+
+
+@contextmanager
+def _opened(source: Path, target: Path) -> Iterator[_Target]:
+    """The target, whole if nothing is raised.
+
+    Raises:
+        UsageError: it is the cache directory itself, holds something else, or cannot be written.
+    """
+    try:
+        if target.suffix == ".tar":
+            with _archive(target) as archive:
+                yield archive
+        else:
+            if target.exists():
+                CacheFolder(target)
+                if target.samefile(source):
+                    raise UsageError(f"{target} is the cache directory itself")
+            else:
+                target.mkdir(mode=0o700)
+            yield _Folder(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _archive(target: Path) -> Iterator[_Archive]:
+    check_writable(target)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+            yield _Archive(archive)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
+    """The bytes of a segment file, every checksum of which was compared; None if it is corrupt or gone."""
+    from chunkweave.kv.segment import SegmentLost
+    from chunkweave.tiers.segment_bytes import decode_segment
+    from chunkweave.tiers.segment_header import SegmentRefused
+
+    source = tier.get(one.record.id)
+    if source is None:
+        return None
+    try:
+        data = source.path.read_bytes()
+        segment = decode_segment(data)
+        for layer in range(segment.header.layout.num_layers):
+            segment.layer(layer)
+    except (OSError, SegmentRefused, SegmentLost):
+        return None
+    return data if segment.header.record.id == one.record.id else None
+
+
+def _name(one: CachedSegment) -> str:
+    return f"{one.fingerprint}/{one.record.id[:2]}/{one.record.id}.safetensors"
