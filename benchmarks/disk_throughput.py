@@ -34,8 +34,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.kv.codecs import CODECS, measure_error
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import CODECS, SegmentKV, SegmentSource, measure_error
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.store.records import SegmentRecord

@@ -15,10 +15,8 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.fingerprint import fingerprint_shape
-from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.inspection import geometry_of
-from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
+from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
 

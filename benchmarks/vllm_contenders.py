@@ -47,7 +47,7 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import f1
 from chunkweave.front.prompting import load_tokenizer
 from chunkweave.front.vllm_flags import VllmFlags
-from chunkweave.models.shapes import shape_config
+from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.replica_contents import ReplicaContents

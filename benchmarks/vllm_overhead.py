@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.models.shapes import shape_config
+from chunkweave.models.loading import shape_config
 
 BATCH, TOKENS, PROMPT = 8, 64, 256
 WITHOUT, WITH = "vLLM alone", "with the plug-in"

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.models.inspection import geometry_of
-from chunkweave.models.shapes import shape_config
+from chunkweave.models.huggingface import geometry_of
+from chunkweave.models.loading import shape_config
 from chunkweave.planning.flops import LayerWork, prefill_flops
 from chunkweave.types import Geometry
 

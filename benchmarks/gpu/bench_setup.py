@@ -22,7 +22,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave.eval.results import commit, machine, versions
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.store.level import Level
 from chunkweave.store.segment_store import SegmentStore

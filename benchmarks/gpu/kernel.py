@@ -18,8 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from bench_setup import Report, dtype_of, parser_of, seconds
 
 from chunkweave.config import AttentionKernel
-from chunkweave.models.attention import ScatteredQueries
-from chunkweave.models.flat_attention import OwnQueries, make_attention
+from chunkweave.models.attention import OwnQueries, ScatteredQueries, make_attention
 from chunkweave.types import Geometry
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -128,7 +127,7 @@ def ours_with_more(
 ) -> Iterator[tuple[str, Attend]]:
     """Our kernel with mass by part, and over keys before RoPE (rotated by nothing, for the same result)."""
     with contextlib.suppress(ImportError):
-        from chunkweave.models.kernels.scattered import FlatQueries, KeyPlaces, attend, interpreted
+        from chunkweave.models.triton_attention import FlatQueries, KeyPlaces, attend, interpreted
 
         if q.device.type != "cuda" and not interpreted():
             return
@@ -146,7 +145,7 @@ def ours_with_more(
 
 def block_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: torch.Tensor) -> Iterator[tuple[str, Attend]]:
     """Our kernel over a grid of launch sizes."""
-    from chunkweave.models.kernels.scattered import Blocks, FlatQueries, KeyPlaces, attend
+    from chunkweave.models.triton_attention import Blocks, FlatQueries, KeyPlaces, attend
 
     addresses = torch.tensor([[k.data_ptr(), v.data_ptr(), 0, 0]], device=q.device)
     queries = FlatQueries(q, where, (len(where),), len(k))

@@ -33,10 +33,9 @@ from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import make_method
-from chunkweave.tiers.device import DeviceTier
+from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
-from chunkweave.tiers.host_memory import host_memory_for, moved_into
 
 CHUNK_TOKENS = 512
 

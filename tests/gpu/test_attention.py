@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from chunkweave.config import AttentionKernel
-from chunkweave.models.attention import ScatteredQueries
-from chunkweave.models.flat_attention import KeyParts, OwnQueries, make_attention
+from chunkweave.models.attention import KeyParts, OwnQueries, ScatteredQueries, make_attention
 from chunkweave.types import Geometry
 from tests.triton.oracle import make_case, written_out
 

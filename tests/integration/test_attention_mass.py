@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.errors import UsageError
-from chunkweave.fusion.attention_capture import AttentionCapture, evenly_spread
-from chunkweave.fusion.woven_profile import woven_profile
-from chunkweave.models import attention_mass
-from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.fusion.capture import AttentionCapture, evenly_spread, woven_profile
+from chunkweave.models import attention
+from chunkweave.models.attention import AttentionMeter
 from chunkweave.planning.plan import KVSource, PartPlan
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, Span
@@ -59,7 +58,7 @@ def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=t
 )
 def test_any_positions_heads_and_blocks(positions, heads, chosen, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
         check(sorted(positions), heads=heads, chosen=chosen)
 
 
@@ -222,7 +221,7 @@ def test_what_keys_get_is_combined_over_heads_then_over_queries(positions, hidde
     expected = weights.amax(0) if over_heads is Combine.MAX else weights.mean(0)
     expected = expected.amax(0) if over_queries is Combine.MAX else expected.sum(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
         meter = AttentionMeter(torch.tensor(positions), (), hidden=flags)
         found = meter.combined(q, k, over_heads=over_heads, over_queries=over_queries)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

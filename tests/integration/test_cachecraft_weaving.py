@@ -11,9 +11,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.fusion import focus
-from chunkweave.fusion.attention_capture import AttentionCapture, evenly_spread
-from chunkweave.fusion.capture import PartCapture
+from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spread
 from chunkweave.fusion.loop import run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
@@ -378,7 +376,7 @@ def test_no_woven_segments_if_they_are_not_wanted_or_stored_already(qwen):
 
 
 def test_a_chunk_whose_recomputation_stops_midway_is_not_stored(qwen, monkeypatch):
-    monkeypatch.setattr(focus, "FocusTracker", FiresAt(1, [0, 2, 3]))
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(1, [0, 2, 3]))
     prompt = make_prompt(SIZES)
     qwen.precompute(prompt)
     woven = qwen.runner.prefill(prompt, Chosen({2: range(23), 4: range(31)}, stop=True))
@@ -428,7 +426,7 @@ def written_out(bench: Bench, woven: Prefilled, chosen: dict[int, Sequence[int]]
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("focused", [(0, 3), (), (0, 1, 2, 3)])
 def test_stopping_at_a_layer_equals_a_loop_that_is_written_out(bench, monkeypatch, layer, focused):
-    monkeypatch.setattr(focus, "FocusTracker", FiresAt(layer, focused))
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(layer, focused))
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
     woven = bench.runner.prefill(prompt, Chosen(CHOSEN, stop=True))
@@ -457,7 +455,7 @@ def test_stopping_at_a_layer_equals_a_loop_that_is_written_out(bench, monkeypatc
 
 
 def test_a_missing_chunk_is_computed_to_the_end_however_little_it_is_looked_at(bench, monkeypatch):
-    monkeypatch.setattr(focus, "FocusTracker", FiresAt(1, [3]))
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(1, [3]))
     prompt = make_prompt(SIZES, system=6)
     for place in (2, 4, 5):
         bench.prefill(alone(prompt.parts[place]), "full", keep=True)
@@ -473,7 +471,7 @@ def test_a_missing_chunk_is_computed_to_the_end_however_little_it_is_looked_at(b
 
 def test_the_tracker_is_shown_the_questions_own_attention(bench, monkeypatch):
     tracker = FiresAt(99, ())
-    monkeypatch.setattr(focus, "FocusTracker", tracker)
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", tracker)
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
     everything = {2 + i: range(size) for i, size in enumerate(SIZES)}
@@ -502,7 +500,7 @@ def test_the_real_tracker_stops_by_the_real_attention():
 
 def test_nothing_is_watched_if_nothing_could_be_dropped(qwen, monkeypatch):
     tracker = FiresAt(0, ())
-    monkeypatch.setattr(focus, "FocusTracker", tracker)
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", tracker)
     prompt = make_prompt(SIZES)
     qwen.precompute(prompt)
     woven = qwen.runner.prefill(prompt, Chosen({}, stop=True))
@@ -538,7 +536,7 @@ def test_requests_of_one_batch_narrow_and_capture_each_for_itself(bench, monkeyp
         method.plan(bench.runner.store.lookup(prompt), bench.loaded.model.geometry)
         for prompt, method in zip(prompts, methods, strict=True)
     ]
-    monkeypatch.setattr(focus, "FocusTracker", lambda *_: FiresAt(1, [1]))
+    monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", lambda *_: FiresAt(1, [1]))
     with torch.inference_mode():
         apart = [rows_of(bench, prompt, plan) for prompt, plan in zip(prompts, plans, strict=True)]
         hidden = torch.cat([run_pass(bench.loaded.model, [rows]) for rows, _, _ in apart])

@@ -201,7 +201,7 @@ def test_clear_says_when_the_remote_does_not_answer(cache, monkeypatch):
     def gone(*_arguments):
         raise OSError("connection refused")
 
-    monkeypatch.setattr("chunkweave.tiers.fsspec_blobs.FsspecBlobs.keys", gone)
+    monkeypatch.setattr("chunkweave.tiers.blobs.FsspecBlobs.keys", gone)
     done = invoke("cache", "clear", cache, "--document", "short.md", "--remote-url", "memory://nowhere")
     assert done.exit_code == 1
     assert "run this again" in done.stdout

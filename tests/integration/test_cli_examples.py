@@ -10,7 +10,7 @@ from shutil import copytree
 import pytest
 import torch
 
-from chunkweave.models.shapes import random_model
+from chunkweave.models.loading import random_model
 from chunkweave.testing.toys import toy_config
 from tests.integration.command_line import invoke
 

@@ -49,7 +49,7 @@ def test_profile_goes_on_without_a_tier_that_fails(tmp_path, monkeypatch):
     def gone(*_arguments):
         raise OSError("connection refused")
 
-    monkeypatch.setattr("chunkweave.tiers.fsspec_blobs.FsspecBlobs.put", gone)
+    monkeypatch.setattr("chunkweave.tiers.blobs.FsspecBlobs.put", gone)
     out = tmp_path / "cost.json"
     done = invoke(*PROFILE, *TIERS, "--remote-url", "memory://nowhere", "--out", out)
     assert done.exit_code == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chunkweave.errors import UnknownMethodError
-from chunkweave.kv.codecs import CODECS, EncodingError, make_codec, measure_error
+from chunkweave.kv.segment import CODECS, EncodingError, make_codec, measure_error
 
 QUANTIZED = ("int8", "fp8")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

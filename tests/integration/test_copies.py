@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate
-from chunkweave.tiers.copies import DeviceCopies, NullStreams
-from chunkweave.tiers.host_memory import PinnedMemory, PlainMemory, moved_into
+from chunkweave.tiers.device import DeviceCopies, NullStreams, PinnedMemory, PlainMemory, moved_into
 from chunkweave.tiers.preload import LayerLoader
 
 

@@ -14,9 +14,8 @@ from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import TieredStore
-from chunkweave.tiers.device import DeviceTier
+from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.host import HostTier
-from chunkweave.tiers.host_memory import host_memory_for, moved_into
 from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import id_of, record_of
 

@@ -24,8 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkweave.kv.codecs import CODECS, make_codec
-from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.segment_file import DiskSegment, open_segment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.kv.codecs import make_codec
-from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import Tier
 from chunkweave.tiers.disk import DiskTier
-from chunkweave.tiers.segment_file import write_segment
+from chunkweave.tiers.segment_file import layout_of, write_segment
 from chunkweave.tiers.segment_header import FileProblem, header_bytes
-from chunkweave.tiers.segment_layers import layout_of
 from chunkweave.types import ChunkId, SegmentId
 
 from .segments import FINGERPRINT, files_under, layers_of, make_segment

@@ -16,9 +16,8 @@ from chunkweave.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.inspection import check_config, geometry_of
-from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.models.huggingface import HuggingFaceModel, check_config, geometry_of
+from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.known_shapes import KNOWN_SHAPES
 from chunkweave.testing.toys import TOY_FAMILIES, toy_config, toy_model
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkweave.engine import runner as runner_module
-from chunkweave.models.flat_attention import FlatResult
+from chunkweave.models.attention import FlatResult
 from chunkweave.planning.method import make_method
 from chunkweave.testing.toys import toy_model
 from tests.integration.weaving import make_bench, make_prompt

@@ -9,11 +9,9 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.evidence import measure
-from chunkweave.fusion.focus import FocusWatch
-from chunkweave.fusion.question_watch import QuestionWatch
-from chunkweave.models.ranks import ALONE, Ranks
+from chunkweave.fusion.capture import AttentionCapture, FocusWatch, QuestionWatch
+from chunkweave.fusion.rows import measure
+from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.plan import Evidence, KVSource, PartPlan, StopUnfocused, Watch
 from chunkweave.types import ChunkId, Geometry, Span
 

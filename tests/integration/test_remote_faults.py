@@ -19,11 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import chunkweave
 from chunkweave.errors import UsageError
-from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
-from chunkweave.tiers.breaker import BreakerState, CircuitBreaker, Permit
-from chunkweave.tiers.redis_blobs import RedisBlobs
+from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, RedisBlobs
 from chunkweave.tiers.remote import RemoteTier
-from chunkweave.tiers.remote_calls import Backoff, RemoteCalls, RemoteGarbage, RemoteUnavailable
+from chunkweave.tiers.remote_calls import (
+    Backoff,
+    BreakerState,
+    CircuitBreaker,
+    Permit,
+    RemoteCalls,
+    RemoteGarbage,
+    RemoteUnavailable,
+)
 from chunkweave.types import SegmentId
 from tests.integration.redis_server import PASSWORD, Proxy, Server
 from tests.integration.test_remote_tier import FINGERPRINT, assert_same, make_segment
@@ -432,7 +438,7 @@ def test_workers_are_reused_and_bounded_under_load() -> None:
 
 
 def test_workers_with_nothing_to_do_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chunkweave.tiers.daemon_workers._IDLE_S", 0.05)
+    monkeypatch.setattr("chunkweave.tiers.remote_calls._IDLE_S", 0.05)
     calls = RemoteCalls(deadline_s=5.0, breaker=CircuitBreaker("x"))
     worker = calls.call(threading.get_ident)
     ends = time.monotonic() + 5
@@ -447,7 +453,7 @@ def test_workers_with_nothing_to_do_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_forked_child_makes_calls_of_its_own() -> None:
     program = (
         "import os\n"
-        "from chunkweave.tiers.breaker import CircuitBreaker\n"
+        "from chunkweave.tiers.remote_calls import CircuitBreaker\n"
         "from chunkweave.tiers.remote_calls import RemoteCalls\n"
         "calls = RemoteCalls(deadline_s=5.0, breaker=CircuitBreaker('x'))\n"
         "assert calls.call(lambda: 1) == 1\n"
@@ -462,7 +468,7 @@ def test_a_forked_child_makes_calls_of_its_own() -> None:
 def test_a_stuck_call_does_not_keep_the_process(tmp_path: Path) -> None:
     program = (
         "import time\n"
-        "from chunkweave.tiers.breaker import CircuitBreaker\n"
+        "from chunkweave.tiers.remote_calls import CircuitBreaker\n"
         "from chunkweave.tiers.remote_calls import RemoteCalls\n"
         "try:\n"
         "    RemoteCalls(deadline_s=0.05, breaker=CircuitBreaker('x')).call(lambda: time.sleep(60))\n"

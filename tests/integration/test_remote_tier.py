@@ -14,15 +14,11 @@ import torch
 from safetensors.torch import load
 
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import make_codec
-from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, open_blobs, without_secrets
-from chunkweave.tiers.fsspec_blobs import FsspecBlobs
-from chunkweave.tiers.redis_blobs import RedisBlobs
+from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, FsspecBlobs, RedisBlobs, open_blobs, without_secrets
 from chunkweave.tiers.remote import RemoteTier
-from chunkweave.tiers.segment_bytes import decode_segment, encode_segment
-from chunkweave.tiers.segment_file import write_segment
+from chunkweave.tiers.segment_file import decode_segment, encode_segment, write_segment
 from chunkweave.tiers.segment_header import header_size
 from chunkweave.types import ChunkId, SegmentId
 from tests.integration.redis_server import PASSWORD, Server, make_certificate

@@ -17,9 +17,9 @@ from chunkweave.store.pin_file import PinFile
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import TieredStore
 from chunkweave.testing.toys import toy_model
+from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
-from chunkweave.tiers.redis_blobs import RedisBlobs
 from chunkweave.tiers.remote import RemoteTier
 from tests.integration.redis_server import Server
 

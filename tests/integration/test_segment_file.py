@@ -13,14 +13,12 @@ import torch
 from safetensors import safe_open
 
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import CODECS, make_codec
-from chunkweave.kv.segment import SegmentKV, SegmentLost
+from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
-from chunkweave.tiers.segment_file import open_segment, read_header, read_record, write_segment
+from chunkweave.tiers.segment_file import file_bytes, layout_of, open_segment, read_header, read_record, write_segment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
-from chunkweave.tiers.segment_layers import file_bytes, layout_of
 
 from .segments import FINGERPRINT, files_under, layers_of, make_segment
 

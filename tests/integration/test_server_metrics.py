@@ -24,9 +24,9 @@ from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import Level, TieredStore
 from chunkweave.testing.toys import toy_model
-from chunkweave.tiers.breaker import CircuitBreaker
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
+from chunkweave.tiers.remote_calls import CircuitBreaker
 from tests.integration.test_batching_core import CHUNKS, STORED
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

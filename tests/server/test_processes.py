@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from chunkweave.models.shapes import random_model
+from chunkweave.models.loading import random_model
 from chunkweave.testing.toys import toy_config
 from tests.integration.command_line import invoke
 from tests.server.conftest import wait_until

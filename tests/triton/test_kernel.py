@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from chunkweave.models.kernels.scattered import (
+from chunkweave.models.triton_attention import (
     Blocks,
     FlatQueries,
     KeyPlaces,

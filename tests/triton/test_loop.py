@@ -7,8 +7,7 @@ from chunkweave.config import AttentionKernel, CaptureConfig, ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.fusion.graphed_decode import GraphedDecode
-from chunkweave.models.attention_mass import AttentionMeter
-from chunkweave.models.flat_attention import SdpaAttention, make_attention
+from chunkweave.models.attention import AttentionMeter, SdpaAttention, make_attention
 from chunkweave.models.triton_attention import TritonAttention
 from chunkweave.store.segment_store import SegmentStore
 from chunkweave.store.tiered import Level, TieredStore

@@ -23,8 +23,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:
-    from chunkweave.tiers.disk import DiskTier
-    from chunkweave.tiers.disk_index import ProblemFile
+    from chunkweave.tiers.disk import DiskTier, ProblemFile
     from chunkweave.tiers.segment_file import DiskSegment
 
 
@@ -406,7 +405,7 @@ def _check_tier(
 def _damage(tier: "DiskTier", source: "DiskSegment") -> "ProblemFile | None":
     """What is wrong with a segment's data; None too if its file went or was replaced while it was read."""
     from chunkweave.kv.segment import SegmentLost
-    from chunkweave.tiers.disk_index import ProblemFile
+    from chunkweave.tiers.disk import ProblemFile
     from chunkweave.tiers.segment_header import FileProblem
 
     try:

@@ -258,7 +258,7 @@ def _clear_remote(
 
 
 def _fits(blobs: "BlobStore", key: "BlobKey", selection: Selection, cleared: _Cleared) -> bool:
-    from chunkweave.tiers.blob_segments import fetch_header
+    from chunkweave.tiers.remote import fetch_header
     from chunkweave.tiers.segment_header import SegmentRefused
 
     if selection.everything:
@@ -411,7 +411,7 @@ def _archive(target: Path) -> Iterator[_Archive]:
 def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
     """The bytes of a segment file, every checksum of which was compared; None if it is corrupt or gone."""
     from chunkweave.kv.segment import SegmentLost
-    from chunkweave.tiers.segment_bytes import decode_segment
+    from chunkweave.tiers.segment_file import decode_segment
     from chunkweave.tiers.segment_header import SegmentRefused
 
     source = tier.get(one.record.id)

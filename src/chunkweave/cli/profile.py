@@ -137,7 +137,7 @@ def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def _scratch_remote(url: str, codec: str) -> Iterator[Any]:
     """A tier in the remote under a name that no model has."""
-    from chunkweave.kv.codecs import make_codec
+    from chunkweave.kv.segment import make_codec
     from chunkweave.tiers.blobs import open_blobs
     from chunkweave.tiers.remote import RemoteTier
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture, WovenFrom
+from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import KVSource, PartPlan, Plan

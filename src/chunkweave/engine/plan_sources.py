@@ -20,9 +20,7 @@ from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tiered import TieredStore
-from chunkweave.tiers.copies import Send
-from chunkweave.tiers.device_blocks import BlockSegment
-from chunkweave.tiers.host_memory import HostMemory
+from chunkweave.tiers.device import BlockSegment, HostMemory, Send
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId
 

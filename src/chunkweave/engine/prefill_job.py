@@ -15,8 +15,7 @@ from chunkweave.engine.plan_sources import PlanSources, Surroundings, make_plan
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.turns import Turn, turn_captures, turn_of
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture
+from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost

@@ -6,8 +6,7 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.turns import Turn
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture
+from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.planning.explanation import Stop

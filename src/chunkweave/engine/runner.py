@@ -20,15 +20,14 @@ from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
-from chunkweave.models.flat_attention import SdpaAttention, make_attention
+from chunkweave.models.attention import SdpaAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
 from chunkweave.store.tiered import TieredStore
-from chunkweave.tiers.copies import copies_to
-from chunkweave.tiers.host_memory import host_memory_for
+from chunkweave.tiers.device import copies_to, host_memory_for
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import SegmentId
 

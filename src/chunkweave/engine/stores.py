@@ -61,9 +61,8 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
 def _memory(
     config: StoreConfig, device: torch.device, prefill_s: PrefillSeconds | None
 ) -> Iterator[Level[SegmentSource]]:
-    from chunkweave.tiers.device import DeviceTier
+    from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
     from chunkweave.tiers.host import HostTier
-    from chunkweave.tiers.host_memory import host_memory_for, moved_into
 
     if config.device_budget_bytes and device.type != "cpu":
         tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
@@ -83,7 +82,7 @@ def _slow(
         store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned)
         yield Level("disk", store, background=True)
     if config.remote_url is not None:
-        from chunkweave.kv.codecs import make_codec
+        from chunkweave.kv.segment import make_codec
         from chunkweave.tiers.blobs import open_blobs
         from chunkweave.tiers.remote import RemoteTier
 

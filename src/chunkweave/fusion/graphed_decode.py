@@ -13,7 +13,7 @@ import torch
 
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
-from chunkweave.models.kernels.scattered import (
+from chunkweave.models.triton_attention import (
     Blocks,
     FlatQueries,
     KeyPlaces,

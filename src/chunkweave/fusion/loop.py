@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 
 from chunkweave.fusion.rows import ActiveRows
+from chunkweave.models.attention import FlatAttention, Measured, SdpaAttention
 from chunkweave.models.base import DecoderLayers
-from chunkweave.models.flat_attention import FlatAttention, Measured, SdpaAttention
 
 
 @dataclass(slots=True)

@@ -7,25 +7,151 @@ something on the host has to know: parts that are kept for the store, and attent
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture
-from chunkweave.fusion.evidence import measure
-from chunkweave.fusion.focus import FocusWatch
-from chunkweave.fusion.pass_cache import PassCache
-from chunkweave.fusion.question_watch import QuestionWatch
-from chunkweave.fusion.start import mark, starting_rows, weighted
-from chunkweave.models.attention import ScatteredQueries
-from chunkweave.models.flat_attention import Measured, OwnQueries
-from chunkweave.models.ranks import ALONE, Ranks
+from chunkweave.fusion.capture import AttentionCapture, FocusWatch, PartCapture, QuestionWatch
+from chunkweave.kv.request_cache import Rotate
+from chunkweave.models.attention import Measured, OwnQueries, ScatteredQueries
+from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.explanation import Stop
 from chunkweave.planning.flops import LayerWork
-from chunkweave.planning.plan import KeepTop, Pass, StopUnfocused, Watch
-from chunkweave.types import Span, spans_of
+from chunkweave.planning.plan import Evidence, KeepTop, Pass, StopUnfocused, TopBy, Watch
+from chunkweave.types import Scattered, Span, spans_of
+
+
+class PassCache(Protocol):
+    """One request's KV, layer by layer: a cache of its own (`RequestCache`), or blocks that belong to somebody else.
+
+    Shapes, and what each method does, are those of `RequestCache`. A layer is loaded, and then read and written, before
+    the next one is.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """Positions that there is room for."""
+
+    @property
+    def kept_from(self) -> int | None:
+        """From which position on keys are kept before RoPE too; None if they are not."""
+
+    def load_layer(self, layer: int, rotate: Rotate) -> None:
+        """Bring the segments' KV of a layer in, once."""
+
+    def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """What the segments have at `positions`."""
+
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite rows with fresh KV."""
+
+    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
+        """Keep keys before RoPE."""
+
+    def clear(self, layer: int, hidden: torch.Tensor) -> None:
+        """Make rows finite that nobody sees."""
+
+    def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values of the positions below `stop`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """`positions` `[rows]`, ascending, on the device, and which rows are `candidates`, ascending.
+
+    `where` are the positions as the host knows them: not if evidence chose some of them. None is at `stop` or behind.
+    """
+
+    positions: torch.Tensor
+    candidates: torch.Tensor
+    stop: int
+    where: Sequence[int] | None
+
+
+def starting_rows(
+    a_pass: Pass, tokens: int, device: torch.device, *, evidence: torch.Tensor | None, recomputed: Sequence[Span]
+) -> Start:
+    """The rows of `a_pass` over a prompt of so many `tokens`.
+
+    If it starts by `evidence` `[tokens]`, that is on the device, and so is the choice: of equal candidates the earlier
+    ones; what was `recomputed` before is not chosen again.
+    """
+    required = torch.zeros(tokens, dtype=torch.bool)
+    candidate = torch.zeros(tokens, dtype=torch.bool)
+    mark(required, a_pass.required)
+    mark(candidate, a_pass.candidates)
+    candidate &= ~required
+    if a_pass.start is None:
+        positions = torch.nonzero(required | candidate).squeeze(1)
+        candidates = torch.nonzero(candidate[positions]).squeeze(1)
+        where = positions.tolist()
+        return Start(positions.to(device), candidates.to(device), where[-1] + 1 if where else 0, where)
+    assert evidence is not None, "a pass that starts by evidence is given it"
+    done = torch.zeros(tokens, dtype=torch.bool)
+    mark(done, recomputed)
+    candidate &= ~done
+    last = torch.nonzero(required | candidate)[-1:]
+    stop = int(last) + 1 if len(last) else 0
+    from_which = torch.nonzero(candidate).squeeze(1).to(device)
+    order = torch.sort(evidence[from_which], descending=True, stable=True).indices
+    chosen = from_which[order[: a_pass.start.count]].sort().values
+    positions = torch.cat((torch.nonzero(required).squeeze(1).to(device), chosen)).sort().values
+    return Start(positions, torch.searchsorted(positions, chosen), stop, None)
+
+
+def weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
+    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
+    if not start.weights:
+        return evidence
+    where = [position for span in a_pass.candidates for position in span.positions()]
+    result = evidence.clone()
+    result[where] *= evidence.new_tensor(start.weights)
+    return result
+
+
+def mark(flags: torch.Tensor, spans: Sequence[Span | Scattered]) -> None:
+    """Set the flags of these positions."""
+    for span in spans:
+        if isinstance(span, Scattered):
+            flags[span.positions()] = True
+        else:
+            flags[span.start : span.stop] = True
+
+
+def measure(
+    by: Evidence,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cached: torch.Tensor,
+    read: torch.Tensor | None = None,
+    *,
+    ranks: Ranks = ALONE,
+) -> torch.Tensor:
+    """Evidence of each token, `[tokens]` in float32.
+
+    `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
+    before RoPE. `read` `[tokens]` is what the question gave to each in the pass before, where that counts. The heads
+    are this rank's; the evidence is over those of all `ranks`.
+    """
+    deviation = ranks.norm(kv_deviation(keys, values, cached))
+    match by:
+        case Evidence.KV_DEVIATION:
+            return deviation
+        case Evidence.READ_DEVIATION:
+            assert read is not None, "a pass that ranks by what was read starts by it"
+            return deviation * read
+
+
+def kv_deviation(keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    """L2 norm over heads and dims of fresh minus cached (K, V), `[tokens]` (CacheBlend §4.1).
+
+    The paper says "absolute difference"; the norm of keys and values together is what DESIGN settles. Before RoPE,
+    so that the position plays no part (a rotation would not change the norm anyway).
+    """
+    fresh = torch.stack((keys, values)).float()
+    return (fresh - cached.float()).pow(2).sum(dim=(0, 2, 3)).sqrt()
+
 
 CountedWork = tuple[LayerWork, torch.Tensor]
 """The work of a layer without its visible keys, and these as a tensor: only the device knows where its tokens are."""

@@ -1,21 +1,30 @@
 """From a name to a model that can be driven: a checkpoint folder, or a shape with random weights."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.config import resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
-from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.inspection import check_config
-from chunkweave.models.shapes import random_model, shape_config
+from chunkweave.models.huggingface import HuggingFaceModel, check_config
+from chunkweave.planning.known_shapes import known_shape
 
 BUNDLED_READER = "reader"
 """The name of the model that comes with the package."""
@@ -132,3 +141,53 @@ def _safetensors_error() -> type[Exception]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+}
+
+
+def shape_config(name: str) -> PreTrainedConfig:
+    """The Hugging Face configuration of a known shape.
+
+    Raises:
+        UnknownMethodError: no shape of that name; the message lists them.
+    """
+    shape = known_shape(name)
+    sizes = shape.geometry
+    config_class, values = _FAMILIES[shape.family]
+    if sizes.head_dim * sizes.num_heads != sizes.hidden_size:
+        values = {**values, "head_dim": sizes.head_dim}
+    build: Callable[..., PreTrainedConfig] = config_class
+    return build(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        vocab_size=sizes.vocab_size,
+        max_position_embeddings=sizes.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tied_embeddings,
+        **values,
+    )
+
+
+def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str, seed: int) -> Any:
+    """A model of that configuration with normal(0, 0.02) weights from `seed`, in evaluation mode.
+
+    They are drawn on `device` itself: drawing eight billion on a CPU takes minutes.
+    """
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        build: Callable[..., Any] = AutoModelForCausalLM.from_config
+        with torch.device(device):
+            model = build(config, dtype=dtype, attn_implementation="sdpa")
+    finally:
+        torch.random.set_rng_state(state)
+    return model.to(device).eval()

@@ -1,14 +1,22 @@
 """Named bytes on another machine: what the remote tier needs of a server or an object store."""
 
+import logging
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qs, urlsplit
 
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.types import SegmentId
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+logger = logging.getLogger(__name__)
+
 
 _FINGERPRINT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 _SEGMENT = re.compile(r"[0-9a-f]{32}")
@@ -90,10 +98,10 @@ def open_blobs(url: str) -> BlobStore:
         UsageError: not such a URL, or the package that it needs is not installed.
     """
     if urlsplit(url).scheme in _REDIS_SCHEMES:
-        from chunkweave.tiers.redis_blobs import RedisBlobs
+        from chunkweave.tiers.blobs import RedisBlobs
 
         return RedisBlobs(url)
-    from chunkweave.tiers.fsspec_blobs import FsspecBlobs
+    from chunkweave.tiers.blobs import FsspecBlobs
 
     return FsspecBlobs(url)
 
@@ -122,3 +130,291 @@ def only_os_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+_PREFIX = "chunkweave"
+_LARGEST_VALUE_BYTES = 512 * 1024 * 1024
+"""`proto-max-bulk-len` of a server as it is installed; what is larger ends the connection."""
+_SCAN_COUNT = 500
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+
+
+class RedisBlobs:
+    """`chunkweave.tiers.blobs.BlobStore` over redis-py: one string value a segment, `chunkweave:<fingerprint>:<id>`.
+
+    Values are plain bytes: nothing is pickled, no script runs on the server, and the only commands are GETRANGE, SET,
+    UNLINK, STRLEN and SCAN, so that an ACL can allow just these. Retries are `RemoteCalls`' business, not the
+    client's. Connections are made on demand and kept.
+    """
+
+    expires = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        password: str | None = None,
+        ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
+        connect_timeout_s: float = 0.5,
+        read_timeout_s: float = 1.0,
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            url: `redis://[user:password@]host:port/db`, `rediss://` for TLS, `unix://path`; `valkey` for `redis` too.
+            password: where the URL has none.
+            ca_file: PEM file of the authority that signed the server's certificate; the system's authorities if None.
+                Certificate and host name are always verified, unless an option of the URL says otherwise.
+            cert_file: PEM file of the client's certificate, if the server asks for one.
+            key_file: PEM file of its key.
+            connect_timeout_s: longest wait for a connection.
+            read_timeout_s: longest wait for the next bytes of a reply (not for all of it).
+
+        Raises:
+            UsageError: redis-py is not installed, or the URL is none, TLS files are given without TLS, or two
+                passwords.
+        """
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise missing_package("redis-py") from error
+        self.name = without_secrets(url)
+        url = re.sub(r"^valkey", "redis", url, count=1)
+        parts = urlsplit(url)
+        options: dict[str, Any] = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
+        options = {name: value for name, value in options.items() if value is not None}
+        if options and parts.scheme != "rediss":
+            raise UsageError(f"TLS files are given, but {self.name} is not a rediss:// URL")
+        if parts.scheme == "rediss":
+            options["ssl_check_hostname"] = True  # redis-py before 6 does not by itself
+        if password is not None:
+            if parts.password or "password" in parse_qs(parts.query):
+                # redis-py would quietly prefer the URL's
+                raise UsageError(f"two passwords for {self.name}: one in the URL, one beside it")
+            options["password"] = password
+        _warn_of_clear_text(parts.scheme, parts.hostname, password or parts.password)
+        try:
+            self._client: Redis = redis.Redis.from_url(
+                url,
+                socket_connect_timeout=connect_timeout_s,
+                socket_timeout=read_timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                decode_responses=False,
+                **options,
+            )
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+    def get(self, key: BlobKey, first_bytes: int | None = None) -> bytes | None:
+        """The value or its first bytes, or None if there is none."""
+        with _answers():
+            data = self._client.getrange(_name(key), 0, -1 if first_bytes is None else first_bytes - 1)
+        # An empty string is how GETRANGE says that there is no such key; `put` stores none.
+        return data if isinstance(data, bytes) and data else None
+
+    def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
+        """Store `data`, replacing the value and its time to live."""
+        if not data or len(data) > _LARGEST_VALUE_BYTES:
+            raise BlobRefused(f"a value of {len(data)} bytes is empty or too large for {self.name}")
+        with _answers():
+            self._client.set(_name(key), data, px=None if ttl_s is None else max(1, round(ttl_s * 1000)))
+
+    def delete(self, key: BlobKey) -> None:
+        """Forget it; the server frees the memory in the background."""
+        with _answers():
+            self._client.unlink(_name(key))
+
+    def size(self, key: BlobKey) -> int | None:
+        """Bytes of the value, or None if there is none."""
+        with _answers():
+            size = self._client.strlen(_name(key))
+        return int(size) or None
+
+    def keys(self, fingerprint: str) -> Iterator[BlobKey]:
+        """Keys of one fingerprint by SCAN, which never blocks the server for long."""
+        prefix = f"{_PREFIX}:{fingerprint}:"
+        names = self._client.scan_iter(match=_escaped(prefix) + "*", count=_SCAN_COUNT)
+        while True:
+            with _answers():
+                name = next(names, None)
+            if name is None:
+                return
+            try:
+                yield BlobKey(fingerprint, SegmentId(name.decode("ascii").removeprefix(prefix)))
+            except ValueError:  # also of a name that is not ASCII
+                logger.debug("%s holds a foreign key under %s", self.name, prefix)
+
+    def close(self) -> None:
+        """Disconnect, also where a reply is being waited for."""
+        with only_os_errors():
+            self._client.connection_pool.disconnect(inuse_connections=True)
+
+
+def _name(key: BlobKey) -> str:
+    return f"{_PREFIX}:{key.fingerprint}:{key.segment}"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*?\[\]\\^])", r"\\\1", text)
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    from redis import exceptions
+
+    with only_os_errors():
+        try:
+            yield
+        except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError) as error:
+            raise PermissionError(str(error)) from error
+        except exceptions.TimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
+            raise BlobRefused(str(error)) from error
+        except exceptions.ResponseError as error:
+            # NOAUTH and WRONGPASS have had several exception types in redis-py; the server's own words have not changed
+            if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+                raise PermissionError(str(error)) from error
+            raise
+
+
+def _warn_of_clear_text(scheme: str, host: str | None, password: str | None) -> None:
+    if scheme == "redis" and password and not _LOOPBACK.fullmatch(host or "localhost"):
+        logger.warning("the password for %s travels in clear text: use rediss:// (TLS)", host)
+
+
+_SUFFIX = ".safetensors"
+_WHOLE_PUTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"})
+"""Protocols whose objects appear whole or not at all; on others a temporary name is renamed."""
+
+
+class FsspecBlobs:
+    """`chunkweave.tiers.blobs.BlobStore` over any file system of fsspec.
+
+    Names are `<root>/<fingerprint>/<2 hex>/<id>.safetensors`, the same as on disk, so that a folder of the disk tier
+    can be copied to a bucket as it is. On `file://` folders and files are readable by their owner only. Nothing
+    expires: object stores do that by life-cycle rules on the prefix.
+    """
+
+    expires = False
+
+    def __init__(self, url: str, **storage_options: Any) -> None:
+        """Connects when first asked, except where a driver connects on creation.
+
+        Args:
+            url: where the fingerprints' folders lie, such as `s3://bucket/chunkweave`.
+            storage_options: what fsspec's driver takes (`endpoint_url`, `key`, ...); most read their own environment
+                variables and configuration files.
+
+        Raises:
+            UsageError: fsspec or the driver for this URL is not installed, or there is no such protocol.
+        """
+        try:
+            import fsspec  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise missing_package("fsspec") from error
+        self.name = without_secrets(url)
+        # Listings change under us (other processes write), so a remembered one is a wrong one.
+        options = {"use_listings_cache": False, **storage_options}
+        try:
+            filesystem, root = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{self.name}: {error}") from error
+        self._fs: Any = filesystem
+        self._root = str(root).rstrip("/")
+        protocol = filesystem.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._whole_puts = bool(names & _WHOLE_PUTS)
+        self._local = "file" in names
+
+    def get(self, key: BlobKey, first_bytes: int | None = None) -> bytes | None:
+        """The object or its first bytes, or None if there is none."""
+        with only_os_errors():
+            try:
+                data = self._fs.cat_file(self._path(key), start=None if first_bytes is None else 0, end=first_bytes)
+            except FileNotFoundError:
+                return None
+            return bytes(data)
+
+    def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
+        """Store `data`; nobody sees half of it."""
+        if ttl_s is not None:
+            raise UsageError(f"{self.name} cannot expire what it holds: use a life-cycle rule of the object store")
+        path = self._path(key)
+        with only_os_errors():
+            if self._whole_puts:
+                self._fs.pipe_file(path, data)
+                return
+            self._make_folders(key)
+            temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+            try:
+                self._fs.pipe_file(temporary, data)
+                if self._local:
+                    self._fs.chmod(temporary, 0o600)
+                self._fs.mv(temporary, path)
+            except BaseException:  # Ctrl-C too must leave nothing behind
+                self._forget(temporary)
+                raise
+
+    def delete(self, key: BlobKey) -> None:
+        """Forget it; a name that is not there is no error."""
+        with only_os_errors():
+            try:
+                self._fs.rm_file(self._path(key))
+            except FileNotFoundError:
+                return
+
+    def size(self, key: BlobKey) -> int | None:
+        """Bytes of the object, or None if there is none."""
+        with only_os_errors():
+            try:
+                size = self._fs.size(self._path(key))
+            except FileNotFoundError:
+                return None
+            return None if size is None else int(size)
+
+    def keys(self, fingerprint: str) -> Iterator[BlobKey]:
+        """Keys of one fingerprint, one listing for each of up to 256 folders."""
+        for shard in self._names(f"{self._root}/{fingerprint}"):
+            for name in self._names(f"{self._root}/{fingerprint}/{shard}"):
+                try:
+                    key = BlobKey(fingerprint, SegmentId(name.removesuffix(_SUFFIX)))
+                except ValueError:
+                    continue
+                if name.endswith(_SUFFIX) and shard == key.segment[:2]:
+                    yield key
+
+    def close(self) -> None:
+        """Nothing to cut: fsspec shares its connections between users and has no way to end a call."""
+
+    def _path(self, key: BlobKey) -> str:
+        return f"{self._root}/{key.fingerprint}/{key.segment[:2]}/{key.segment}{_SUFFIX}"
+
+    def _names(self, folder: str) -> list[str]:
+        with only_os_errors():
+            try:
+                return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(folder, detail=False)]
+            except FileNotFoundError:
+                return []
+
+    def _make_folders(self, key: BlobKey) -> None:
+        folder = self._root
+        self._fs.makedirs(folder, exist_ok=True)
+        for name in (key.fingerprint, key.segment[:2]):
+            folder = f"{folder}/{name}"
+            if self._local and not self._fs.exists(folder):
+                self._fs.makedirs(folder, exist_ok=True)
+                self._fs.chmod(folder, 0o700)
+            elif not self._local:
+                self._fs.makedirs(folder, exist_ok=True)
+
+    def _forget(self, temporary: str) -> None:
+        try:
+            with only_os_errors():
+                self._fs.rm_file(temporary)
+        except OSError as error:
+            logger.debug("%s: a temporary file stays: %s", self.name, type(error).__name__)

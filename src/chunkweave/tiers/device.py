@@ -1,15 +1,213 @@
-"""Segments in the memory of an accelerator."""
+"""Memory of the device that computes, page-locked memory of the host, and the copies between the two."""
 
+import logging
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from chunkweave.kv.segment import SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.device_blocks import BlockSegment, DeviceBlocks
 from chunkweave.types import SegmentId
+
+logger = logging.getLogger(__name__)
+
+
+EventT = TypeVar("EventT")
+
+
+class Streams(Protocol[EventT]):
+    """Two queues of work of one device: what it computes, and what is copied to it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where copies go."""
+
+    def copying(self) -> AbstractContextManager[object]:
+        """What this thread issues within goes to the copies' queue."""
+
+    def mark(self) -> EventT:
+        """The end of what this thread has issued to its current queue so far."""
+
+    def wait_for(self, event: EventT) -> None:
+        """What this thread issues to its current queue from now on runs behind `event`."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The current queue uses a tensor of the other one: its memory is not reused before that is over."""
+
+
+class NullStreams:
+    """A device without queues: what is issued is done. The CPU."""
+
+    device = torch.device("cpu")
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def mark(self) -> None:
+        """There is nothing to wait for."""
+
+    def wait_for(self, event: None) -> None:
+        """It is done."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Nobody else has it."""
+
+
+class CudaStreams:
+    """The current stream of a CUDA device, which computes, and one of our own beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copying(self) -> AbstractContextManager[object]:
+        """The stream beside."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._side)
+        return context
+
+    def mark(self) -> torch.cuda.Event:
+        """An event recorded on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """On the device; the host goes on."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The caching allocator is told of the second stream."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent(Generic[EventT]):
+    """A tensor on its way. `receive` it where it is used, once."""
+
+    _tensor: torch.Tensor
+    _event: EventT
+    _streams: Streams[EventT]
+
+    def receive(self) -> torch.Tensor:
+        """The tensor on the device; what this thread issues from now on finds it complete."""
+        self._streams.wait_for(self._event)
+        self._streams.keep(self._tensor)
+        return self._tensor
+
+
+class DeviceCopies(Generic[EventT]):
+    """Sends tensors to one device. Safe to use from several threads."""
+
+    def __init__(self, streams: Streams[EventT]) -> None:
+        self._streams = streams
+
+    def send(self, tensor: torch.Tensor) -> Sent[EventT]:
+        """Begin to copy; nothing if it is there already.
+
+        From page-locked memory this returns at once, and PyTorch does not give that memory to anybody else before the
+        copy is over; from other memory it may take as long as the copy.
+        """
+        with self._streams.copying():
+            there = tensor.to(self._streams.device, non_blocking=True)
+            return Sent(there, self._streams.mark(), self._streams)
+
+
+def copies_to(device: torch.device) -> DeviceCopies[torch.cuda.Event] | DeviceCopies[None]:
+    """Copies to a CUDA device beside its computing, or to the CPU, where there is nothing to copy."""
+    return DeviceCopies(CudaStreams(device)) if device.type == "cuda" else DeviceCopies(NullStreams())
+
+
+Send = Callable[[torch.Tensor], Sent[torch.cuda.Event] | Sent[None]]
+"""`DeviceCopies.send`, of whatever device."""
+
+
+class BlockSegment:
+    """A segment whose tokens lie in blocks of a `DeviceBlocks`; a `SegmentSource`. Never changes.
+
+    Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them.
+    """
+
+    def __init__(self, arena: torch.Tensor, blocks: Sequence[int], tokens: int) -> None:
+        self._arena = arena
+        self._blocks = tuple(blocks)
+        self._rows: torch.Tensor | None = None
+        self.tokens = tokens
+        layers, two, _, _, kv_heads, head_dim = arena.shape
+        self.nbytes = layers * two * tokens * kv_heads * head_dim * arena.dtype.itemsize
+        self.held_bytes = self.nbytes // tokens * arena.shape[3] * len(self._blocks)
+        """Bytes of its blocks, the unused rest of the last one included."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self._arena.device
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: a view if the blocks are one run."""
+        layer = self._arena[index]
+        first = self._blocks[0]
+        if all(after == before + 1 for before, after in pairwise(self._blocks)):
+            return layer[:, first : first + len(self._blocks)].flatten(1, 2)[:, : self.tokens]
+        if self._rows is None:
+            self._rows = torch.tensor(self._blocks, device=self._arena.device)
+        return layer[:, self._rows].flatten(1, 2)[:, : self.tokens]
+
+    def whole(self) -> torch.Tensor:
+        """All layers, `[layers, 2, tokens, kv_heads, head_dim]`, copied out of the blocks."""
+        return torch.stack([self.layer(index) for index in range(len(self._arena))])
+
+
+class DeviceBlocks:
+    """One piece of device memory, taken once and given out in blocks. Safe to use from several threads."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, blocks: int, block_tokens: int
+    ) -> None:
+        """Memory for segments of `shape` `[layers, 2, any, kv_heads, head_dim]`."""
+        layers, two, _, kv_heads, head_dim = shape
+        self._arena = torch.empty((layers, two, blocks, block_tokens, kv_heads, head_dim), dtype=dtype, device=device)
+        self._block_tokens = block_tokens
+        self._free = deque(range(blocks))
+        self._lock = threading.Lock()
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody has."""
+        return len(self._free)
+
+    def put(self, kv: torch.Tensor) -> BlockSegment | None:
+        """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` in; None if there are too few free blocks.
+
+        The copy is issued to the caller's current stream, and so is every reading of blocks: what read a block's
+        former contents comes before it there.
+        """
+        model = (*self._arena.shape[:2], *self._arena.shape[4:])
+        if kv.dtype != self._arena.dtype or (*kv.shape[:2], *kv.shape[3:]) != model:
+            raise ValueError(f"not a segment of this model: {tuple(kv.shape)}, {kv.dtype}")
+        tokens = kv.shape[2]
+        wanted = -(-tokens // self._block_tokens)
+        with self._lock:
+            if wanted > len(self._free):
+                return None
+            blocks = sorted(self._free.popleft() for _ in range(wanted))
+        kv = kv.to(self._arena.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
+        for place, block in enumerate(blocks):
+            rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
+            self._arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
+        segment = BlockSegment(self._arena, blocks, tokens)
+        # Without the lock: it may run in the middle of anything, also in a thread that holds it.
+        weakref.finalize(segment, self._free.extend, blocks).atexit = False
+        return segment
+
 
 _BLOCK_TOKENS = 32
 """Of a chunk of 512 tokens nothing is wasted, of a short one at most 31 tokens."""
@@ -20,7 +218,7 @@ class DeviceTier:
 
     The memory is taken with the first segment, which shows what a token takes. A payload is copied in by `put`, on the
     caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted here is copied
-    out by whoever takes it (`chunkweave.tiers.host_memory.moved_into`), once: later evictions of the same segment find
+    out by whoever takes it (`chunkweave.tiers.device.moved_into`), once: later evictions of the same segment find
     it below (RAGCache §5.1, swap-out-only-once). Safe to use from several threads.
     """
 
@@ -93,3 +291,109 @@ class DeviceTier:
                 except torch.OutOfMemoryError as error:
                     raise OSError(f"out of memory on {self._device}: {error}") from error
             return self._blocks
+
+
+class HostMemory(Protocol):
+    """Gives out memory of the host."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of that shape whose contents are whatever was there."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host lies in this memory as well as it can."""
+
+
+class PlainMemory:
+    """What the process has."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh tensor."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """All that the process has is as good."""
+        return True
+
+
+class PinnedMemory:
+    """Page-locked memory up to a bound, plain memory beyond it. Safe to use from several threads.
+
+    A buffer counts until the last tensor that lies in it is gone. PyTorch's own pool keeps what was given back for the
+    next one of its size, and not before the copies from it are over; it rounds sizes up to powers of two, and so does
+    the count. Rejected: a free list of our own, which would have to follow those copies a second time.
+    """
+
+    def __init__(
+        self, max_bytes: int, allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
+    ) -> None:
+        """A pool that page-locks at most `max_bytes` at a time, by `allocate` (None: PyTorch's)."""
+        self.max_bytes = max_bytes
+        self._allocate = allocate or _pinned
+        self._used = 0
+        self._mine: set[int] = set()
+        """Where its buffers begin."""
+        self._given_back: deque[int] = deque()
+        """Filled by whoever drops the last tensor, in the middle of anything: so without the lock."""
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are page-locked and in use."""
+        with self._lock:
+            return self._settled()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A page-locked tensor if there is room for it, and if the system allows."""
+        nbytes = prod(shape) * dtype.itemsize
+        rounded = 1 << max(nbytes - 1, 0).bit_length()
+        with self._lock:
+            if self._settled() + rounded > self.max_bytes:
+                return torch.empty(tuple(shape), dtype=dtype)
+            self._used += rounded
+        try:
+            tensor = self._allocate(tuple(shape), dtype)
+        except RuntimeError as error:
+            self._given_back.append(rounded)
+            self.max_bytes = self.used_bytes
+            logger.warning("no more host memory can be page-locked; copies to the device will be slower: %s", error)
+            return torch.empty(tuple(shape), dtype=dtype)
+        storage = tensor.untyped_storage()
+        self._mine.add(storage.data_ptr())
+        weakref.finalize(storage, self._dropped, storage.data_ptr(), rounded).atexit = False
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a page-locked buffer of this pool: one of another pool counts there."""
+        return tensor.untyped_storage().data_ptr() in self._mine
+
+    def _dropped(self, begin: int, rounded: int) -> None:
+        self._mine.discard(begin)
+        self._given_back.append(rounded)
+
+    def _settled(self) -> int:
+        while self._given_back:
+            self._used -= self._given_back.popleft()
+        return self._used
+
+
+def host_memory_for(device: torch.device, max_pinned_bytes: int) -> HostMemory:
+    """Page-locked where a GPU computes."""
+    return PinnedMemory(max_pinned_bytes) if device.type == "cuda" else PlainMemory()
+
+
+def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
+    """`segment` in that memory, for the host tier: itself if it lies there. What another pool page-locked is copied, so
+    that what stays here does not use up what that pool is for.
+    """
+    if isinstance(segment, BlockSegment):
+        segment = SegmentKV(segment.whole())
+    if not isinstance(segment, SegmentKV):
+        return segment
+    kv = segment.kv
+    if kv.device.type == "cpu" and memory.holds(kv):
+        return segment
+    return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv))
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)

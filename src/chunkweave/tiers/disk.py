@@ -2,23 +2,235 @@
 
 import logging
 import re
+import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import make_codec
-from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentLost, SegmentSource, make_codec
+from chunkweave.planning.own_files import OWN_FILES
 from chunkweave.store.folder import sync_folder
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.disk_index import DiskIndex, ProblemFile, is_folder
-from chunkweave.tiers.segment_file import DiskSegment, write_segment
-from chunkweave.tiers.segment_header import FileProblem
-from chunkweave.tiers.segment_layers import file_bytes
+from chunkweave.tiers.segment_file import DiskSegment, file_bytes, read_header, write_segment
+from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused, is_segment_id
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
+
+
+SUFFIX = ".safetensors"
+STALE_TEMPORARY_S = 3600.0
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp")
+_SCAN_THREADS = 4
+
+_Identity = tuple[int, int, int]
+"""Inode, size, modification time in ns: a file of the same identity has not been replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemFile:
+    """A file in the folder that is not used, and why."""
+
+    path: Path
+    problem: FileProblem
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    header: SegmentHeader
+    identity: _Identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    file: ProblemFile
+    identity: _Identity | None
+
+
+class DiskIndex:
+    """The segments and the refused files under `folder`, which is `<root>/<fingerprint>`.
+
+    The files are the truth. What is kept here about a file counts only while the file has the inode, size and time
+    that it had, so that files which other processes add, replace or delete are noticed when they are asked for.
+    Thread-safe; file operations run outside the lock.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, *, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._lock = Lock()
+        self._held: dict[SegmentId, _Held] = {}
+        self._refused: dict[Path, _Refused] = {}
+
+    def path(self, segment: str) -> Path | None:
+        """Where a segment lies if it is there; None for what is no segment id, so that no id leads elsewhere."""
+        return self._folder / segment[:2] / f"{segment}{SUFFIX}" if is_segment_id(segment) else None
+
+    def headers(self) -> list[SegmentHeader]:
+        """Headers of all segments known, in no order."""
+        with self._lock:
+            return [held.header for held in self._held.values()]
+
+    def problems(self) -> list[ProblemFile]:
+        """All refused files, by path."""
+        with self._lock:
+            return [self._refused[path].file for path in sorted(self._refused)]
+
+    def find(self, segment: SegmentId) -> SegmentHeader | None:
+        """The header of a segment, read anew if its file is not the one that it was; None if there is no whole one."""
+        path = self.path(segment)
+        if path is None:
+            return None
+        identity = _identity(path) if is_folder(self._folder) and is_folder(path.parent) else None
+        with self._lock:
+            held, refused = self._held.get(segment), self._refused.get(path)
+            if identity is None:
+                self._held.pop(segment, None)
+                self._refused.pop(path, None)
+                return None
+            if held is not None and held.identity == identity:
+                return held.header
+            # What could not be read may be readable now (descriptors had run out, permissions have changed).
+            retried = refused is None or refused.file.problem is FileProblem.UNREADABLE
+            if refused is not None and refused.identity == identity and not retried:
+                return None
+        return self._examine(path, identity)
+
+    def problem(self, segment: SegmentId) -> ProblemFile | None:
+        """Why the file of a segment was refused when `find` last looked at it."""
+        path = self.path(segment)
+        with self._lock:
+            refused = None if path is None else self._refused.get(path)
+        return None if refused is None else refused.file
+
+    def add(self, path: Path, header: SegmentHeader) -> None:
+        """Know a file that this process has just written."""
+        identity = _identity(path)
+        with self._lock:
+            self._refused.pop(path, None)
+            if identity is not None:
+                self._held[header.record.id] = _Held(header, identity)
+
+    def refuse_if_unchanged(self, path: Path, header: SegmentHeader, reason: str) -> None:
+        """Its data turned out to be corrupt, unless the file was replaced since `header` was read."""
+        identity = _identity(path)
+        with self._lock:
+            held = self._held.get(header.record.id)
+        if held is not None and held.header is header and held.identity == identity:
+            self._refuse(path, FileProblem.CORRUPT, reason, identity)
+
+    def remove_corrupt(self) -> list[Path]:
+        """Remove the corrupt files, unless they were replaced meanwhile; returns what was removed."""
+        with self._lock:
+            corrupt = [r for r in self._refused.values() if r.file.problem is FileProblem.CORRUPT]
+        unchanged = [r.file.path for r in corrupt if r.identity == _identity(r.file.path)]
+        return [path for path in unchanged if self.remove(path)]
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file and forget it. One that cannot be removed is logged and refused from now on."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._refuse(path, FileProblem.UNDELETABLE, f"it could not be removed: {error}", _identity(path))
+            return False
+        with self._lock:
+            self._held.pop(SegmentId(path.stem), None)
+            self._refused.pop(path, None)
+        return True
+
+    def scan(self) -> None:
+        """Index every file by its header; remove temporary files that no writer can still be writing."""
+        shards = [path for path in self._list(self._folder) if path.name not in OWN_FILES and self._is_shard(path)]
+        with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+            for _ in pool.map(self._scan_shard, shards):
+                pass
+        if self._refused:
+            kinds = Counter(refused.file.problem.value for refused in self._refused.values())
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            logger.warning("%d files under %s are not used: %s", len(self._refused), self._folder, counts)
+
+    def _examine(self, path: Path, identity: _Identity, *, level: int = logging.WARNING) -> SegmentHeader | None:
+        try:
+            header = read_header(path)
+            if header.fingerprint != self._fingerprint:
+                raise SegmentRefused(FileProblem.FOREIGN, f"a segment of the model {header.fingerprint[:40]!r}")
+        except FileNotFoundError:
+            return None
+        except SegmentRefused as refusal:
+            self._refuse(path, refusal.problem, str(refusal), identity, level=level)
+            return None
+        with self._lock:
+            self._refused.pop(path, None)
+            self._held[header.record.id] = _Held(header, identity)
+        return header
+
+    def _refuse(
+        self,
+        path: Path,
+        problem: FileProblem,
+        reason: str,
+        identity: _Identity | None,
+        *,
+        level: int = logging.WARNING,
+    ) -> None:
+        logger.log(level, "%s is not used: %s (%s)", path, problem.value, reason)
+        with self._lock:
+            self._held.pop(SegmentId(path.stem), None)
+            self._refused[path] = _Refused(ProblemFile(path, problem, reason), identity)
+
+    def _scan_shard(self, shard: Path) -> None:
+        for path in self._list(shard):
+            identity = _identity(path)
+            if identity is None:
+                continue
+            if path.suffix == SUFFIX and is_segment_id(path.stem) and path.name[:2] == shard.name:
+                self._examine(path, identity, level=logging.INFO)
+            elif not _TEMPORARY.fullmatch(path.name):
+                self._refuse(path, FileProblem.FOREIGN, "not a segment's name", identity, level=logging.INFO)
+            elif identity[2] / 1e9 < self._clock() - STALE_TEMPORARY_S and self.remove(path):
+                logger.info("removed %s, left by a writer that was interrupted", path)
+
+    def _is_shard(self, path: Path) -> bool:
+        if _SHARD.fullmatch(path.name) and is_folder(path):
+            return True
+        self._refuse(path, FileProblem.FOREIGN, "not a folder of segments", _identity(path), level=logging.INFO)
+        return False
+
+    def _list(self, folder: Path) -> list[Path]:
+        try:
+            if stat.S_ISDIR(folder.lstat().st_mode):
+                return sorted(folder.iterdir())
+            self._refuse(folder, FileProblem.FOREIGN, "not a folder, or a link to one", None)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._refuse(folder, FileProblem.UNREADABLE, str(error), None)
+        return []
+
+
+def _identity(path: Path) -> _Identity | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder and no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
 
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
 

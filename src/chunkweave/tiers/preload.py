@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
-from chunkweave.tiers.copies import DeviceCopies, NullStreams, Send, Sent
-from chunkweave.tiers.host_memory import HostMemory, PlainMemory
+from chunkweave.tiers.device import DeviceCopies, HostMemory, NullStreams, PlainMemory, Send, Sent
 
 logger = logging.getLogger(__name__)
 

@@ -4,23 +4,185 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Lock
+from weakref import ref
 
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import Codec, RawCodec
-from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.kv.segment import Codec, RawCodec, SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.blob_segments import fetch_header, fetch_segment
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
-from chunkweave.tiers.breaker import BreakerState, CircuitBreaker
-from chunkweave.tiers.remote_calls import Backoff, RemoteCalls, RemoteGarbage
-from chunkweave.tiers.remote_counts import RemoteCounts, RemoteStats
-from chunkweave.tiers.segment_bytes import MemorySegment, encode_segment
-from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused
-from chunkweave.tiers.segment_layers import file_bytes
-from chunkweave.tiers.withdrawals import PutTicket, Withdrawals
+from chunkweave.tiers.remote_calls import Backoff, BreakerState, CircuitBreaker, RemoteCalls, RemoteGarbage
+from chunkweave.tiers.segment_file import MemorySegment, decode_header, decode_segment, encode_segment, file_bytes
+from chunkweave.tiers.segment_header import LENGTH_BYTES, FileProblem, SegmentHeader, SegmentRefused, header_size
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """Counters since the tier was opened.
+
+    `unavailable` are reads that got no answer (breaker open included), `garbage` those that got a wrong one, `refused`
+    segments of another format version. `bytes_in` and `bytes_out` are bytes of whole segments.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    unavailable: int = 0
+    garbage: int = 0
+    refused: int = 0
+    puts: int = 0
+    failed_puts: int = 0
+    failed_deletes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class RemoteCounts:
+    """The counters of one remote tier; garbage is warned of once, until something sound comes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stats = RemoteStats()
+        self._gave_garbage = False
+
+    @property
+    def stats(self) -> RemoteStats:
+        """A snapshot."""
+        with self._lock:
+            return self._stats
+
+    def add(self, **more: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def unavailable(self, error: OSError) -> None:
+        """A read got no answer. The breaker says when that begins and ends, so this is no warning."""
+        logger.debug("the remote store did not answer: %s", error)
+        self.add(unavailable=1)
+
+    def sound(self) -> None:
+        """A segment came as it was put."""
+        with self._lock:
+            self._gave_garbage = False
+
+    def garbage(self, segment: SegmentId, reason: str) -> None:
+        """What came is not what was put."""
+        with self._lock:
+            level = logging.DEBUG if self._gave_garbage else logging.WARNING
+            self._gave_garbage = True
+        logger.log(level, "segment %s from the remote store is not used: %s", segment, reason)
+        self.add(garbage=1)
+
+
+class PutTicket:
+    """One put, from its first attempt until the last thread that carries it is gone."""
+
+    __slots__ = ("__weakref__", "_withdrawn", "key")
+
+    def __init__(self, key: BlobKey) -> None:
+        self.key = key
+        self._withdrawn = False
+
+    def withdraw(self) -> None:
+        """The key is deleted: what this put has written must go, what it has not must not come."""
+        self._withdrawn = True
+
+    def is_withdrawn(self) -> bool:
+        """Whether the key was deleted since this put began."""
+        return self._withdrawn
+
+
+class Withdrawals:
+    """Remembers what was deleted but may still lie, or come to lie, in the remote. Thread-safe.
+
+    An abandoned put goes on in its thread and may arrive after a deletion: its ticket then says so, and whoever
+    carries the put deletes what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is
+    tried again later. What is owed is forgotten when the process ends, so a caller that must know asks `owed`.
+    """
+
+    def __init__(self, *, max_owed: int = 100_000) -> None:
+        self._max_owed = max_owed
+        self._lock = Lock()
+        self._owed: dict[BlobKey, None] = {}
+        self._tickets: list[ref[PutTicket]] = []
+
+    def admit(self, key: BlobKey) -> PutTicket:
+        """A put of `key` begins; a deletion owed from before is settled by it."""
+        ticket = PutTicket(key)
+        with self._lock:
+            self._owed.pop(key, None)
+            self._tickets = [ref(other) for other in (*self._live(), ticket)]
+        return ticket
+
+    def withdraw(self, key: BlobKey) -> None:
+        """`key` is being deleted: owed until `settled`, and lost to every put under way."""
+        with self._lock:
+            for ticket in self._live():
+                if ticket.key == key:
+                    ticket.withdraw()
+            self._owed[key] = None
+            if len(self._owed) > self._max_owed:
+                oldest = next(iter(self._owed))
+                del self._owed[oldest]
+                logger.error("too many deletions are owed; segment %s may stay in the remote store", oldest.segment)
+
+    def settled(self, key: BlobKey) -> None:
+        """The remote has carried the deletion out."""
+        with self._lock:
+            self._owed.pop(key, None)
+
+    def is_owed(self, key: BlobKey) -> bool:
+        """Deleted, and perhaps still there."""
+        with self._lock:
+            return key in self._owed
+
+    def owed(self, limit: int | None = None) -> tuple[BlobKey, ...]:
+        """What is deleted and perhaps still there, the oldest first."""
+        with self._lock:
+            return tuple(self._owed)[:limit]
+
+    def _live(self) -> list[PutTicket]:
+        return [ticket for ticket in (weak() for weak in self._tickets) if ticket is not None]
+
+
+_HEAD_BYTES = 64 << 10
+"""Read first of a header: all of it for chunks of some thousand tokens, for less than a round trip costs."""
+
+
+def fetch_segment(
+    blobs: BlobStore, key: BlobKey, *, max_bytes: int, report_lost: Callable[[SegmentLost], None] | None = None
+) -> MemorySegment | None:
+    """The segment under `key` with all its bytes, its header checked; None if there is none.
+
+    Raises:
+        SegmentRefused: what lies there is larger than `max_bytes`, or no whole segment that this version reads.
+        OSError: the store has no answer.
+    """
+    data = blobs.get(key, max_bytes + 1)
+    if data is None:
+        return None
+    if len(data) > max_bytes:
+        raise SegmentRefused(FileProblem.CORRUPT, f"more than {max_bytes} bytes")
+    return decode_segment(data, report_lost)
+
+
+def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
+    """The checked header of the segment under `key`, in two calls unless it is very long; None if there is none.
+
+    Raises:
+        SegmentRefused: what lies there is no whole segment that this version reads.
+        OSError: the store has no answer.
+    """
+    total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
+    if total_bytes is None or head is None:
+        return None
+    needed = header_size(head[:LENGTH_BYTES], total_bytes)
+    return decode_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
+
 
 _OWED_AT_ONCE = 8
 

@@ -1,15 +1,145 @@
-"""Calls to another machine that end in time, whatever that machine does."""
+"""Calls to another machine that end in time, and stop for a while when it does not answer."""
 
+import logging
+import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from enum import Enum
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Lock, Thread
+from typing import Generic, TypeVar, cast
 
 from chunkweave.errors import UsageError
 from chunkweave.tiers.blobs import BlobRefused
-from chunkweave.tiers.breaker import CircuitBreaker
-from chunkweave.tiers.daemon_workers import Abandoned, DaemonWorkers
+
+logger = logging.getLogger(__name__)
+
+
+class BreakerState(Enum):
+    """What happens to the next call."""
+
+    CLOSED = "closed"
+    """It is made."""
+    OPEN = "open"
+    """It is refused at once."""
+    HALF_OPEN = "half-open"
+    """One call, the probe, is under way; others are refused until it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Leave to make one call. Its outcome counts only if the breaker has not changed its state since."""
+
+    era: int
+
+
+class CircuitBreaker:
+    """Refuses calls to a remote after failures in a row, and lets one probe through after a while.
+
+    A call that succeeds but takes longer than `slow_s` counts as a failure: a cache that answers later than
+    the answer could be computed is of no use. Thread-safe. Changes between working and not working are logged
+    once each; single failures and failed probes are not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        failures_to_open: int = 3,
+        slow_s: float | None = None,
+        cool_down_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A closed breaker.
+
+        Args:
+            name: what it guards, for the log (no secrets).
+            failures_to_open: failures in a row that open it.
+            slow_s: a call that takes longer is a failure; None for no such limit.
+            cool_down_s: time from opening to the next probe, and the longest that a probe keeps others out.
+            clock: monotonic seconds.
+
+        Raises:
+            UsageError: a number that is not positive.
+        """
+        if failures_to_open < 1 or cool_down_s <= 0 or (slow_s is not None and slow_s <= 0):
+            raise UsageError("a circuit breaker's failures, limit and cool-down must be positive")
+        self.name = name
+        self._failures_to_open, self._slow_s, self._cool_down_s = failures_to_open, slow_s, cool_down_s
+        self._clock = clock
+        self._lock = Lock()
+        self._state = BreakerState.CLOSED
+        self._era = 0
+        self._failures = 0
+        self._since_s = 0.0
+        self._times_opened = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """What it was after the last call; an open one stays so until somebody asks to call."""
+        with self._lock:
+            return self._state
+
+    @property
+    def times_opened(self) -> int:
+        """How often it went from working to not working."""
+        with self._lock:
+            return self._times_opened
+
+    def ask(self) -> Permit | None:
+        """Leave to call, or None if the call must not be made.
+
+        Every permit is handed back with `succeeded` or `failed`. The permit of a probe that is not handed back
+        within the cool-down is void, and another probe may start.
+        """
+        with self._lock:
+            if self._state is BreakerState.CLOSED:
+                return Permit(self._era)
+            if self._clock() - self._since_s < self._cool_down_s:
+                return None
+            self._change(BreakerState.HALF_OPEN)
+            return Permit(self._era)
+
+    def succeeded(self, permit: Permit, elapsed_s: float) -> None:
+        """The call was answered after `elapsed_s`."""
+        if self._slow_s is not None and elapsed_s > self._slow_s:
+            self.failed(permit, f"took {elapsed_s:.3f} s, the limit is {self._slow_s:.3f} s")
+            return
+        with self._lock:
+            if permit.era != self._era:
+                return
+            self._failures = 0
+            if self._state is BreakerState.HALF_OPEN:
+                self._change(BreakerState.CLOSED)
+                logger.info("%s works again", self.name)
+
+    def failed(self, permit: Permit, reason: str) -> None:
+        """The call was not answered, or not with anything of use."""
+        with self._lock:
+            if permit.era != self._era:
+                return
+            self._failures += 1
+            if self._state is BreakerState.HALF_OPEN:
+                self._change(BreakerState.OPEN)
+                logger.debug("%s still does not work: %s", self.name, reason)
+            elif self._failures >= self._failures_to_open:
+                self._change(BreakerState.OPEN)
+                self._times_opened += 1
+                logger.warning(
+                    "%s failed %d times in a row and is left alone for %.1f s at a time: %s",
+                    self.name,
+                    self._failures,
+                    self._cool_down_s,
+                    reason,
+                )
+
+    def _change(self, state: BreakerState) -> None:
+        self._state = state
+        self._era += 1
+        self._since_s = self._clock()
+
 
 ResultT = TypeVar("ResultT")
 
@@ -123,3 +253,112 @@ class RemoteCalls:
 
 def _reason(error: OSError) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+_IDLE_S = 10.0
+"""A worker with nothing to do for so long ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[ResultT]):
+    result: ResultT | None = None
+    error: BaseException | None = None
+
+
+class Abandoned(TimeoutError):  # noqa: N818  (what happened to the call)
+    """Nobody waits for the call any more; it may still run."""
+
+
+class DaemonWorkers:
+    """Runs calls in at most `max_workers` daemon threads, and gives up waiting for one at its time limit.
+
+    Not a `ThreadPoolExecutor`, which makes the interpreter wait at exit for a call that is stuck, and queues without
+    bound behind it. Threads are kept between calls: with one started for each a call took 0.3 ms, one in ten 4 ms,
+    with kept ones 0.1 ms. A forked child starts with none. Thread-safe.
+    """
+
+    def __init__(self, max_workers: int) -> None:
+        """No thread is started yet.
+
+        Raises:
+            UsageError: `max_workers` is not positive.
+        """
+        if max_workers < 1:
+            raise UsageError(f"calls need at least one thread, not {max_workers}")
+        self._max_workers = max_workers
+        self._start_afresh()
+
+    @property
+    def under_way(self) -> int:
+        """Calls that run now, those that nobody waits for any more included."""
+        return self._busy
+
+    def run(self, operation: Callable[[], ResultT], limit_s: float) -> ResultT:
+        """What `operation` returns or raises, if it does so within `limit_s` seconds; else it runs on, unheeded.
+
+        Raises:
+            Abandoned: it did not, or all workers were busy for that long.
+            OSError: no thread can be started.
+        """
+        if os.getpid() != self._pid:
+            self._start_afresh()
+        ends_s = time.monotonic() + limit_s
+        if limit_s <= 0 or not self._free.acquire(timeout=limit_s):
+            raise Abandoned("all calls under way are stuck")
+        outcomes: SimpleQueue[_Outcome[ResultT]] = SimpleQueue()
+
+        def job() -> None:
+            try:
+                outcome: _Outcome[ResultT] = _Outcome(result=operation())
+            except BaseException as error:  # noqa: BLE001  (carried over to the thread that waits for it)
+                outcome = _Outcome(error=error)
+            outcomes.put(outcome)
+
+        self._reserve_worker()
+        self._jobs.put(job)
+        try:
+            outcome = outcomes.get(timeout=max(0.0, ends_s - time.monotonic()))
+        except Empty:
+            raise Abandoned(f"no answer within {limit_s:.3f} s") from None
+        if outcome.error is not None:
+            raise outcome.error
+        return cast("ResultT", outcome.result)  # which may be None
+
+    def _start_afresh(self) -> None:
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._free = BoundedSemaphore(self._max_workers)
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = 0  # workers that wait, less jobs that are on their way to one
+        self._busy = 0
+
+    def _reserve_worker(self) -> None:
+        with self._lock:
+            self._busy += 1
+            if self._idle:
+                self._idle -= 1
+                return
+        try:
+            Thread(target=self._work, name="chunkweave-remote", daemon=True).start()
+        except RuntimeError as error:
+            with self._lock:
+                self._busy -= 1
+            self._free.release()
+            raise OSError(str(error)) from error
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._idle:
+                        self._idle -= 1
+                        return
+                continue
+            job()
+            del job  # it holds what it worked on
+            with self._lock:
+                self._busy -= 1
+                self._idle += 1
+            self._free.release()

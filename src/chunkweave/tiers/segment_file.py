@@ -8,26 +8,177 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from chunkweave.kv.codecs import Codec
-from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.errors import UsageError
+from chunkweave.kv.segment import Codec, EncodingError, SegmentLost, SegmentSource
 from chunkweave.store.folder import sync_folder
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_header import (
     LENGTH_BYTES,
     FileProblem,
     SegmentHeader,
+    SegmentLayout,
     SegmentRefused,
     header_bytes,
     header_size,
     parse_header,
 )
-from chunkweave.tiers.segment_layers import EncodedSegment, decode_layer, encoded_layers, layout_of
+
+
+class EncodedSegment:
+    """A segment that is known by its header, while its layers lie encoded somewhere. A base of `SegmentSource`s."""
+
+    __slots__ = ("header",)
+
+    def __init__(self, header: SegmentHeader) -> None:
+        self.header = header
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.header.layout.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors once they are decoded."""
+        return self.header.layout.nbytes
+
+
+def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
+    """How `payload` would be laid out by `codec`; reads its first layer."""
+    first = payload.layer(0)
+    return SegmentLayout((payload.nbytes // max(1, first.nbytes), *first.shape), first.dtype, codec)
+
+
+def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
+    """Bytes of `payload` once it is encoded, header and all.
+
+    Raises:
+        UsageError: record and payload do not fit each other.
+        SegmentLost: the payload cannot be read.
+    """
+    layout = layout_of(payload, codec)
+    head = header_bytes(record, fingerprint, layout, 0.0, (0,) * layout.num_layers)
+    return len(head) + layout.num_layers * layout.layer_bytes
+
+
+def encoded_layers(record: SegmentRecord, payload: SegmentSource, layout: SegmentLayout) -> Iterator[bytearray]:
+    """The run of each layer of `payload` in order, `layer_bytes` long.
+
+    Raises:
+        OSError: the codec cannot represent this KV.
+        UsageError: a layer is not of the layout's shape and dtype.
+        SegmentLost: the payload could not be read.
+    """
+    for index in range(layout.num_layers):
+        kv = payload.layer(index)
+        if (kv.shape, kv.dtype) != (layout.shape[1:], layout.dtype):
+            raise UsageError(
+                f"layer {index} is {tuple(kv.shape)} {kv.dtype} in a segment of {layout.shape} {layout.dtype}"
+            )
+        run = bytearray()
+        try:
+            for tensor in layout.codec.encode_layer(kv):
+                run += tensor.view(-1).view(torch.uint8).numpy().data
+        except EncodingError as error:
+            raise OSError(f"segment {record.id} was not encoded: {error}") from error
+        yield run
+
+
+def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch.Tensor:
+    """One layer from its encoded run `data` (uint8, `layer_bytes` long), once its checksum matches.
+
+    The result may be a view of `data`.
+
+    Raises:
+        SegmentLost: the checksum does not match.
+    """
+    if zlib.crc32(data.numpy().data) != header.layer_checksums[index]:
+        raise SegmentLost(header.record.id, f"the checksum of layer {index} does not match")
+    tensors, start = [], 0
+    for tensor in header.layout.tensors:
+        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += tensor.nbytes
+    return header.layout.codec.decode_layer(tensors, header.layout.dtype)
+
+
+class MemorySegment(EncodedSegment):
+    """A segment that came over the wire; implements `SegmentSource`.
+
+    The bytes are all here, but a layer is checked and decoded only when it is asked for. Immutable; any thread may
+    read. `report_lost` is told of a layer that fails its checksum.
+    """
+
+    __slots__ = ("_data", "_report_lost")
+
+    def __init__(
+        self, header: SegmentHeader, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None
+    ) -> None:
+        super().__init__(header)
+        self._data = data
+        self._report_lost = report_lost
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: copied, checked, decoded.
+
+        Raises:
+            SegmentLost: the layer fails its checksum.
+            IndexError: there is no such layer.
+        """
+        start, size = self.header.layer_offset(index), self.header.layout.layer_bytes
+        # Copied, because tensors over `bytes` could be written to, and a run within a message need not be aligned.
+        run = torch.empty(size, dtype=torch.uint8)
+        run.numpy()[:] = np.frombuffer(self._data, np.uint8, count=size, offset=start)
+        try:
+            return decode_layer(self.header, index, run)
+        except SegmentLost as lost:
+            if self._report_lost is not None:
+                self._report_lost(lost)
+            raise
+
+
+def encode_segment(
+    record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
+) -> bytes:
+    """The bytes that `write_segment` would write.
+
+    Raises:
+        OSError: the codec cannot represent this KV.
+        UsageError: record and payload do not fit each other.
+        SegmentLost: the payload could not be read.
+    """
+    layout = layout_of(payload, codec)
+    runs = list(encoded_layers(record, payload, layout))
+    checksums = tuple(zlib.crc32(run) for run in runs)
+    return b"".join([header_bytes(record, fingerprint, layout, created_s, checksums), *runs])
+
+
+def decode_segment(data: bytes, report_lost: Callable[[SegmentLost], None] | None = None) -> MemorySegment:
+    """The segment in `data`; only its header is checked now.
+
+    Raises:
+        SegmentRefused: it is not a whole segment that this version reads.
+    """
+    return MemorySegment(decode_header(data, len(data)), data, report_lost)
+
+
+def decode_header(head: bytes, total_bytes: int) -> SegmentHeader:
+    """The checked header of a segment of `total_bytes`, of which `head` is the beginning.
+
+    Raises:
+        SegmentRefused: it is not a whole segment that this version reads, or `head` is shorter than its header.
+    """
+    needed = header_size(head[:LENGTH_BYTES], total_bytes)
+    if len(head) < needed:
+        raise SegmentRefused(FileProblem.CORRUPT, f"the header takes {needed} bytes, {len(head)} are here")
+    return parse_header(head[:needed], total_bytes)
+
 
 TEMPORARY_SUFFIX = ".tmp"
 _FIRST_READ_BYTES = 16 << 10

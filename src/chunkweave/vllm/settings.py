@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import make_codec
+from chunkweave.kv.segment import make_codec
 from chunkweave.store.eviction import make_policy
 from chunkweave.units import parse_duration
 from chunkweave.vllm.request import SETTINGS, Defaults

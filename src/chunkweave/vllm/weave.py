@@ -10,15 +10,12 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.new_segments import parts_to_keep, segments_of
-from chunkweave.fusion.attention_capture import AttentionCapture
-from chunkweave.fusion.capture import PartCapture
-from chunkweave.fusion.evidence import measure
+from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.loop import PassRun
-from chunkweave.fusion.rows import ActiveRows, counted
-from chunkweave.fusion.start import starting_rows, weighted
+from chunkweave.fusion.rows import ActiveRows, counted, measure, starting_rows, weighted
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.models.ranks import Ranks
+from chunkweave.models.base import Ranks
 from chunkweave.planning.clipping import clipped
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan
 from chunkweave.store.records import SegmentRecord
