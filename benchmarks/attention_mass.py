@@ -39,7 +39,7 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.fusion.capture import evenly_spread
 from chunkweave.planning.method import make_method
-from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store.records import AttentionProfile
 from chunkweave.units import GIB
 
 OFF = CaptureConfig(profile=False)

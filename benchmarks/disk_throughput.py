@@ -38,8 +38,8 @@ from chunkweave.kv.segment import CODECS, SegmentKV, SegmentSource, measure_erro
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId

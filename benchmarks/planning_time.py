@@ -23,9 +23,8 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.planning.method import make_method
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.lookup import PromptLookup, look_up
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.index import PromptLookup, look_up
+from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
 
 GEOMETRY = Geometry(24, 896, 14, 2, 64, 4864, 151_936, 32_768)

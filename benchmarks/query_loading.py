@@ -33,8 +33,8 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import layer_flops
 from chunkweave.planning.loading_controller import staged_s
 from chunkweave.planning.method import make_method
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.throttle import Link, ThrottledTier
 
 CONTENDERS = ("query:third@{0}", "query@{0}", "cacheblend@{0}")

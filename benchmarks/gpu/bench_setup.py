@@ -24,10 +24,9 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.method import make_method
-from chunkweave.store.level import Level
-from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.tier_store import Level, SegmentStore
 
 FINGERPRINT = "gpu-benchmark"
 _ROOM = 1 << 40

@@ -18,8 +18,8 @@ from chunkweave.errors import (
     UnknownRequestError,
     UsageError,
 )
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.throttle import Link, ThrottledTier
 from chunkweave.testing.toys import toy_model
 from chunkweave.tiers.host import HostTier

@@ -12,7 +12,7 @@ from chunkweave.fusion.capture import AttentionCapture, evenly_spread, woven_pro
 from chunkweave.models import attention
 from chunkweave.models.attention import AttentionMeter
 from chunkweave.planning.plan import KVSource, PartPlan
-from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, Span
 
 PARTS = (Span(0, 1), Span(1, 8), Span(8, 30), Span(30, 31), Span(31, 60))

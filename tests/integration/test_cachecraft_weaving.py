@@ -18,9 +18,9 @@ from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method, prefer_alone, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
-from chunkweave.store.lookup import PromptLookup
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.index import PromptLookup
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.toys import TOY_FAMILIES, toy_model
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier

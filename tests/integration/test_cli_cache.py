@@ -12,7 +12,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
 from chunkweave.planning.cost_file import cost_model_path, stored_cost_model
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.store.pin_file import PinFile, pinned_segments
+from chunkweave.store.shared_folder import PinFile, pinned_segments
 from chunkweave.types import SegmentId
 from tests.integration.command_line import invoke
 

@@ -22,8 +22,8 @@ from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.throttle import Link, ThrottledTier
 from chunkweave.testing.toys import toy_model
 from chunkweave.tiers.host import HostTier

@@ -14,8 +14,8 @@ from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Pass, Plan
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.throttle import Link, ThrottledTier
 from chunkweave.testing.toys import TOY_FAMILIES, toy_model
 from chunkweave.types import joined, spans_of

@@ -12,10 +12,9 @@ import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.engine.stores import open_store
-from chunkweave.store.level import Level
-from chunkweave.store.pin_file import PinFile
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.shared_folder import PinFile
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import Level, SegmentStore
 from chunkweave.testing.toys import toy_model
 from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier

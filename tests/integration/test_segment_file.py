@@ -14,8 +14,7 @@ from safetensors import safe_open
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
 from chunkweave.tiers.segment_file import file_bytes, layout_of, open_segment, read_header, read_record, write_segment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header

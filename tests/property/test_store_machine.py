@@ -11,7 +11,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError
 from chunkweave.store.lease import Lease
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
 

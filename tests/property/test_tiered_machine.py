@@ -4,12 +4,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunkweave.store.level import Level
+from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import TieredStore
-from chunkweave.store.tiered_lease import TieredLease
-from chunkweave.store.variants import VariantLimits
+from chunkweave.store.retention import VariantLimits
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import Level, SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.store.eviction import known_policies, make_policy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId

@@ -9,8 +9,8 @@ from chunkweave.errors import UsageError
 from chunkweave.fusion.graphed_decode import GraphedDecode
 from chunkweave.models.attention import AttentionMeter, SdpaAttention, make_attention
 from chunkweave.models.triton_attention import TritonAttention
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.toys import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry

@@ -13,9 +13,8 @@ from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import Fix, KVSource, Plan, StopUnfocused
 from chunkweave.planning.scores import adjusted_overlap
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.lookup import PromptLookup, look_up
-from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.index import PromptLookup, look_up
+from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, Scattered, Span
 from tests.unit.test_planning import GEOMETRY
 

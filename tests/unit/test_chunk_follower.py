@@ -1,6 +1,6 @@
 """What is told of chunks that come and go: each change once, at the price of changes alone."""
 
-from chunkweave.store.chunk_follower import ChunkFollower, ChunkNews
+from chunkweave.store.index import ChunkFollower, ChunkNews
 from chunkweave.types import ChunkId
 
 A, B, C = ChunkId("a"), ChunkId("b"), ChunkId("c")

@@ -24,9 +24,8 @@ from chunkweave.planning.loading_controller import (
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.plan import Plan
 from chunkweave.planning.pruning import too_slow, without
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.lookup import PartLookup, PromptLookup
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.index import PartLookup, PromptLookup
+from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Span
 
 GEOMETRY = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)

@@ -12,8 +12,7 @@ from chunkweave.cli.ask import explanation, strip_lines, token_strip, variant_wo
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.explanation import PartExplanation, Stop, describe_pass, explain_plan
 from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Span
 
 REPORT = ReuseReport(

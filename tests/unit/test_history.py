@@ -8,7 +8,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.planning.history import with_history
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.plan import KVSource, Pass, Plan
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Span
 from tests.unit.test_planning import GEOMETRY, make_lookup

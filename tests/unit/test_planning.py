@@ -15,7 +15,7 @@ from chunkweave.planning.flops import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
-from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
 

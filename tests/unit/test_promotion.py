@@ -9,7 +9,7 @@ from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.planning.promotion import Promoting
-from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry
 

@@ -14,7 +14,7 @@ from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.planning.method import make_method, stale_offsets, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
 from chunkweave.planning.turns import KeptPart, with_kept
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import Span
 from tests.unit.test_cachecraft import lookup_of, part_of, prompt_of, record_of
 from tests.unit.test_calibration_record import make_record

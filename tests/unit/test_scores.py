@@ -17,8 +17,8 @@ from chunkweave.planning.scores import (
     order_penalty,
     prefix_overlap,
 )
-from chunkweave.store import attention_profile
-from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store import records
+from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId
 
 
@@ -37,7 +37,7 @@ def places(chunks: str) -> dict[ChunkId, int]:
     return found
 
 
-@pytest.mark.parametrize("module", [scores, focus, attention_profile])
+@pytest.mark.parametrize("module", [scores, focus, records])
 def test_the_worked_examples(module):
     result = doctest.testmod(module)
     assert result.attempted

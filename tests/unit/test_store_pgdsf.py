@@ -3,8 +3,8 @@
 import pytest
 
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.store.eviction import make_policy
-from chunkweave.store.path_request import PathRequest, path_request_of
+from chunkweave.store.eviction import PathRequest, make_policy
+from chunkweave.store.index import path_request_of
 from chunkweave.store.policies.pgdsf import PGDSFPolicy
 from chunkweave.store.policies.reuse_frequency import ReuseFrequencyPolicy
 from chunkweave.store.records import SegmentRecord
@@ -125,7 +125,7 @@ def test_the_cost_reaches_only_policies_that_ask_for_one():
 
 def test_a_lookup_is_told_as_the_path_that_it_asked_for():
     from chunkweave.chunking.prompt import PartKind, PromptPart
-    from chunkweave.store.lookup import PartLookup, PromptLookup
+    from chunkweave.store.index import PartLookup, PromptLookup
     from chunkweave.store.records import segment_id
     from chunkweave.types import Span
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.store.ranking import Ranking
+from chunkweave.store.eviction import Ranking
 from chunkweave.types import SegmentId
 
 ids = st.sampled_from([SegmentId(letter) for letter in "abcdef"])
@@ -17,7 +17,7 @@ operations = st.lists(
 @given(operations, st.lists(st.sets(ids), min_size=1, max_size=5), st.sampled_from([1, 2, 512]))
 def test_it_names_the_least_and_of_those_the_one_ranked_longest_ago(operations, refusals, most_passed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkweave.store.ranking._MOST_PASSED", most_passed)
+        patch.setattr("chunkweave.store.eviction._MOST_PASSED", most_passed)
         _compare(operations, refusals)
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.replication import replicate_hottest
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
 

@@ -14,7 +14,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
 

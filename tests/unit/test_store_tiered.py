@@ -7,9 +7,8 @@ from threading import Event
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.store.level import Level
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import Level, SegmentStore
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import (

@@ -14,7 +14,7 @@ class Refuse(importlib.abc.MetaPathFinder):
         return None
 
 sys.meta_path.insert(0, Refuse())
-importlib.import_module("chunkweave.store.segment_store")
+importlib.import_module("chunkweave.store.tier_store")
 importlib.import_module("chunkweave.tiers.host")
 for folder in ("chunking", "trees", "store", "planning"):
     package = importlib.import_module(f"chunkweave.{folder}")

@@ -12,7 +12,7 @@ from chunkweave.planning.adaptive import HiddenLoading
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import staged_s
 from chunkweave.planning.method import make_method
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 from tests.unit.test_cost_model import make_lookup
 

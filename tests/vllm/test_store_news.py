@@ -1,6 +1,6 @@
 """An answer never reaches the scheduler before what it brought."""
 
-from chunkweave.store.chunk_follower import ChunkFollower, ChunkNews
+from chunkweave.store.index import ChunkFollower, ChunkNews
 from chunkweave.types import ChunkId
 from chunkweave.vllm.messages import StepResults
 from chunkweave.vllm.store_events import StoreEvents

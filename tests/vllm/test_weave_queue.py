@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chunkweave.kv.segment import SegmentLost
-from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Span
 from chunkweave.vllm.messages import WeaveOrder

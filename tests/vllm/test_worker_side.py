@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.messages import Ask, SaveOrder, StepOrders, WeaveOrder

@@ -18,8 +18,8 @@ from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost_file import cost_model_path
 from chunkweave.planning.own_files import OWN_FILES
-from chunkweave.store.pin_file import PIN_FILE, PinFile
 from chunkweave.store.records import SegmentRecord
+from chunkweave.store.shared_folder import PIN_FILE, PinFile
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from chunkweave.ordering.conversation import HistoryPart, NextTurn, PastTurn, ne
 from chunkweave.ordering.conversations import Conversations, Key, Standing
 from chunkweave.planning.plan import KVSource
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.types import SegmentId
 
 _ANSWER_SHARE = 4

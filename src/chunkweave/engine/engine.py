@@ -33,7 +33,7 @@ from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, Geometry
 
 _EVERY_PATH = OrderingConfig(promotion_threshold=None)

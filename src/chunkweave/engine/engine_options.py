@@ -8,7 +8,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.ordering.ordering_config import OrderingConfig
 from chunkweave.planning.calibration_record import CalibrationRecord
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 
 
 class EngineOptions(TypedDict, total=False):

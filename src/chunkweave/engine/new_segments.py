@@ -7,9 +7,8 @@ from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import KVSource, PartPlan, Plan
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
+from chunkweave.store.store import TieredStore
 
 
 def parts_to_keep(

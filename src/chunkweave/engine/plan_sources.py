@@ -19,7 +19,7 @@ from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId

@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from chunkweave.store.tiered_lease import TieredLease
+from chunkweave.store.lease import TieredLease
 from chunkweave.tiers.preload import LayerLoader, LoadingSegment
 from chunkweave.types import SegmentId
 

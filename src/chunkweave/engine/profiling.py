@@ -17,9 +17,9 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry, SegmentId
 

@@ -26,7 +26,7 @@ from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import copies_to, host_memory_for
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import SegmentId

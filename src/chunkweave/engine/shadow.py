@@ -16,7 +16,7 @@ from chunkweave.engine.running import RunningRequest
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
-from chunkweave.store.lookup import look_up
+from chunkweave.store.index import look_up
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,11 @@ from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost_file import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
-from chunkweave.store.level import Level
-from chunkweave.store.pin_file import pinned_segments
-from chunkweave.store.segment_store import SegmentStore
-from chunkweave.store.shared import SharedTier
-from chunkweave.store.tier import Tier
-from chunkweave.store.tiered import TieredStore
-from chunkweave.store.variants import VariantLimits
+from chunkweave.store.retention import VariantLimits
+from chunkweave.store.shared_folder import pinned_segments
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier import SharedTier, Tier
+from chunkweave.store.tier_store import Level, SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 

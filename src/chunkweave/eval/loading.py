@@ -17,9 +17,9 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import layer_flops
 from chunkweave.planning.loading_controller import pipelined_s
 from chunkweave.planning.method import make_method
-from chunkweave.store.segment_store import SegmentStore
+from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
-from chunkweave.store.tiered import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing.throttle import Link, ThrottledTier
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier

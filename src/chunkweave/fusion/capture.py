@@ -13,7 +13,7 @@ from chunkweave.models.attention import AttentionMeter, KeyParts, Measured
 from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.focus import FocusTracker
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
-from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, Span
 
 

@@ -10,7 +10,7 @@ from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import LoadingChoice, ratio_that_hides
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry, SegmentId
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 
 

@@ -12,7 +12,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError
 from chunkweave.planning.budget import Budget
 from chunkweave.planning.plan import KVSource, PartPlan, Plan, is_computed_always
-from chunkweave.store.lookup import PartLookup, PromptLookup
+from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Span, joined, spans_of
 

@@ -9,7 +9,7 @@ from chunkweave.planning.budget import Budget
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import Plan
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.trees.chunk_prefix_tree import promoted_length
 from chunkweave.types import ChunkId, Geometry
 

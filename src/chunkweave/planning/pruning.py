@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.loading_controller import worth_loading
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import SegmentId
 
 

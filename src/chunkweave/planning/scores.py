@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations, starmap
 from operator import gt
 
-from chunkweave.store.attention_profile import AttentionProfile
+from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.types import SegmentId
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from chunkweave.errors import CorpusError, UsageError
-from chunkweave.store.folder import locked_folder, sync_folder
+from chunkweave.store.shared_folder import locked_folder, sync_folder
 
 logger = logging.getLogger(__name__)
 

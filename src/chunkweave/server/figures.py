@@ -10,7 +10,7 @@ from chunkweave.engine.batching_stats import BatchingStats
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.scheduling.speculation import SpeculationCounts
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.tiers.remote import RemoteTier
 
 PREFIX = "chunkweave:"

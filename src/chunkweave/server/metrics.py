@@ -21,7 +21,7 @@ from chunkweave.server.figures import (
     speculation_figures,
     store_figures,
 )
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The classic format. prometheus_client's OpenMetrics turns the colon of every name into an underscore."""

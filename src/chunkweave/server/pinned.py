@@ -8,7 +8,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.server.keys import Tenant
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.settings import LimitSettings
-from chunkweave.store.tiered_lease import TieredLease
+from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
 from chunkweave.units import parse_bytes
 

@@ -1,12 +1,111 @@
-"""What the store knows of one segment. The tensors themselves live in a tier."""
+"""What the store knows of one segment; the tensors themselves live in a tier."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import exp, isfinite
 from typing import Self
 
-from chunkweave.store.attention_profile import AttentionProfile
 from chunkweave.types import ChunkId, Context, SegmentId
+
+LEAST_CCI = 0.5
+"""CCI of a segment that looked at no chunk before it, such as one computed alone: the sigmoid of 0."""
+
+
+@dataclass(frozen=True)  # no slots: what follows from the masses alone is worked out once, when it is first asked for
+class AttentionProfile:
+    """Attention mass of one segment's tokens, averaged over the captured heads and layers (DESIGN §5).
+
+    `chunks` are the chunks before the segment in its prompt, in order, with `lengths` in tokens; a chunk that stood
+    there twice is listed twice. `inter[j]` is the mass that all tokens of the segment together put on `chunks[j]`
+    (eq. 3), `intra` on earlier tokens of their own segment, the diagonal left out (eq. 4), `sink` on what is no chunk:
+    BOS and the system part, which enter no score. `outward` and `received` hold one number a token: its mass on all of
+    `chunks` (the ranking of eq. 14), and what the segment's later tokens put on it (the ranking of H2O).
+
+    Raises:
+        ValueError: `chunks`, `lengths` and `inter`, or `outward` and `received`, differ in length; a chunk has no
+            tokens; a mass is negative or not finite.
+
+    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
+    >>> profile.inter_per_pair, profile.intra_per_pair  # 1/(2*4) + .5/(2*8), .8/2**2
+    (0.15625, 0.2)
+    >>> round(profile.cci, 4)  # the sigmoid of .15625/.2
+    0.6859
+    """
+
+    chunks: tuple[ChunkId, ...]
+    lengths: tuple[int, ...]
+    inter: tuple[float, ...]
+    intra: float
+    sink: float
+    outward: tuple[float, ...]
+    received: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.chunks) == len(self.lengths) == len(self.inter):
+            raise ValueError("an attention profile needs one length and one inter mass for each chunk")
+        if not 0 < len(self.outward) == len(self.received):
+            raise ValueError("an attention profile needs an outward and a received mass for each token")
+        if min(self.lengths, default=1) < 1:
+            raise ValueError("a chunk in an attention profile has no tokens")
+        masses = (*self.inter, self.intra, self.sink, *self.outward, *self.received)
+        if not isfinite(sum(masses)) or min(masses) < 0.0:
+            raise ValueError("an attention profile has a mass that is negative or not finite")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the segment."""
+        return len(self.outward)
+
+    @cached_property
+    def mass_on(self) -> Mapping[ChunkId, float]:
+        """Mass on each different chunk before the segment, in the order in which they first stood there."""
+        mass: dict[ChunkId, float] = {}
+        for chunk, more in zip(self.chunks, self.inter, strict=True):
+            mass[chunk] = mass.get(chunk, 0.0) + more
+        return mass
+
+    @cached_property
+    def inter_total(self) -> float:
+        """Mass on all chunks before the segment: the sum of `mass_on`."""
+        return sum(self.mass_on.values())
+
+    @cached_property
+    def inter_per_pair(self) -> float:
+        """The mean mass of a pair of tokens, summed over the chunks before the segment: a of eq. 9."""
+        pairs = zip(self.inter, self.lengths, strict=True)
+        return sum((mass / (self.tokens * length) for mass, length in pairs), 0.0)
+
+    @cached_property
+    def intra_per_pair(self) -> float:
+        """The same of the segment with itself: b of eq. 9."""
+        return self.intra / self.tokens**2
+
+    @cached_property
+    def cci(self) -> float:
+        """Cache context impact, from 0.5 (looked at no chunk before it) to 1: the sigmoid of a/b (eq. 11).
+
+        A segment without intra mass, such as one of a single token, has nothing of its own: 1 if it looked at a chunk
+        at all, and 0.5 if it did not (then a = 0 decides, not 0/0).
+        """
+        if not self.inter_per_pair:
+            return LEAST_CCI
+        return 1.0 / (1.0 + exp(-self.inter_per_pair / self.intra_per_pair)) if self.intra_per_pair else 1.0
+
+    @cached_property
+    def by_outward(self) -> tuple[int, ...]:
+        """Token indices by falling `outward`, ties from the start on."""
+        return _falling(self.outward)
+
+    @cached_property
+    def by_received(self) -> tuple[int, ...]:
+        """Token indices by falling `received`, ties from the start on."""
+        return _falling(self.received)
+
+
+def _falling(mass: Sequence[float]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(mass)), key=mass.__getitem__, reverse=True))
 
 
 def segment_id(chunk_id: ChunkId, context: Context) -> SegmentId:

@@ -3,8 +3,8 @@
 from functools import partial
 
 from chunkweave.store.records import segment_id
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import PayloadT
-from chunkweave.store.tiered import TieredStore
 from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.store.catalog import Catalog
-from chunkweave.store.eviction import EvictionPolicy
-from chunkweave.store.path_request import PathRequest
+from chunkweave.store.eviction import EvictionPolicy, PathRequest
+from chunkweave.store.index import Catalog
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.replication import missing_replicas
 from chunkweave.trees.knowledge_tree import KnowledgeTree

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from threading import Condition, Thread
 from typing import Generic
 
-from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import PayloadT
+from chunkweave.store.tier_store import Level
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, EncodingError, SegmentLost, SegmentSource
-from chunkweave.store.folder import sync_folder
 from chunkweave.store.records import SegmentRecord
+from chunkweave.store.shared_folder import sync_folder
 from chunkweave.tiers.segment_header import (
     LENGTH_BYTES,
     FileProblem,

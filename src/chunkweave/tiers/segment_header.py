@@ -19,8 +19,7 @@ import torch
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
 
 _FLOAT_BYTES = 4

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.tiers.preload import LayerLoader, LoadingSegment
 from chunkweave.types import SegmentId
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.store.chunk_follower import ChunkNews
+from chunkweave.store.index import ChunkNews
 from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from chunkweave.models.base import Ranks
 from chunkweave.planning.clipping import clipped
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tiered import TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of
 from chunkweave.vllm.paged_kv import BlockTable, PagedCache
 from chunkweave.vllm.stock_layers import ActiveSet, LayerModules, StockLayers

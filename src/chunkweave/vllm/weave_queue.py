@@ -15,7 +15,7 @@ from vllm.distributed import get_tp_group
 
 from chunkweave.planning.plan import Plan
 from chunkweave.planning.pruning import without
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 from chunkweave.vllm.messages import WeaveOrder

@@ -14,7 +14,7 @@ from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.pruning import without
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder

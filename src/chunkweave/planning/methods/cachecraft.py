@@ -12,9 +12,8 @@ from chunkweave.planning.focus import LEAST_CHUNKS
 from chunkweave.planning.method import required_spans, settled_part
 from chunkweave.planning.plan import Fix, KVSource, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
 from chunkweave.planning.scores import coverage, fix_overhead, order_penalty, prefix_overlap
-from chunkweave.store.attention_profile import LEAST_CCI
-from chunkweave.store.lookup import PartLookup, PromptLookup
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.index import PartLookup, PromptLookup
+from chunkweave.store.records import LEAST_CCI, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Scattered
 
 

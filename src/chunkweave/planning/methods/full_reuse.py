@@ -3,7 +3,7 @@
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
 from chunkweave.planning.plan import Pass, Plan
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
 

@@ -10,8 +10,8 @@ from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.budget import RATIO_BUDGET
 from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, stale_offsets, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, TopBy, Watch
-from chunkweave.store.attention_profile import AttentionProfile
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
+from chunkweave.store.records import AttentionProfile
 from chunkweave.types import Geometry, Span, joined
 
 _LATER = (PartKind.CHUNK, PartKind.TURN)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import required_spans, settled_part
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry
 

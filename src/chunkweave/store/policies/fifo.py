@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.path_request import PathRequest
+from chunkweave.store.eviction import PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 

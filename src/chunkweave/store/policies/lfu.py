@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.path_request import PathRequest
-from chunkweave.store.ranking import Ranking
+from chunkweave.store.eviction import PathRequest, Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.path_request import PathRequest
+from chunkweave.store.eviction import PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 

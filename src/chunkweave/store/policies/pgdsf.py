@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from chunkweave.store.aged_ranking import AgedRanking
-from chunkweave.store.path_request import PathRequest
+from chunkweave.store.eviction import AgedRanking, PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 

@@ -1,15 +1,16 @@
-"""How many variants are kept, and which one goes when there are too many: the least reusable (Cache-Craft §3.3)."""
+"""Which variants are kept, and for how long: limits and reuse frequencies (Cache-Craft §3.3), ages and sightings."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Generic
 
 from chunkweave.errors import UsageError
-from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import PayloadT
+from chunkweave.store.tier_store import Level
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 
@@ -183,3 +184,68 @@ class VariantKeeper(Generic[PayloadT]):
         gone = all(level.record(segment) is None for level in self._levels)
         self.dropped += gone
         return gone
+
+
+class Ages:
+    """When each segment was computed, in seconds since the epoch; a segment moved between levels does not get younger.
+
+    What was there before this process is asked for once (`stored_at_s`); if nobody knows, it counts from now.
+    Not thread-safe; interrupted at any point, a segment may at worst get older.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float | None,
+        clock: Callable[[], float],
+        stored_at_s: Callable[[SegmentId], float | None],
+        ageless: frozenset[SegmentId] = frozenset(),
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._stored_at_s = stored_at_s
+        self._ageless = ageless
+        self._born_s: dict[SegmentId, float] = {}
+
+    def born(self, segment: SegmentId) -> None:
+        """It was computed now."""
+        if self._ttl_s is not None:
+            self._born_s[segment] = self._clock()
+
+    def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
+        """Those of `segments` that have outlived their time."""
+        if self._ttl_s is None:
+            return []
+        oldest_s = (self._clock() if now_s is None else now_s) - self._ttl_s
+        return [s for s in segments if s not in self._ageless and self._since(s) <= oldest_s]
+
+    def keep_only(self, segments: Iterable[SegmentId]) -> None:
+        """Forget all others."""
+        kept = set(segments)
+        self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in kept}
+
+    def _since(self, segment: SegmentId) -> float:
+        if segment not in self._born_s:
+            stored_at_s = self._stored_at_s(segment)
+            self._born_s[segment] = self._clock() if stored_at_s is None else stored_at_s
+        return self._born_s[segment]
+
+
+class Sightings:
+    """Counters by segment, the least recently seen forgotten first. Not thread-safe."""
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[SegmentId, int] = OrderedDict()
+
+    def see(self, segment: SegmentId) -> int:
+        """Count one more sighting; returns how many there are."""
+        count = self._counts.get(segment, 0) + 1
+        self._counts[segment] = count
+        self._counts.move_to_end(segment)
+        if len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+        return count
+
+    def count(self, segment: SegmentId) -> int:
+        """Sightings so far, 0 if it is unknown or forgotten."""
+        return self._counts.get(segment, 0)

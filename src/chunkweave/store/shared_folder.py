@@ -1,17 +1,53 @@
-"""Pins that outlive the process: which segments of a cache folder are neither evicted nor expired."""
+"""Files that several processes share: changing a folder so that it lasts, and pins that outlive the process."""
 
+import fcntl
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from chunkweave.errors import DocumentError
-from chunkweave.store.folder import locked_folder
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames within a folder last.
+
+    Raises:
+        OSError: the folder could not be synced.
+    """
+    folder = os.open(path, _FOLDER)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
+    """One writer at a time among processes: the lock is on the folder, so that no lock file is left behind.
+
+    Raises:
+        refusal: the folder cannot be opened.
+    """
+    try:
+        folder = os.open(path, _FOLDER)
+    except OSError as error:
+        raise refusal(f"{path} cannot be opened: {error.strerror or error}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
 
 PIN_FILE = "pins.json"
 _FORMAT = 1

@@ -1,0 +1,458 @@
+"""Which segments are stored, and how they are found: by path (exact prefixes) or by chunk (variants)."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice
+from threading import Lock
+from types import MappingProxyType
+
+from chunkweave.chunking.prompt import Prompt, PromptPart
+from chunkweave.errors import StoreError
+from chunkweave.store.eviction import EvictionPolicy, PathRequest
+from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import PrefixTrie, TrieNode
+from chunkweave.types import ChunkId, Context, SegmentId, Span
+
+
+@dataclass(frozen=True, slots=True)
+class PartLookup:
+    """One part of a prompt and what is stored for it.
+
+    `exact` is set for the parts of the longest exact prefix (and for none after the first gap);
+    `variants` are all stored segments of the chunk, whatever their context, most recently used first. `fresh` are the
+    offsets of its tokens whose KV was already computed behind these very parts, in an earlier turn of a conversation.
+    """
+
+    part: PromptPart
+    span: Span
+    exact: SegmentRecord | None = None
+    variants: tuple[SegmentRecord, ...] = ()
+    fresh: frozenset[int] = frozenset()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is reused as it is: a conversation's history, of which no token is to be recomputed."""
+        return self.exact is None and len(self.fresh) == len(self.part) and bool(self.variants)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """A prompt with what is stored for each of its parts."""
+
+    parts: tuple[PartLookup, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.parts[-1].span.stop if self.parts else 0
+
+    @property
+    def hits(self) -> int:
+        """Parts with an id for which something is stored."""
+        return sum(bool(part.variants) for part in self.parts)
+
+    @property
+    def misses(self) -> int:
+        """Parts with an id for which nothing is stored."""
+        return sum(part.part.id is not None and not part.variants for part in self.parts)
+
+    def segments(self) -> tuple[SegmentId, ...]:
+        """Every segment named, each once: in prompt order, the exact one of a part first."""
+        named: dict[SegmentId, None] = {}
+        for part in self.parts:
+            if part.exact is not None:
+                named[part.exact.id] = None
+            named.update((record.id, None) for record in part.variants)
+        return tuple(named)
+
+
+def look_up(
+    prompt: Prompt,
+    path: Sequence[SegmentId],
+    variants_of: Callable[[PromptPart], tuple[SegmentRecord, ...]],
+) -> PromptLookup:
+    """The lookup of `prompt`, given where its exact prefix may run and what is stored of a part.
+
+    `path` has one id for each part that has one, in prompt order; it may end early. The exact prefix goes on while
+    the id at that place is among the part's variants and exact.
+    """
+    left = iter(path)
+    unbroken = True
+    parts: list[PartLookup] = []
+    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
+        if part.id is None:
+            parts.append(PartLookup(part, span))
+            continue
+        variants = variants_of(part)
+        here = next(left, None) if unbroken else None
+        exact = next((record for record in variants if record.id == here and record.exact), None)
+        unbroken = exact is not None
+        parts.append(PartLookup(part, span, exact, variants))
+    return PromptLookup(tuple(parts))
+
+
+def path_request_of(lookup: PromptLookup) -> PathRequest:
+    """What a lookup asked for, as a path of exact segments."""
+    stored: list[SegmentId] = []
+    missing: list[SegmentId] = []
+    context: tuple[ChunkId, ...] = ()
+    cached_tokens = 0
+    for found in lookup.parts:
+        if found.part.id is None:
+            continue
+        if found.exact is not None:
+            stored.append(found.exact.id)
+            cached_tokens += len(found.part.token_ids)
+        else:
+            missing.append(segment_id(found.part.id, context))
+        context = (*context, found.part.id)
+    return PathRequest(tuple(stored), tuple(missing), cached_tokens, lookup.prompt_tokens - cached_tokens)
+
+
+class ChunkIndex:
+    """Chunk id -> ids of its variants, least recently used first (DESIGN §3.4). Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._variants: dict[ChunkId, OrderedDict[SegmentId, None]] = {}
+
+    def __len__(self) -> int:
+        """Chunks that have a variant."""
+        return len(self._variants)
+
+    def add(self, record: SegmentRecord) -> None:
+        """Index a record as the most recently used variant of its chunk."""
+        self._variants.setdefault(record.chunk_id, OrderedDict())[record.id] = None
+
+    def touch(self, record: SegmentRecord) -> None:
+        """Make an indexed record the most recently used variant of its chunk."""
+        self._variants[record.chunk_id].move_to_end(record.id)
+
+    def remove(self, record: SegmentRecord) -> None:
+        """Forget an indexed record."""
+        variants = self._variants[record.chunk_id]
+        del variants[record.id]
+        if not variants:
+            del self._variants[record.chunk_id]
+
+    def variants(self, chunk: ChunkId) -> Iterator[SegmentId]:
+        """Variants of a chunk, most recently used first; empty for an unknown chunk."""
+        return reversed(self._variants.get(chunk, OrderedDict()))
+
+    def check(self, records: Mapping[SegmentId, SegmentRecord]) -> None:
+        """Audit the index against all stored `records`.
+
+        Raises:
+            StoreError: they disagree.
+        """
+        indexed = {segment: chunk for chunk, variants in self._variants.items() for segment in variants}
+        if indexed != {segment: record.chunk_id for segment, record in records.items()}:
+            raise StoreError("chunk index: it does not list exactly the stored segments under their chunks")
+        if sum(map(len, self._variants.values())) != len(indexed) or not all(self._variants.values()):
+            raise StoreError("chunk index: a segment is listed twice, or a chunk without variants was kept")
+
+
+class PathIndex:
+    """A trie of exact segments, and a waiting room for those whose ancestors are not all stored.
+
+    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes
+    (RAGCache §5.1, DESIGN §3.4). Every exact record given to `add` is either in the trie or waits under
+    its context, and none waits whose parent is in the trie: a missing parent brings its children back.
+    Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._trie: PrefixTrie[ChunkId, SegmentId] = PrefixTrie()
+        self._nodes: dict[SegmentId, TrieNode[ChunkId, SegmentId]] = {}
+        self._waiting: dict[Context, dict[ChunkId, SegmentId]] = {}
+
+    def __contains__(self, segment: SegmentId) -> bool:
+        """Whether a segment is in the trie, so that an exact prefix may run over it."""
+        return segment in self._nodes
+
+    def add(self, record: SegmentRecord) -> None:
+        """Index an exact record that is not indexed yet; waiting children of it join."""
+        if not record.exact:
+            return
+        if not self._attach(_path(record), record.id):
+            self._waiting.setdefault(record.context, {})[record.chunk_id] = record.id
+            return
+        arrived = [_path(record)]
+        while arrived:
+            path = arrived.pop()
+            for chunk, segment in self._waiting.pop(path, {}).items():
+                self._attach((*path, chunk), segment)
+                arrived.append((*path, chunk))
+
+    def remove(self, record: SegmentRecord) -> None:
+        """Forget a record; its descendants leave the trie with it and wait for its return."""
+        if not record.exact:
+            return
+        siblings = self._waiting.get(record.context, {})
+        if siblings.pop(record.chunk_id, None) is not None:
+            if not siblings:
+                del self._waiting[record.context]
+            return
+        _, *below = self._trie.detach(_path(record))
+        del self._nodes[record.id]
+        for path, segment in below:
+            del self._nodes[segment]
+            self._waiting.setdefault(path[:-1], {})[path[-1]] = segment
+
+    def longest_exact_prefix(self, chunks: Iterable[ChunkId]) -> list[SegmentId]:
+        """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
+        return self._trie.longest_prefix(chunks)
+
+    def has_children(self, segment: SegmentId) -> bool:
+        """Whether exact segments in the trie continue this one."""
+        node = self._nodes.get(segment)
+        return node is not None and bool(node.children)
+
+    def check(self, records: Mapping[SegmentId, SegmentRecord]) -> None:
+        """Audit trie and waiting room against all stored `records`.
+
+        Raises:
+            StoreError: they disagree, or an inexact or orphaned segment is in the trie.
+        """
+        self._trie.check()
+        inside = {segment: path for path, segment in self._trie.items()}
+        waiting = {
+            segment: (*context, chunk) for context, ids in self._waiting.items() for chunk, segment in ids.items()
+        }
+        exact = {segment: _path(record) for segment, record in records.items() if record.exact}
+        if not all(self._waiting.values()):
+            raise StoreError("path index: an empty waiting room was kept")
+        if len(inside) != len(self._trie) or inside.keys() & waiting.keys() or inside | waiting != exact:
+            raise StoreError("path index: trie and waiting room are not the exact records, each once, at its own path")
+        if {segment: self._trie.node(path) for segment, path in inside.items()} != self._nodes:
+            raise StoreError("path index: a segment is not known by its own trie node")
+        for context in self._waiting:
+            if not context or context in self._trie:
+                raise StoreError(f"path index: segments wait under {context!r}, which is held")
+
+    def _attach(self, path: tuple[ChunkId, ...], segment: SegmentId) -> bool:
+        attached = self._trie.attach(path, segment)
+        node = self._trie.node(path) if attached else None
+        if node is not None:
+            self._nodes[segment] = node
+        return attached
+
+
+def _path(record: SegmentRecord) -> tuple[ChunkId, ...]:
+    return (*record.context, record.chunk_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNews:
+    """Chunks of which now something is stored, and those of which nothing is any more; `more` is still to be told."""
+
+    came: frozenset[ChunkId] = frozenset()
+    went: frozenset[ChunkId] = frozenset()
+    more: bool = False
+
+
+class ChunkFollower:
+    """Remembers what it has told of; costs as much as changes, not as much as is stored. Thread-safe.
+
+    Stores only say that something about a chunk changed, under their own lock; whether it is held is asked when the
+    news are taken. So nothing can be miscounted by a change that was interrupted.
+    """
+
+    def __init__(self, holds: Callable[[ChunkId], bool]) -> None:
+        """`holds` says whether a segment of a chunk is stored on any level."""
+        self._holds = holds
+        self._lock = Lock()
+        self._touched: dict[ChunkId, None] = {}
+        self._told: set[ChunkId] = set()
+
+    def touched(self, chunk: ChunkId) -> None:
+        """A segment of that chunk came or went."""
+        with self._lock:
+            self._touched[chunk] = None
+
+    def take(self, limit: int | None = None) -> ChunkNews:
+        """What changed since the last call, of at most `limit` chunks, those first that changed first. One caller."""
+        with self._lock:
+            if not self._touched:
+                return ChunkNews()
+            taken = tuple(islice(self._touched, limit))
+            # A dict whose first entries were deleted one by one is slow to begin: a new one instead.
+            self._touched = dict.fromkeys(islice(self._touched, len(taken), None))
+            more = bool(self._touched)
+        held = frozenset(filter(self._holds, taken))
+        came, went = held - self._told, (frozenset(taken) - held) & self._told
+        self._told |= came
+        self._told -= went
+        return ChunkNews(came, went, more)
+
+
+class Catalog:
+    """The bookkeeping of a segment store, without payloads (DESIGN §3.4: one pool, two indexes).
+
+    The records are the truth; indexes, byte count and policy follow from them and can be rebuilt.
+    A record is published last and withdrawn first. Not thread-safe: the store's lock guards it.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._records: dict[SegmentId, SegmentRecord] = {}
+        self._used_bytes = 0
+        self._chunks = ChunkIndex()
+        self._paths = PathIndex()
+        self._tree: KnowledgeTree[ChunkId] | None = None
+        self._tier = ""
+        self._follower: ChunkFollower | None = None
+
+    def tell(self, follower: ChunkFollower) -> None:
+        """From now on `follower` hears of the chunks whose records change; first of those that are here."""
+        self._follower = follower
+        self._changed(self._records.values())
+
+    def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
+        """From now on `tree` shows, as `tier`, which exact segments are held here."""
+        self._tree, self._tier = tree, tier
+        for record in self._records.values():
+            self._show(record)
+
+    @property
+    def records(self) -> Mapping[SegmentId, SegmentRecord]:
+        """A read-only view of all records by id."""
+        return MappingProxyType(self._records)
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of the records' bytes."""
+        return self._used_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with at least one record."""
+        return len(self._chunks)
+
+    def variants(self, chunk: ChunkId) -> list[SegmentRecord]:
+        """Records of a chunk, most recently used first."""
+        return [self._records[segment] for segment in self._chunks.variants(chunk)]
+
+    def longest_exact_prefix(self, chunks: Iterable[ChunkId]) -> list[SegmentId]:
+        """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
+        return self._paths.longest_exact_prefix(chunks)
+
+    def on_path(self, segment: SegmentId) -> bool:
+        """Whether a segment is a node of the path index."""
+        return segment in self._paths
+
+    def has_children(self, segment: SegmentId) -> bool:
+        """Whether a segment is an inner node of the path index."""
+        return self._paths.has_children(segment)
+
+    def add(self, record: SegmentRecord) -> None:
+        """Enter a record whose id is not held yet. Variants of a chunk come to share one tuple of token ids."""
+        sibling = next((self._records[segment] for segment in self._chunks.variants(record.chunk_id)), None)
+        if sibling is not None and sibling.token_ids == record.token_ids:
+            record = replace(record, token_ids=sibling.token_ids)
+        self._chunks.add(record)
+        self._paths.add(record)
+        self._policy.on_insert(record)
+        self._used_bytes += record.nbytes
+        self._records[record.id] = record
+        self._show(record)
+        self._changed([record])
+
+    def remove(self, record: SegmentRecord) -> None:
+        """Withdraw a held record."""
+        del self._records[record.id]
+        self._used_bytes -= record.nbytes
+        self._policy.on_remove(record.id)
+        self._paths.remove(record)
+        self._chunks.remove(record)
+        self._hide(record)
+        self._changed([record])
+
+    def note_request(self, request: PathRequest) -> None:
+        """Tell the policy what a request asked for."""
+        self._policy.on_request(request)
+
+    def touch(self, record: SegmentRecord) -> None:
+        """Count one use of a held record."""
+        self._policy.on_hit(record)
+        self._chunks.touch(record)
+
+    def victim(self, *, kept: Set[SegmentId], spared: Set[SegmentId]) -> SegmentRecord:
+        """The record to evict next: never one of `kept`, one of `spared` or an inner node only if need be.
+
+        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted).
+
+        Raises:
+            StoreError: the policy offers nothing, though something is not in `kept`.
+        """
+        has_children = self._paths.has_children
+
+        def free(segment: SegmentId) -> bool:
+            return segment not in kept
+
+        def leaf(segment: SegmentId) -> bool:
+            return segment not in kept and not has_children(segment)
+
+        def unrelated_leaf(segment: SegmentId) -> bool:
+            return segment not in kept and segment not in spared and not has_children(segment)
+
+        for evictable in (unrelated_leaf, leaf, free):
+            segment = self._policy.victim(evictable)
+            if segment is not None:
+                return self._records[segment]
+        raise StoreError("the eviction policy offers none of the segments that may be evicted")
+
+    def rebuild(self, sizes: Mapping[SegmentId, int]) -> None:
+        """Make everything agree with the records whose payload is there, `sizes` being bytes by id.
+
+        May be interrupted and run again. Policy state and byte count survive; the recency of variants does not.
+        """
+        for segment, record in tuple(self._records.items()):
+            if sizes.get(segment) != record.nbytes:
+                self._hide(record)
+        self._changed(self._records.values())
+        self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
+        self._used_bytes = sum(record.nbytes for record in self._records.values())
+        self._chunks, self._paths = ChunkIndex(), PathIndex()
+        for record in self._records.values():
+            self._chunks.add(record)
+            self._paths.add(record)
+            self._show(record)
+        tracked = set(self._policy.ids())
+        for segment in tracked - self._records.keys():
+            self._policy.on_remove(segment)
+        for segment in self._records.keys() - tracked:
+            self._policy.on_insert(self._records[segment])
+
+    def check(self) -> None:
+        """Audit records, indexes, byte count and policy against each other.
+
+        Raises:
+            StoreError: they disagree.
+        """
+        if any(segment != record.id for segment, record in self._records.items()):
+            raise StoreError("a record is filed under another id than its own")
+        total_bytes = sum(record.nbytes for record in self._records.values())
+        if total_bytes != self._used_bytes:
+            raise StoreError(f"{self._used_bytes} bytes are accounted for, the records sum to {total_bytes}")
+        if sorted(self._policy.ids()) != sorted(self._records):
+            raise StoreError("the eviction policy does not track exactly the stored segments")
+        self._chunks.check(self._records)
+        self._paths.check(self._records)
+        if self._tree is not None:
+            shown = set(self._tree.paths(self._tier))
+            if shown != {(*record.context, record.chunk_id) for record in self._records.values() if record.exact}:
+                raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+
+    def _changed(self, records: Iterable[SegmentRecord]) -> None:
+        if self._follower is not None:
+            for record in records:
+                self._follower.touched(record.chunk_id)
+
+    def _show(self, record: SegmentRecord) -> None:
+        if self._tree is not None and record.exact:
+            self._tree.placed((*record.context, record.chunk_id), self._tier, len(record))
+
+    def _hide(self, record: SegmentRecord) -> None:
+        if self._tree is not None and record.exact:
+            self._tree.displaced((*record.context, record.chunk_id), self._tier)
