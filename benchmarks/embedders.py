@@ -18,7 +18,7 @@ from rich.table import Table
 
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.retrieval.embedder import make_embedder
+from chunkweave.retrieval.embedders import make_embedder
 
 RANKS = (1, 3, 6)
 

@@ -12,7 +12,7 @@ import torch
 from chunkweave.errors import EmbedderMismatchError, UsageError
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
-from chunkweave.retrieval.embedder import make_embedder
+from chunkweave.retrieval.embedders import make_embedder
 from tests.unit.retrieval_fakes import LetterTokenizer
 
 pytest.importorskip("sentence_transformers", reason="the extra sentence-transformers is not installed")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import chunkweave
 from chunkweave.errors import UsageError
 from chunkweave.eval.worlds.corpus import bundled_corpus
-from chunkweave.retrieval.embedder import make_embedder
-from chunkweave.retrieval.hashed_ngrams import HashedNgramEmbedder
+from chunkweave.retrieval.embedders import HashedNgramEmbedder, make_embedder
 
 TEXT = "The Gulzell Factory has 89 machines; café № 3 \U0001f642 灯台"
 
@@ -34,7 +33,7 @@ def test_vectors_have_length_one_unless_there_is_nothing_to_count(text):
 def test_a_text_has_the_same_vector_in_every_process_and_company():
     vector = HashedNgramEmbedder().embed_query(TEXT)
     code = (
-        "import sys; from chunkweave.retrieval.hashed_ngrams import HashedNgramEmbedder as E\n"
+        "import sys; from chunkweave.retrieval.embedders import HashedNgramEmbedder as E\n"
         f"sys.stdout.buffer.write(E().embed_documents(['other', {TEXT!r}])[1].tobytes())"
     )
     for seed in ("0", "1"):

@@ -18,7 +18,7 @@ from chunkweave.errors import (
 )
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
-from chunkweave.retrieval.embedder import Embedder, checked_vectors, make_embedder
+from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
 from chunkweave.retrieval.index import IndexConfig, check_available
 from chunkweave.retrieval.parts import appended, next_batch, without
 from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk, document_chunks

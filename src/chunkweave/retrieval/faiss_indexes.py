@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkweave.errors import UsageError
-from chunkweave.retrieval.embedder import checked_vectors
+from chunkweave.retrieval.embedders import checked_vectors
 from chunkweave.retrieval.index import IndexConfig, IndexKind
 from chunkweave.retrieval.stages import Hits, SearchStage, checked_query, merged, top_hits
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.retrieval.embedder import checked_vectors
+from chunkweave.retrieval.embedders import checked_vectors
 from chunkweave.retrieval.stages import Hits, SearchStage, checked_query, merged, top_hits
 
 
