@@ -19,8 +19,7 @@ from rich.progress import track
 
 from chunkweave.errors import UsageError
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss, new_faiss_index, wrapped
-from chunkweave.retrieval.index import IndexConfig, IndexKind
-from chunkweave.retrieval.stages import top_hits
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind, top_hits
 
 BLOCK = 100_000
 CENTRES = 2000

@@ -36,8 +36,8 @@ from chunkweave.eval.load import LoadResult, poisson_arrivals, run_load
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.models.loading import load_shape
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss
+from chunkweave.retrieval.indexes import Hits, timed_stages
 from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk
-from chunkweave.retrieval.stages import Hits, timed_stages
 
 WITH, WITHOUT = "speculation", "without"
 LIST_HEADS = ["search ratio", "search", "not overlapped: with", "without", "less by", "TTFT with", "without", "sooner"]

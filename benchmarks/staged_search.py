@@ -30,7 +30,7 @@ from rich.table import Table
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, peak_rss_bytes, write_json
 from chunkweave.retrieval.faiss_indexes import FaissIndex
-from chunkweave.retrieval.stages import SearchStage, timed_stages
+from chunkweave.retrieval.indexes import SearchStage, timed_stages
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from chunkweave.retrieval import parts as parts_module
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.corpus_files import CorpusFiles
 from chunkweave.retrieval.documents import CorpusDocument
-from chunkweave.retrieval.index import IndexConfig, IndexKind
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from tests.unit.retrieval_fakes import (
     SPLIT,
     SUBJECTS,

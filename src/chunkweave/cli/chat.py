@@ -124,7 +124,7 @@ def _answer(
 
 
 def _nearest(folder: Path, top_k: int | None) -> ChunksFor:
-    from chunkweave.retrieval.stages import usual_top_k
+    from chunkweave.retrieval.indexes import usual_top_k
 
     corpus = open_corpus(folder)
     k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k

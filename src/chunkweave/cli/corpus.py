@@ -111,7 +111,7 @@ def search(
     out: Out = None,
 ) -> None:
     """Show the chunks that are nearest to a question."""
-    from chunkweave.retrieval.stages import usual_top_k
+    from chunkweave.retrieval.indexes import usual_top_k
 
     output = Output(json, out)
     corpus = open_corpus(folder)

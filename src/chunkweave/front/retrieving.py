@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from chunkweave.front.prefill_ahead import PrefillAhead
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
+from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.retrieval.search_thread import Found, SearchThread
-from chunkweave.retrieval.stages import usual_top_k
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import Tenant
 from chunkweave.server.threads import to_its_end

@@ -19,11 +19,10 @@ from chunkweave.errors import (
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
-from chunkweave.retrieval.index import IndexConfig, check_available
+from chunkweave.retrieval.indexes import IndexConfig, check_available, check_top_k
 from chunkweave.retrieval.parts import appended, next_batch, without
 from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk, document_chunks
 from chunkweave.retrieval.searcher import Searcher
-from chunkweave.retrieval.stages import check_top_k
 from chunkweave.types import Chunk
 
 Progress = Callable[[int, int], None]

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from chunkweave.errors import UsageError
 from chunkweave.retrieval.embedders import checked_vectors
-from chunkweave.retrieval.index import IndexConfig, IndexKind
-from chunkweave.retrieval.stages import Hits, SearchStage, checked_query, merged, top_hits
+from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, SearchStage, checked_query, merged, top_hits
 
 _TRAINING_VECTORS_A_LIST = 64
 _NO_LIST = -1

@@ -9,7 +9,7 @@ import numpy as np
 from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, digest_of
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss, wrapped
-from chunkweave.retrieval.index import IndexConfig
+from chunkweave.retrieval.indexes import IndexConfig
 
 logger = logging.getLogger(__name__)
 

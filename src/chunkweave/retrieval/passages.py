@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from chunkweave.retrieval.corpus_files import Part, StoredDocument
-from chunkweave.retrieval.stages import Hits
+from chunkweave.retrieval.indexes import Hits
 from chunkweave.types import Chunk
 
 DocumentName = tuple[str, int]

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part
-from chunkweave.retrieval.index import IndexConfig, IndexKind, VectorIndex, build_index
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind, VectorIndex, build_index, timed_stages
 from chunkweave.retrieval.passages import Passages, RetrievalStage, RetrievedChunk
-from chunkweave.retrieval.stages import timed_stages
 
 
 class Searcher:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, File, Query, UploadFile
 from chunkweave.chunking.splitter import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
-from chunkweave.retrieval.stages import usual_top_k
+from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.server.access import NEEDS_KEY, CorpusParts, OfTenant, WithCorpora
 from chunkweave.server.keys import Tenant
 from chunkweave.server.refusals import RefusalError
