@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chunkweave import AsyncEngine, AsyncRagPipeline, BatchingConfig, Corpus, Engine, RagPipeline, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
-from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 from chunkweave.scheduling.speculation import SpeculationCounts
 from chunkweave.testing.toys import toy_model
 from tests.integration.test_batching_core import CHUNKS

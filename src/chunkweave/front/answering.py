@@ -26,7 +26,7 @@ from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Event, UpstreamLostError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.request_field import FIELD
-from chunkweave.retrieval.passages import RetrievedChunk
+from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.scheduling.speculation import Speculation
 from chunkweave.server.answering import chunks_of
 from chunkweave.server.corpora import Corpora

@@ -12,7 +12,7 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave.front.fleet import Fleet, Placed
 from chunkweave.front.prompting import Prepared, weave_params
 from chunkweave.planning.request_field import FIELD
-from chunkweave.retrieval.passages import DocumentName, RetrievedChunk
+from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining
 from chunkweave.scheduling.speculation import Action, Speculation
 from chunkweave.server.refusals import RefusalError

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from chunkweave.front.prefill_ahead import PrefillAhead
+from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.indexes import usual_top_k
-from chunkweave.retrieval.passages import RetrievedChunk
 from chunkweave.retrieval.search_thread import Found, SearchThread
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.keys import Tenant

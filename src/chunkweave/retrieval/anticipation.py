@@ -9,7 +9,7 @@ from chunkweave.engine.answer import Answer, StreamEvent
 from chunkweave.engine.answer_stream import AnswerStream
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import ChunkweaveError, RequestEndedError, UnknownRequestError
-from chunkweave.retrieval.passages import DocumentName, RetrievedChunk
+from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining
 from chunkweave.scheduling.speculation import Action, Speculation
 

@@ -13,8 +13,8 @@ from chunkweave.engine.answer_stream import AnswerStream
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import DeadlineError, UsageError
 from chunkweave.retrieval.anticipation import Anticipation
+from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
-from chunkweave.retrieval.passages import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import RagAnswer, RagEvent
 from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood
 from chunkweave.retrieval.search_thread import Found, SearchThread, StagedCorpus

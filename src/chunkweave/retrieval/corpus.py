@@ -1,10 +1,11 @@
 """Documents that can be searched: cut into chunks, embedded, kept in a folder or in memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,199 @@ from chunkweave.errors import (
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
-from chunkweave.retrieval.indexes import IndexConfig, check_available, check_top_k
+from chunkweave.retrieval.indexes import (
+    Hits,
+    IndexConfig,
+    IndexKind,
+    VectorIndex,
+    build_index,
+    check_available,
+    check_top_k,
+    timed_stages,
+)
 from chunkweave.retrieval.parts import appended, next_batch, without
-from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk, document_chunks
-from chunkweave.retrieval.searcher import Searcher
 from chunkweave.types import Chunk
+
+DocumentName = tuple[str, int]
+"""A chunk by its document and its place there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedChunk:
+    """A chunk that was found: `rank` counts from 1, `score` is the cosine with the question's vector.
+
+    `place` is its number within the document, from 0.
+    """
+
+    chunk: Chunk
+    document: str
+    place: int
+    rank: int
+    score: float
+    title: str
+    metadata: Mapping[str, Any]
+
+    @property
+    def name(self) -> DocumentName:
+        """What it is called in its corpus."""
+        return self.document, self.place
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "rank": self.rank,
+            "score": self.score,
+            "document": self.document,
+            "place": self.place,
+            "title": self.title,
+            "metadata": dict(self.metadata),
+            "text": self.chunk.text,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalStage:
+    """The best chunks known after stage `number` (from 1) of a search that took `seconds` for this stage.
+
+    The chunks of the `last` stage are those of the search without stages. `distances` and `extra_distances` as in
+    `SearchStage`.
+    """
+
+    chunks: tuple[RetrievedChunk, ...]
+    number: int
+    last: bool
+    seconds: float
+    distances: int
+    extra_distances: int
+
+
+def document_chunks(document: StoredDocument) -> list[Chunk]:
+    """The chunks of a document, called as `split_text` calls them: by its id, and `#number` if there are several."""
+    if len(document.chunks) == 1:
+        return [Chunk(document.chunks[0], document.id)]
+    return [Chunk(text, f"{document.id}#{place}") for place, text in enumerate(document.chunks)]
+
+
+class Passages:
+    """All chunks of the parts of a corpus, numbered like the rows of its index. Never changes."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._documents = [document for part in parts for document in part.documents]
+        self._starts = np.cumsum([0, *(len(document.chunks) for document in self._documents)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (chunk for document in self._documents for chunk in document_chunks(document))
+
+    def retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
+        """What the rows of a search stand for, in the same order."""
+        found = zip(hits.rows, hits.scores, strict=True)
+        return tuple(self._retrieved(row, rank, score) for rank, (row, score) in enumerate(found, start=1))
+
+    def _retrieved(self, row: int, rank: int, score: float) -> RetrievedChunk:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        document, place = self._documents[number], row - int(self._starts[number])
+        chunk = document_chunks(document)[place]
+        return RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata)
+
+
+class Searcher:
+    """Chunks and their index. The index is read or made when it is first needed. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        parts: Sequence[Part],
+        files: CorpusFiles | None,
+        index: VectorIndex | None = None,
+    ) -> None:
+        """Over `parts`; `index` holds their first rows already, or all, and is this object's from now on."""
+        self._manifest = manifest
+        self._parts = tuple(parts)
+        self._files = files
+        self._index = index
+        self._lock = threading.Lock()
+
+    def grown(self, manifest: Manifest, parts: Sequence[Part]) -> Self:
+        """A searcher over `parts`, which begin with the rows of this one: it takes the index over, if that can grow."""
+        return type(self)(manifest, parts, self._files, None if self._is_flat else self._index)
+
+    @property
+    def config(self) -> IndexConfig:
+        """How vectors are searched, as it was asked for."""
+        return IndexConfig.from_dict(dict(self._manifest.index))
+
+    @cached_property
+    def passages(self) -> Passages:
+        """The chunks by row."""
+        return Passages(self._parts)
+
+    def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
+        """The `k` best chunks; see `Corpus.search`."""
+        return self.passages.retrieved(self.index().search(vector, k))
+
+    def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
+        """The same in stages; see `Corpus.search_stages`."""
+        stages, passages = timed_stages(self.index(), vector, k), self.passages
+        return (
+            RetrievalStage(
+                passages.retrieved(stage.hits),
+                stage.number,
+                stage.last,
+                seconds,
+                stage.distances,
+                stage.extra_distances,
+            )
+            for stage, seconds in stages
+        )
+
+    def index(self) -> VectorIndex:
+        """The index over all parts: the one that was taken over, with what it lacks; else that on disk; else a new one.
+
+        Raises:
+            UsageError: it needs an extra that is not installed.
+            EmbedderMismatchError: the index on disk was made by another embedder.
+        """
+        blocks = [part.vectors for part in self._parts]
+        with self._lock:
+            index = self._stored_index() if self._index is None else self._index
+            if index is None:
+                index = build_index(self.config, blocks, self._manifest.dimension)
+            elif len(index) < sum(map(len, blocks)):
+                index.add(np.concatenate(blocks)[len(index) :])
+            self._index = index
+            return index
+
+    def save(self) -> None:
+        """Keep the index in the folder, if there is one and the index is of a kind that takes time to make.
+
+        Raises:
+            CorpusError: it cannot be written.
+            UsageError: it needs an extra that is not installed.
+        """
+        if self._files is None or self._is_flat or not self._parts:
+            return
+        from chunkweave.retrieval.faiss_indexes import FaissIndex
+        from chunkweave.retrieval.index_file import save_index
+
+        index = self.index()
+        assert isinstance(index, FaissIndex), "all kinds but flat are faiss's"
+        save_index(self._files, self._manifest, index)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether the index is no more than the vectors themselves."""
+        return self.config.kind is IndexKind.FLAT
+
+    def _stored_index(self) -> VectorIndex | None:
+        if self._files is None or self._is_flat:
+            return None
+        from chunkweave.retrieval.index_file import stored_index
+
+        return stored_index(self._files, self._manifest)
+
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""

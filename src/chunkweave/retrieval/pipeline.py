@@ -9,8 +9,7 @@ from chunkweave.config import SamplingParams
 from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
 from chunkweave.metrics import ReuseReport
-from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress
-from chunkweave.retrieval.passages import RetrievedChunk
+from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
 from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood
 
 

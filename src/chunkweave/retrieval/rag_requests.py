@@ -8,8 +8,8 @@ from chunkweave.engine.answer import Request
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering_config import ChunkOrder
+from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
-from chunkweave.retrieval.passages import RetrievedChunk
 
 Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
 """Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.retrieval.passages import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 
 logger = logging.getLogger(__name__)
 
