@@ -14,7 +14,7 @@ from chunkweave.retrieval.indexes import IndexConfig
 logger = logging.getLogger(__name__)
 
 INDEX_FILE, INDEX_NOTE = "index.faiss", "index.json"
-_FORMAT = 1
+_INDEX_FORMAT = 1
 
 
 def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> None:
@@ -25,7 +25,7 @@ def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> Non
     """
     data = import_faiss().serialize_index(index.faiss_index).tobytes()
     note = {
-        "format": _FORMAT,
+        "format": _INDEX_FORMAT,
         "fingerprint": manifest.fingerprint,
         "dimension": index.dimension,
         "rows": len(index),
@@ -48,7 +48,7 @@ def stored_index(files: CorpusFiles, manifest: Manifest) -> FaissIndex | None:
     """
     try:
         note: dict[str, Any] = json.loads((files.folder / INDEX_NOTE).read_text(encoding="utf-8"))
-        if note["format"] != _FORMAT:
+        if note["format"] != _INDEX_FORMAT:
             return None
         if note["fingerprint"] != manifest.fingerprint or note["dimension"] != manifest.dimension:
             raise EmbedderMismatchError(
