@@ -194,8 +194,7 @@ class Searcher:
         """
         if self._files is None or self._is_flat or not self._parts:
             return
-        from chunkweave.retrieval.faiss_indexes import FaissIndex
-        from chunkweave.retrieval.index_file import save_index
+        from chunkweave.retrieval.faiss_indexes import FaissIndex, save_index
 
         index = self.index()
         assert isinstance(index, FaissIndex), "all kinds but flat are faiss's"
@@ -209,7 +208,7 @@ class Searcher:
     def _stored_index(self) -> VectorIndex | None:
         if self._files is None or self._is_flat:
             return None
-        from chunkweave.retrieval.index_file import stored_index
+        from chunkweave.retrieval.faiss_indexes import stored_index
 
         return stored_index(self._files, self._manifest)
 
