@@ -17,7 +17,7 @@ from chunkweave.errors import (
     EmbedderMismatchError,
     UnknownDocumentError,
 )
-from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
+from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
 from chunkweave.retrieval.indexes import (
@@ -30,7 +30,6 @@ from chunkweave.retrieval.indexes import (
     check_top_k,
     timed_stages,
 )
-from chunkweave.retrieval.parts import appended, next_batch, without
 from chunkweave.types import Chunk
 
 DocumentName = tuple[str, int]
