@@ -16,7 +16,7 @@ from chunkweave.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from chunkweave.retrieval import parts as parts_module
+from chunkweave.retrieval import corpus_files
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.corpus_files import CorpusFiles
 from chunkweave.retrieval.documents import CorpusDocument
@@ -131,7 +131,7 @@ def test_changes_in_memory_and_on_disk_end_the_same(tmp_path):
 
 
 def test_small_parts_are_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "_MOST_PART_CHUNKS", 16)
+    monkeypatch.setattr(corpus_files, "_MOST_PART_CHUNKS", 16)
     corpus = new_corpus(tmp_path)
     for number in range(40):
         corpus.add([document(number)])
@@ -142,7 +142,7 @@ def test_small_parts_are_joined(tmp_path, monkeypatch):
 
 
 def test_a_chunk_is_written_again_only_when_its_part_doubles(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "_MOST_PART_CHUNKS", 32)
+    monkeypatch.setattr(corpus_files, "_MOST_PART_CHUNKS", 32)
     real, written = CorpusFiles._write_part, []
 
     def counted(self, part, name):
@@ -180,10 +180,10 @@ def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, m
     corpus.add([document(number) for number in range(60)])
     corpus.build_index()
     built = []
-    from chunkweave.retrieval import searcher
+    from chunkweave.retrieval import corpus as corpus_module
 
-    real = searcher.build_index
-    monkeypatch.setattr(searcher, "build_index", lambda *args: built.append(1) or real(*args))
+    real = corpus_module.build_index
+    monkeypatch.setattr(corpus_module, "build_index", lambda *args: built.append(1) or real(*args))
     again = opened(tmp_path)
     assert again.search("storm", 5) == corpus.search("storm", 5)
     assert built == []
@@ -412,7 +412,7 @@ def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_ingest_goes_on_from_the_last_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "_COMMIT_CHUNKS", 10)
+    monkeypatch.setattr(corpus_files, "_COMMIT_CHUNKS", 10)
     embedder = SubjectEmbedder()
     corpus = Corpus.create(tmp_path, embedder, split=SPLIT, tokenizer=LetterTokenizer())
     documents = [document(number) for number in range(35)]

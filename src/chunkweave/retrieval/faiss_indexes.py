@@ -19,6 +19,9 @@ from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, SearchSta
 logger = logging.getLogger(__name__)
 
 
+INDEX_FILE, INDEX_NOTE = "index.faiss", "index.json"
+_INDEX_FORMAT = 1
+
 _TRAINING_VECTORS_A_LIST = 64
 _NO_LIST = -1
 
@@ -263,10 +266,6 @@ def _sample(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDA
             for block, start in zip(blocks, starts, strict=True)
         ]
     )
-
-
-INDEX_FILE, INDEX_NOTE = "index.faiss", "index.json"
-_INDEX_FORMAT = 1
 
 
 def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> None:

@@ -46,86 +46,6 @@ class SearchStage:
     extra_distances: int = 0
 
 
-def timed_stages(
-    index: "VectorIndex",
-    query: NDArray[np.float32],
-    k: int,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[tuple[SearchStage, float]]:
-    """The stages of a search with the seconds that each took; what the caller does between two counts for neither.
-
-    Closing the iterator ends the search.
-
-    Raises:
-        TopKError: `k` exceeds the rows of the index.
-        UsageError: `k` is not positive.
-        DimensionMismatchError: the query has another shape than `[dimension]`.
-    """
-    stages = index.stages(query, k)
-
-    def timed() -> Iterator[tuple[SearchStage, float]]:
-        started = clock()
-        for stage in stages:
-            yield stage, clock() - started
-            started = clock()
-
-    return timed()
-
-
-def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: int) -> NDArray[np.float32]:
-    """The query as contiguous float32 `[dimension]`, if it can be searched for.
-
-    Raises:
-        TopKError: `k` exceeds the rows of the index.
-        UsageError: `k` is not positive.
-        DimensionMismatchError: the query has another shape, or a value that is no finite number.
-    """
-    if query.shape != (dimension,):
-        raise DimensionMismatchError(f"the question's vector is {list(query.shape)}, those of the index [{dimension}]")
-    if not np.isfinite(query).all():
-        raise DimensionMismatchError("the question's vector has a value that is no finite number")
-    check_top_k(k, rows)
-    return np.ascontiguousarray(query, dtype=np.float32)
-
-
-def check_top_k(k: int, chunks: int) -> None:
-    """Refuse a `k` that cannot be answered.
-
-    Raises:
-        TopKError: there are fewer chunks than that.
-        UsageError: it is not positive.
-    """
-    if k < 1:
-        raise UsageError(f"top-k must be at least 1, not {k}")
-    if chunks == 0:
-        raise TopKError("there is nothing to search: add documents first")
-    if k > chunks:
-        raise TopKError(f"the {k} best of {chunks} chunks were asked for: ask for at most {chunks}")
-
-
-def usual_top_k(chunks: int) -> int:
-    """How many chunks a question gets where nobody says: 6, or all there are."""
-    return min(_USUAL_TOP_K, chunks)
-
-
-def top_hits(rows: NDArray[np.int64], scores: NDArray[np.float32], k: int) -> Hits:
-    """The best `k` of scored rows, `[candidates]` each and in any order; fewer if there are fewer."""
-    if len(scores) > k:
-        least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        kept = scores >= least  # all that tie for the last place, so that the least rows of them can be taken
-        rows, scores = rows[kept], scores[kept]
-    order = np.lexsort((rows, -scores))[:k]
-    return Hits(tuple(rows[order].tolist()), tuple(scores[order].tolist()))
-
-
-def merged(found: Sequence[Hits], k: int) -> Hits:
-    """The best `k` of hits over rows that do not overlap."""
-    rows = np.array([row for hits in found for row in hits.rows], dtype=np.int64)
-    scores = np.array([score for hits in found for score in hits.scores], dtype=np.float32)
-    return top_hits(rows, scores, k)
-
-
 class IndexKind(StrEnum):
     """How vectors are searched. All but `flat` need faiss."""
 
@@ -246,8 +166,6 @@ def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dime
         UsageError: the kind needs faiss, and it is not installed.
     """
     if config.kind is IndexKind.FLAT:
-        from chunkweave.retrieval.indexes import FlatIndex
-
         index: VectorIndex = FlatIndex(dimension, stages=config.stages)
     else:
         from chunkweave.retrieval.faiss_indexes import new_faiss_index
@@ -256,6 +174,86 @@ def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dime
     for block in blocks:
         index.add(block)
     return index
+
+
+def timed_stages(
+    index: VectorIndex,
+    query: NDArray[np.float32],
+    k: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[SearchStage, float]]:
+    """The stages of a search with the seconds that each took; what the caller does between two counts for neither.
+
+    Closing the iterator ends the search.
+
+    Raises:
+        TopKError: `k` exceeds the rows of the index.
+        UsageError: `k` is not positive.
+        DimensionMismatchError: the query has another shape than `[dimension]`.
+    """
+    stages = index.stages(query, k)
+
+    def timed() -> Iterator[tuple[SearchStage, float]]:
+        started = clock()
+        for stage in stages:
+            yield stage, clock() - started
+            started = clock()
+
+    return timed()
+
+
+def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: int) -> NDArray[np.float32]:
+    """The query as contiguous float32 `[dimension]`, if it can be searched for.
+
+    Raises:
+        TopKError: `k` exceeds the rows of the index.
+        UsageError: `k` is not positive.
+        DimensionMismatchError: the query has another shape, or a value that is no finite number.
+    """
+    if query.shape != (dimension,):
+        raise DimensionMismatchError(f"the question's vector is {list(query.shape)}, those of the index [{dimension}]")
+    if not np.isfinite(query).all():
+        raise DimensionMismatchError("the question's vector has a value that is no finite number")
+    check_top_k(k, rows)
+    return np.ascontiguousarray(query, dtype=np.float32)
+
+
+def check_top_k(k: int, chunks: int) -> None:
+    """Refuse a `k` that cannot be answered.
+
+    Raises:
+        TopKError: there are fewer chunks than that.
+        UsageError: it is not positive.
+    """
+    if k < 1:
+        raise UsageError(f"top-k must be at least 1, not {k}")
+    if chunks == 0:
+        raise TopKError("there is nothing to search: add documents first")
+    if k > chunks:
+        raise TopKError(f"the {k} best of {chunks} chunks were asked for: ask for at most {chunks}")
+
+
+def usual_top_k(chunks: int) -> int:
+    """How many chunks a question gets where nobody says: 6, or all there are."""
+    return min(_USUAL_TOP_K, chunks)
+
+
+def top_hits(rows: NDArray[np.int64], scores: NDArray[np.float32], k: int) -> Hits:
+    """The best `k` of scored rows, `[candidates]` each and in any order; fewer if there are fewer."""
+    if len(scores) > k:
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        kept = scores >= least  # all that tie for the last place, so that the least rows of them can be taken
+        rows, scores = rows[kept], scores[kept]
+    order = np.lexsort((rows, -scores))[:k]
+    return Hits(tuple(rows[order].tolist()), tuple(scores[order].tolist()))
+
+
+def merged(found: Sequence[Hits], k: int) -> Hits:
+    """The best `k` of hits over rows that do not overlap."""
+    rows = np.array([row for hits in found for row in hits.rows], dtype=np.int64)
+    scores = np.array([score for hits in found for score in hits.scores], dtype=np.float32)
+    return top_hits(rows, scores, k)
 
 
 class FlatIndex:
