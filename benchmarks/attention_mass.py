@@ -32,9 +32,7 @@ from scipy.stats import spearmanr
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.bundled import bundled_examples
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.prompts import PromptMaker
+from chunkweave.eval.datasets import PromptMaker, bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.fusion.capture import evenly_spread

@@ -24,8 +24,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.eval.bundled import bundled_examples
-from chunkweave.eval.prompts import alone_prompts
+from chunkweave.eval.datasets import alone_prompts, bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import TtftConfig, make_workload
 from chunkweave.kv.segment import SegmentSource

@@ -22,7 +22,7 @@ from rich.console import Console
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.bundled import bundled_examples
+from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.quality import QualityConfig
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, WovenPrefill, make_workload, measure

@@ -10,7 +10,7 @@ import chunkweave
 from chunkweave.cli import demo as demo_module
 from chunkweave.errors import ModelError
 from chunkweave.eval import ttft
-from chunkweave.eval.bundled import bundled_documents, bundled_examples
+from chunkweave.eval.datasets import bundled_documents, bundled_examples
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")

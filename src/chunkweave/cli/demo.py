@@ -12,8 +12,7 @@ from chunkweave.cli.bench import TtftRun
 from chunkweave.cli.console import Output
 from chunkweave.cli.options import ModelChoice, StoreOptions, with_blocks
 from chunkweave.config import SamplingParams
-from chunkweave.eval.bundled import bundled_examples
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.datasets import Example, bundled_examples
 from chunkweave.eval.worlds.corpus import bundled_corpus
 
 if TYPE_CHECKING:

@@ -1,13 +1,19 @@
-"""Questions with their passages, read from the file formats that retrieval work uses."""
+"""Questions with their passages: data sets from files, the bundled one, and prompts of a given size out of them."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import as_file, files
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from chunkweave.errors import DocumentError
+from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.documents import read_documents
+from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.errors import DocumentError, UsageError
 from chunkweave.types import Chunk
 
 _Read = TypeVar("_Read")
@@ -182,3 +188,100 @@ def _texts(values: object) -> tuple[str, ...]:
     if not isinstance(values, list):
         raise TypeError(f"answers are not a list but {type(values).__name__}")
     return tuple(dict.fromkeys(_text(value, "answer") for value in values))
+
+
+@dataclass(frozen=True, slots=True)
+class BundledQuestion:
+    """A question over the bundled documents, the answers that count as right, the documents that hold them."""
+
+    text: str
+    answers: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def bundled_documents() -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
+    """(name, text) of every bundled document, and the questions about them."""
+    with as_file(files("chunkweave") / "assets" / "documents") as folder:
+        documents = [(document.name, document.text) for document in read_documents([folder])]
+        entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+    questions = [
+        BundledQuestion(entry["question"], tuple(entry["answers"]), tuple(entry["sources"])) for entry in entries
+    ]
+    return documents, questions
+
+
+def bundled_examples(count: int, *, seed: int = 0) -> list[Example]:
+    """The bundled questions in turn, each over all documents in an order of its own, until there are `count`."""
+    documents, questions = bundled_documents()
+    chunks = [Chunk(text, name) for name, text in documents]
+    rng = Random(seed)
+    asked = [questions[i % len(questions)] for i in range(count)]
+    return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in asked]
+
+
+class PromptMaker:
+    """Builds the prompts of a benchmark over one data set.
+
+    A passage becomes the same chunk in every question that has it: its tokens, then those of the passages that
+    follow it in the data set while it is short, cut at `chunk_tokens`. `chunk_tokens=0` leaves passages as they are.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], builder: PromptBuilder, fingerprint: str, *, chunks: int, chunk_tokens: int
+    ) -> None:
+        """Take over a data set.
+
+        Raises:
+            UsageError: `chunks` or `chunk_tokens` is negative, or the data set has fewer distinct passages than
+                `chunks`.
+        """
+        if chunks < 1 or chunk_tokens < 0:
+            raise UsageError(f"chunks must be at least 1 and chunk_tokens not negative: {chunks}, {chunk_tokens}")
+        self._builder = builder
+        self._fingerprint = fingerprint
+        self._chunks = chunks
+        self._chunk_tokens = chunk_tokens
+        self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
+        self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
+        if len(self._passages) < chunks:
+            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
+
+    def prompt(self, example: Example) -> Prompt:
+        """START, SYSTEM, exactly the asked number of chunks, QUESTION.
+
+        The example's own passages come first; where it has too few, those that follow in the data set.
+
+        Raises:
+            UsageError: the data set's text is shorter than one chunk.
+        """
+        parts = list(self._builder.build(example.question).parts)
+        question = parts.pop()
+        return Prompt((*parts, *(self._chunk_part(chunk) for chunk in self._chosen(example)), question))
+
+    def _chosen(self, example: Example) -> list[Chunk]:
+        own = {chunk.text: chunk for chunk in example.chunks}
+        others = (chunk for chunk in self._from(example.chunks[-1]) if chunk.text not in own)
+        return list(islice(chain(own.values(), others), self._chunks))
+
+    def _chunk_part(self, chunk: Chunk) -> PromptPart:
+        if not self._chunk_tokens:
+            return self._builder.chunk_part(chunk)
+        token_ids: list[int] = []
+        for passage in self._from(chunk):
+            token_ids += self._builder.chunk_part(passage).token_ids
+            if len(token_ids) >= self._chunk_tokens:
+                cut = tuple(token_ids[: self._chunk_tokens])
+                return PromptPart(PartKind.CHUNK, cut, chunk_id(self._fingerprint, "", cut), chunk.source)
+        raise UsageError(f"the data set has {len(token_ids)} tokens of text, less than a chunk of {self._chunk_tokens}")
+
+    def _from(self, chunk: Chunk) -> list[Chunk]:
+        """All passages once, beginning with `chunk`, around the end of the data set."""
+        place = self._places[chunk.text]
+        return self._passages[place:] + self._passages[:place]
+
+
+def alone_prompts(prompt: Prompt) -> list[Prompt]:
+    """For each stored part of `prompt` the prompt that computes it alone: after START, with nothing before it."""
+    start = tuple(part for part in prompt.parts if part.kind is PartKind.START)
+    stored = {part.id: part for part in prompt.parts if part.id is not None}
+    return [Prompt((*start, part)) for part in stored.values()]

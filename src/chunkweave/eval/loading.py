@@ -10,8 +10,8 @@ from typing import Any
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.eval.datasets import alone_prompts
 from chunkweave.eval.page_cache import drop_page_cache
-from chunkweave.eval.prompts import alone_prompts
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import layer_flops

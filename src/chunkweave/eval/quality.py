@@ -13,8 +13,7 @@ from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import Example
-from chunkweave.eval.prompts import alone_prompts
+from chunkweave.eval.datasets import Example, alone_prompts
 from chunkweave.eval.query_settings import PATTERNS, QUERY_SETTINGS, query_setting
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Progress, Warmth

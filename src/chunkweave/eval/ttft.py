@@ -14,8 +14,7 @@ from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import Example
-from chunkweave.eval.prompts import PromptMaker, alone_prompts
+from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod, make_method
