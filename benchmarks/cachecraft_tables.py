@@ -35,10 +35,17 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.calibration import digest_of
 from chunkweave.eval.datasets import Example, alone_prompts
-from chunkweave.eval.measurements import Measured, Measurements
 from chunkweave.eval.quality import QualityConfig, answer_questions
 from chunkweave.eval.quality_table import NOT_WORSE, summarize_quality
-from chunkweave.eval.results import BenchmarkResult, check_writable, commit, versions, write_json
+from chunkweave.eval.results import (
+    BenchmarkResult,
+    Measured,
+    Measurements,
+    check_writable,
+    commit,
+    versions,
+    write_json,
+)
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Warmth
 from chunkweave.eval.worlds.examples import world_examples

@@ -29,7 +29,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig
 from chunkweave.engine.profiling import kv_bytes_per_token
 from chunkweave.engine.runner import Runner
-from chunkweave.eval.page_cache import drop_page_cache
+from chunkweave.eval.results import drop_page_cache
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import make_method

@@ -15,8 +15,8 @@ from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.eval import calibration
 from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, measure, settings_of
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.measurements import Measured, Measurements
 from chunkweave.eval.quality import GreedyAnswer
+from chunkweave.eval.results import Measured, Measurements
 from chunkweave.eval.ttft import Warmth
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.calibration_file import CALIBRATION_FILE, PARTIAL_FILE, read_records, save_record

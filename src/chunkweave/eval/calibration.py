@@ -12,9 +12,8 @@ from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.eval.bootstrap import mean_interval, ratio_interval
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.measurements import Measured, Measurements
 from chunkweave.eval.quality import answer_questions
-from chunkweave.eval.results import commit, versions
+from chunkweave.eval.results import Measured, Measurements, commit, versions
 from chunkweave.eval.scores import f1
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.planning.budget import ALPHA

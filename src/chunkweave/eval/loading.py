@@ -11,7 +11,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.eval.datasets import alone_prompts
-from chunkweave.eval.page_cache import drop_page_cache
+from chunkweave.eval.results import drop_page_cache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.flops import layer_flops
