@@ -32,7 +32,6 @@ from rich.console import Console
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.calibration import digest_of
 from chunkweave.eval.datasets import Example, alone_prompts
 from chunkweave.eval.quality import QualityConfig, answer_questions
@@ -46,7 +45,7 @@ from chunkweave.eval.results import (
     versions,
     write_json,
 )
-from chunkweave.eval.scores import best_scores
+from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.ttft import Warmth
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops

@@ -35,9 +35,8 @@ from rich.table import Table
 from chunkweave.config import ConversationConfig, SamplingParams
 from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import best_scores
+from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.worlds.records import QuestionKind, Request, Split, World
 from chunkweave.eval.worlds.requests import sample_request
 from chunkweave.eval.worlds.world import generate_world

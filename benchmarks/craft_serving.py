@@ -9,9 +9,8 @@ from typing import Any
 
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.bootstrap import mean_interval
 from chunkweave.eval.datasets import Example, load_dataset
-from chunkweave.eval.scores import best_scores
+from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.simulator.workloads import recurring
 from chunkweave.eval.worlds.examples import world_requests
 from chunkweave.metrics import ReuseReport

@@ -10,11 +10,10 @@ from typing import Any
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
-from chunkweave.eval.bootstrap import mean_interval, ratio_interval
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import answer_questions
 from chunkweave.eval.results import Measured, Measurements, commit, versions
-from chunkweave.eval.scores import f1
+from chunkweave.eval.scores import f1, mean_interval, ratio_interval
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.planning.budget import ALPHA
 from chunkweave.planning.calibration_record import (

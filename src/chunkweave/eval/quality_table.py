@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from chunkweave.eval.bootstrap import mean_interval
+from chunkweave.eval.scores import mean_interval
 from chunkweave.metrics import ReuseReport
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
