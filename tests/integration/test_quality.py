@@ -6,8 +6,7 @@ import torch
 from chunkweave import Chunk, Engine
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.deviation import deviation_from, mean_deviation, question_attention
-from chunkweave.eval.quality import QualityConfig, measure_quality
+from chunkweave.eval.quality import QualityConfig, deviation_from, mean_deviation, measure_quality, question_attention
 from chunkweave.eval.quality_table import summarize_quality
 from chunkweave.eval.ttft import Warmth
 from chunkweave.testing.toys import toy_model

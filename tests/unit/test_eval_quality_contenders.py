@@ -2,7 +2,7 @@ import pytest
 
 from chunkweave.config import Combine
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.query_settings import QUERY_SETTINGS
+from chunkweave.eval.quality import QUERY_SETTINGS
 
 pytest.importorskip("torch")
 from chunkweave.eval.quality import QualityConfig
