@@ -6,8 +6,7 @@ from pathlib import Path
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.simulator.sources import bundled_token_count
-from chunkweave.eval.simulator.trace import Arrival, Part
-from chunkweave.eval.simulator.trace_files import read_trace
+from chunkweave.eval.simulator.trace import Arrival, Part, read_trace
 
 MOONCAKE = "Mooncake trace"
 """Its blocks are named for all that is before them, so that their order is not free."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.simulator.trace import Arrival, at_times, poisson_times
-from chunkweave.eval.simulator.trace_files import read_trace
+from chunkweave.eval.simulator.trace import Arrival, at_times, poisson_times, read_trace
 from chunkweave.eval.simulator.workloads import Corpus, ask_again, draw_requests, mmlu_like
 
 GENERATED = ("mmlu-like", "zipf")
