@@ -32,9 +32,8 @@ from chunkweave.eval.chunk_order.overlap import overlap_of
 from chunkweave.eval.chunk_order.replay import ORACLE, ReplayConfig, replay, saving_bound
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.sources import bundled_token_count
 from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
-from chunkweave.eval.simulator.workloads import Corpus, draw_requests
+from chunkweave.eval.simulator.workloads import Corpus, bundled_token_count, draw_requests
 from chunkweave.models.loading import load_folder, load_shape
 from chunkweave.units import GIB
 

@@ -20,8 +20,8 @@ from rich.progress import track
 from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.eval.simulator.experiments import POLICIES, policy_rows, reordering_row, sustainable_rows
 from chunkweave.eval.simulator.reference import MODERN
-from chunkweave.eval.simulator.sources import SourceConfig, open_source
 from chunkweave.eval.simulator.trace import Arrival, build_trace
+from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 from chunkweave.planning.analytic_cost import analytic_cost
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.planning.known_shapes import known_shape

@@ -7,9 +7,16 @@ import pytest
 
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.simulator.sources import SourceConfig, open_source
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times, read_trace
-from chunkweave.eval.simulator.workloads import Corpus, ask_again, draw_requests, exponent_for, mmlu_like
+from chunkweave.eval.simulator.workloads import (
+    Corpus,
+    SourceConfig,
+    ask_again,
+    draw_requests,
+    exponent_for,
+    mmlu_like,
+    open_source,
+)
 from chunkweave.types import Chunk
 
 

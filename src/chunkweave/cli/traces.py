@@ -69,8 +69,8 @@ def simulate(
     """Replay requests and print hit rates, time to first token, and the bound that no policy can exceed."""
     from chunkweave.eval.simulator.bounds import bounds_of
     from chunkweave.eval.simulator.simulation import simulate as replay
-    from chunkweave.eval.simulator.sources import SourceConfig, open_source
     from chunkweave.eval.simulator.trace import build_trace
+    from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 
     output = Output(json, out)
     cost, model = _cost(shape, cost_model, teraflops, parse_bytes(host_bandwidth))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.eval.datasets import Example, load_dataset
-from chunkweave.eval.simulator.sources import bundled_token_count
 from chunkweave.eval.simulator.trace import Arrival, Part, read_trace
+from chunkweave.eval.simulator.workloads import bundled_token_count
 
 MOONCAKE = "Mooncake trace"
 """Its blocks are named for all that is before them, so that their order is not free."""
