@@ -33,7 +33,7 @@ from rich.table import Table
 from sustained_engines import FULL, FirstToken, Query, Sizes, bytes_per_token, opened
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.bounds import bounds_of
+from chunkweave.eval.simulator.simulation import bounds_of
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace
 
 HEADS = ["method", "TTFT ratio, 21-100", "last 100", "kept", "reuse, 21-100", "last 100", "in all", "Belady bound"]

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.simulator.bounds import bounds_of
 from chunkweave.eval.simulator.experiments import POLICIES, policy_rows, reordering_row, sustainable_rows
 from chunkweave.eval.simulator.reference import installed, object_hits, reference_hits
-from chunkweave.eval.simulator.simulation import SimulationConfig, Tier, simulate
+from chunkweave.eval.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, draw_requests
 from chunkweave.planning.cost_model import CostModel

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from chunkweave.eval.simulator.bounds import bounds_of
 from chunkweave.eval.simulator.reference import MODERN, installed, reference_hits
-from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult, Tier, simulate
+from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Trace, at_times, build_trace, poisson_times
 from chunkweave.planning.cost_model import CostModel
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
