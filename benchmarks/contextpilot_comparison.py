@@ -30,9 +30,15 @@ from rich.table import Table
 
 from chunkweave.cli.console import status
 from chunkweave.errors import UsageError
-from chunkweave.eval.chunk_order.caches import LimitedCache, PathCache, UnlimitedCache
-from chunkweave.eval.chunk_order.replay import ReplayConfig, replay_arranged, saving_bound
-from chunkweave.eval.chunk_order.sources import read_requests
+from chunkweave.eval.chunk_order import (
+    LimitedCache,
+    PathCache,
+    ReplayConfig,
+    UnlimitedCache,
+    read_requests,
+    replay_arranged,
+    saving_bound,
+)
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import Arrival, Part
 from chunkweave.ordering.registry import Unordered, make_ordering

@@ -9,7 +9,7 @@ import pytest
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.chunk_order.caches import UnlimitedCache
+from chunkweave.eval.chunk_order import UnlimitedCache
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.simulator.trace import Arrival, Part
 from chunkweave.testing.toys import toy_model

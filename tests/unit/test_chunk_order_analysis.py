@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
-from chunkweave.eval.chunk_order.caches import LimitedCache
-from chunkweave.eval.chunk_order.overlap import Overlap, overlap_of, repeated_across_turns
-from chunkweave.eval.chunk_order.replay import ReplayConfig, replay, replay_arranged, saving_bound
-from chunkweave.eval.chunk_order.sources import read_requests
+from chunkweave.eval.chunk_order import (
+    LimitedCache,
+    Overlap,
+    ReplayConfig,
+    overlap_of,
+    read_requests,
+    repeated_across_turns,
+    replay,
+    replay_arranged,
+    saving_bound,
+)
 from chunkweave.eval.simulator.trace import Arrival, Part
 
 SYSTEM = Part("s", 9)
