@@ -35,7 +35,6 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.calibration import digest_of
 from chunkweave.eval.datasets import Example, alone_prompts
 from chunkweave.eval.quality import QualityConfig, answer_questions
-from chunkweave.eval.quality_table import NOT_WORSE, summarize_quality
 from chunkweave.eval.results import (
     BenchmarkResult,
     Measured,
@@ -46,6 +45,7 @@ from chunkweave.eval.results import (
     write_json,
 )
 from chunkweave.eval.scores import best_scores, mean_interval
+from chunkweave.eval.summaries import NOT_WORSE, summarize_quality
 from chunkweave.eval.ttft import Warmth
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops

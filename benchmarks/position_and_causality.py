@@ -25,8 +25,8 @@ from rich.table import Table
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.quality import QualityConfig, QualitySample, measure_quality
-from chunkweave.eval.quality_table import summarize_quality
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.summaries import summarize_quality
 from chunkweave.eval.worlds.examples import world_examples
 from chunkweave.kv.request_cache import RequestCache, Rotate
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from docs_tables import markdown_table
 
-from chunkweave.eval.quality_table import CROSSING_KINDS
 from chunkweave.eval.scores import mean_interval, ratio_interval
+from chunkweave.eval.summaries import CROSSING_KINDS
 from chunkweave.planning.calibration_record import rising_fit
 
 NEAR = 0.01

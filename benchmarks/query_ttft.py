@@ -25,8 +25,8 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.quality import QualityConfig
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.summaries import TtftRow, summarize
 from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, WovenPrefill, make_workload, measure
-from chunkweave.eval.ttft_table import TtftRow, summarize
 from chunkweave.planning.method import ReuseMethod, make_method
 
 LAYER_2 = "cacheblend:layer-2"

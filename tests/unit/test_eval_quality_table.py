@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from chunkweave.eval.quality_table import summarize_quality
+from chunkweave.eval.summaries import summarize_quality
 from chunkweave.metrics import ReuseReport
 
 REPORT = ReuseReport("full", 10, 0, 0, 0, 10, 0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.0, 0, 1.0, 2.0)

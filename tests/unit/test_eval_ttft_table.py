@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from chunkweave.eval.ttft_table import percentile, summarize
+from chunkweave.eval.summaries import percentile, summarize
 from chunkweave.metrics import ReuseReport
 
 
