@@ -21,7 +21,7 @@ from chunkweave.eval.results import commit, machine, to_json, versions, write_js
 from chunkweave.server.run import ServerThread
 from chunkweave.server.service import Service, Stage
 from chunkweave.server.settings import BatchingSettings, LimitSettings, ListenSettings, ModelSettings, Settings
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 _PASSAGES = [f"Passage {number}: the ferry leaves pier {number} at nine and at noon." for number in range(400)]
 _CLIENTS = 8

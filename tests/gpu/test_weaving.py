@@ -9,7 +9,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave.engine.stores import open_store
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.weaving import alone, make_bench, make_prompt
 
 SIZES = [60, 44, 70]

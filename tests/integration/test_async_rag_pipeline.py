@@ -16,7 +16,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
 from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 from chunkweave.scheduling.speculation import SpeculationCounts
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS
 from tests.unit.retrieval_fakes import SubjectEmbedder, document
 

@@ -20,7 +20,7 @@ from chunkweave.errors import (
 )
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.batching_config import BatchingConfig
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

@@ -21,7 +21,7 @@ from chunkweave.eval.ttft import Warmth
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.calibration_file import CALIBRATION_FILE, PARTIAL_FILE, read_records, save_record
 from chunkweave.planning.calibration_record import Quality
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
 NEW_TOKENS = 6

@@ -13,7 +13,7 @@ from chunkweave.chunking.template import template_for
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ConversationBusyError, ConversationEndedError, PromptTooLongError, UsageError
 from chunkweave.models.loading import LoadedModel
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, without_template
 
 FERRY, PILOTS, HARBOUR, SCHOOL, MILL = (

@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams
 from chunkweave.errors import ChunkweaveError, ConversationBusyError, PromptTooLongError
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.test_conversations import FERRY, HARBOUR, MILL, PILOTS, SCHOOL
 
 SHORT = SamplingParams(max_new_tokens=6)

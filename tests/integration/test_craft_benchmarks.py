@@ -12,7 +12,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.chunk_order import UnlimitedCache
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.simulator.trace import Arrival, Part
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -10,7 +10,7 @@ from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, Stor
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.planning.cost_model import CostModel
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

@@ -6,7 +6,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.ttft import TtftConfig, Warmth, make_contenders, make_workload, measure
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ import pytest
 
 from chunkweave import Chunk, ConversationConfig, Engine, SamplingParams, StoreConfig
 from chunkweave.metrics import ReuseReport
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 SHORT = SamplingParams(max_new_tokens=2)
 CHUNKS = [Chunk(f"Note {n}: {word}.", f"note {n}") for n, word in enumerate(("tide", "rope", "mast", "keel", "sail"))]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkweave.engine import runner as runner_module
 from chunkweave.models.attention import FlatResult
 from chunkweave.planning.method import make_method
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import QualityConfig, deviation_from, mean_deviation, measure_quality, question_attention
 from chunkweave.eval.summaries import summarize_quality
 from chunkweave.eval.ttft import Warmth
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
 
 EXAMPLES = [

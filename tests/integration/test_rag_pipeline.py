@@ -7,7 +7,7 @@ from chunkweave.errors import TopKError, UsageError
 from chunkweave.eval.worlds.corpus import bundled_corpus
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.unit.retrieval_fakes import SUBJECTS, SubjectEmbedder, document
 
 FEW = SamplingParams(max_new_tokens=4)

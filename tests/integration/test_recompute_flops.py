@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave.planning.flops import prefill_flops
 from chunkweave.planning.plan import KVSource
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
 
 SIZES = (40, 40, 40, 40)

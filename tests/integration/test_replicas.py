@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave import Chunk, Engine, OrderingConfig, StoreConfig
 from chunkweave.ordering.replicas import Replica, ReplicaDirectory
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 CHUNKS = [Chunk(f"The {what} of Halvik is older than its harbour.", what) for what in ("mole", "tower", "bell", "dyke")]
 

@@ -12,7 +12,7 @@ from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)

@@ -20,7 +20,7 @@ from chunkweave.server.logs import (
     serving,
 )
 from chunkweave.server.metrics import outcome_of
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave import Engine
 from chunkweave.server.traces import NoTraces, OtelTraces, open_traces
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 pytest.importorskip("opentelemetry.sdk")
 

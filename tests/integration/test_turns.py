@@ -9,7 +9,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.planning.method import make_method, stale_offsets
 from chunkweave.planning.plan import KVSource
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from tests.integration.test_query_weaving import explicit_attention
 from tests.integration.weaving import Bench, chunk_part, make_bench, make_prompt
 

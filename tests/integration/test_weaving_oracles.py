@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from chunkweave.planning.plan import KVSource
-from chunkweave.testing.toys import TOY_FAMILIES, toy_model
+from chunkweave.testing import TOY_FAMILIES, toy_model
 from tests.integration.weaving import BOS, Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)

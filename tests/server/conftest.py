@@ -16,7 +16,7 @@ from chunkweave.server.app import create_app
 from chunkweave.server.keys import KeyRing, StoredKey, Tenant
 from chunkweave.server.service import Parts, Service, Stage
 from chunkweave.server.settings import Settings, setting_fields
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 
 KEYS = {"acme": "acme-key-that-is-long-enough", "bolt": "bolt-key-that-is-long-enough"}
 ADMIN_KEY = "admin-key-that-is-long-enough"
