@@ -8,20 +8,21 @@ import pytest
 
 from chunkweave.eval.worlds.check import check_passage, mentions
 from chunkweave.eval.worlds.files import write_jsonl
-from chunkweave.eval.worlds.names import (
+from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Split, ValueType, World
+from chunkweave.eval.worlds.requests import sample_request
+from chunkweave.eval.worlds.wording import (
     ALIAS_FIRST,
     ALIAS_LAST,
     CITY_ENDS,
     CITY_STARTS,
+    FILLERS,
     INSTITUTION_ENDS,
     INSTITUTION_STARTS,
+    SENTENCES,
     SURNAME_ENDS,
     SURNAME_STARTS,
     belongs,
 )
-from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Split, ValueType, World
-from chunkweave.eval.worlds.requests import sample_request
-from chunkweave.eval.worlds.wording import FILLERS, SENTENCES
 from chunkweave.eval.worlds.world import WorldSize, generate_world
 
 SPLITS = list(Split)

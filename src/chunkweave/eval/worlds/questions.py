@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from random import Random
 
-from chunkweave.eval.worlds.prose import noun_phrase
 from chunkweave.eval.worlds.records import (
     NOT_STATED,
     SHARED_TYPES,
@@ -25,6 +24,7 @@ from chunkweave.eval.worlds.wording import (
     SINGLE_QUESTIONS,
     TYPE_WORDS,
     WHICH_TWO_QUESTIONS,
+    noun_phrase,
 )
 
 

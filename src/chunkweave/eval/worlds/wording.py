@@ -1,9 +1,84 @@
-"""Sentences and questions with holes: `{S}`, `{s}` for the subject (starting a sentence or not), `{v}` for a value."""
+"""The text of worlds: names, sentences, questions' wording, and how facts are written out in prose."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from chunkweave.eval.worlds.records import QuestionKind, Relation, Split, ValueType
+from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Split, ValueType
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_STARTS = tuple(onset + vowel + coda for onset in "BDFGHJKLMNPRSTVW" for vowel in "aeiou" for coda in "lnrs")
+CITY_STARTS, INSTITUTION_STARTS, SURNAME_STARTS = _STARTS[0::3], _STARTS[1::3], _STARTS[2::3]
+
+CITY_ENDS = _words("vik ford ham stad burg wick wold port moor fell haven mouth brook field holm beck cliff bury")
+INSTITUTION_ENDS = _words("mond mint ven bower barrow crest bell mere weir vane fall pell ridge fern wyn zell")
+SURNAME_ENDS = _words("well man berg ley worth bridge quist mark vold mont brand combe wright vey mour pool")
+
+WOMEN = _words(
+    "Anna Clara Edith Elsa Emma Frida Grace Greta Helen Ida Ingrid Irma Julia Laura Lena Lucy Maria Marta "
+    "Mary Nora Olga Paula Rosa Ruth Sara Sofia Vera Wilma"
+)
+MEN = _words(
+    "Adam Albert Anton Arthur Carl Daniel David Edgar Emil Erik Felix Frank George Henry Hugo Ivan Jacob "
+    "James John Karl Leon Lucas Martin Oscar Otto Paul Peter Simon Thomas Victor"
+)
+
+ALIAS_FIRST = _words(
+    "Grey Golden Silent Old Crooked Broken Lucky White Black Red Green Blue Silver Iron Wooden Stone "
+    "Painted Little Great Merry Lonely Quiet Proud Humble"
+)
+ALIAS_LAST = _words(
+    "Lantern Anchor Kettle Feather Candle Saddle Hammer Barrel Ladder Window Basket Mirror Needle Button "
+    "Pillow Whistle Ribbon Bucket Spoon Crown Boot Wheel Drum Horn"
+)
+
+YEARS = range(1801, 1961)
+NUMBERS = range(11, 251)
+
+_HELD_OUT = 5
+"""One pair of parts in this many is for testing."""
+
+
+def belongs(first: int, last: int, split: Split) -> bool:
+    """Whether the pair of part numbers is of `split`. Every start and every end occurs in both."""
+    return ((first * 7 + last * 3) % _HELD_OUT == 0) == (split is Split.TEST)
+
+
+def draw_names(
+    starts: Sequence[str], ends: Sequence[str], count: int, rng: Random, split: Split, gap: str = ""
+) -> list[str]:
+    """`count` names of `split`, no two with the same start (`gap` goes between the parts)."""
+    names = []
+    for first in rng.sample(range(len(starts)), count):
+        allowed = [last for last in range(len(ends)) if belongs(first, last, split)]
+        names.append(starts[first] + gap + ends[rng.choice(allowed)])
+    return names
+
+
+def draw_cities(count: int, rng: Random, split: Split) -> list[str]:
+    """City names, such as "Halvik"."""
+    return draw_names(CITY_STARTS, CITY_ENDS, count, rng, split)
+
+
+def draw_persons(count: int, rng: Random, split: Split) -> list[str]:
+    """Full names. First names are in both splits, surnames are not; no first name comes twice."""
+    surnames = draw_names(SURNAME_STARTS, SURNAME_ENDS, count, rng, split)
+    return [f"{first} {last}" for first, last in zip(rng.sample(WOMEN + MEN, count), surnames, strict=True)]
+
+
+def draw_institutions(nouns: Sequence[str], count: int, rng: Random, split: Split) -> list[str]:
+    """Names such as "Torcrest Museum", each with a random one of `nouns` (lower case)."""
+    heads = draw_names(INSTITUTION_STARTS, INSTITUTION_ENDS, count, rng, split)
+    return [f"{head} {rng.choice(nouns).capitalize()}" for head in heads]
+
+
+def draw_aliases(count: int, rng: Random, split: Split) -> list[str]:
+    """Nicknames such as "Grey Lantern"."""
+    return draw_names(ALIAS_FIRST, ALIAS_LAST, count, rng, split, gap=" ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +273,72 @@ KIND_SHARES: dict[QuestionKind, float] = {
     QuestionKind.CORRECTION: 0.06,
 }
 """How often each kind is asked where the kind is not asked for."""
+
+
+_LEADING = (Relation.ALIAS, Relation.REPORTED_COUNT)
+"""Facts that their passage opens with: the sentences after them refer back to them."""
+
+
+def write_passage(
+    passage_id: str,
+    facts: tuple[Fact, ...],
+    rng: Random,
+    split: Split,
+    *,
+    source: str,
+    unit: str = "",
+    max_fillers: int,
+    min_words: int,
+) -> Passage:
+    """The passage that states `facts`, all about one subject, in a random order with up to `max_fillers` fillers,
+    or with as many more as it takes to have `min_words` words.
+    """
+    subject = facts[0].subject
+    spoken = [fact for fact in facts if fact.relation is not Relation.IS and not _dated_aside(fact)]
+    rng.shuffle(spoken)
+    spoken.sort(key=lambda fact: fact.relation not in _LEADING)
+    sentences = [_sentence(fact, rng, split, unit, first=place == 0) for place, fact in enumerate(spoken)]
+    words = sum(len(sentence.split()) for sentence in sentences)
+    for filler in _fillers(rng, split, rng.randint(0, max_fillers), min_words - words):
+        sentences.insert(rng.randint(1, len(sentences)), filler)
+    return Passage(passage_id, subject, " ".join(sentences), facts, source, unit)
+
+
+def _dated_aside(fact: Fact) -> bool:
+    """A report's own year: the sentence with its count states it."""
+    return fact.relation is Relation.ASIDE_YEAR and fact.as_of is not None
+
+
+def noun_phrase(subject: str) -> str:
+    """How a subject is named within a sentence: institutions ("Torcrest Museum") and nicknames take an article."""
+    return subject if is_person(subject) else f"the {subject}"
+
+
+def is_person(subject: str) -> bool:
+    """Whether a subject is a person: people are the only ones with a first name."""
+    return subject.partition(" ")[0] in WOMEN + MEN
+
+
+def _fillers(rng: Random, split: Split, count: int, words: int) -> list[str]:
+    """At least `count` different fillers, with at least `words` words together."""
+    chosen: list[str] = []
+    while len(chosen) < count or sum(len(filler.split()) for filler in chosen) < words:
+        filler = FILLERS.choose(rng, split)
+        if filler not in chosen:
+            chosen.append(filler)
+    return chosen
+
+
+def _sentence(fact: Fact, rng: Random, split: Split, unit: str, *, first: bool) -> str:
+    template = SENTENCES[fact.relation].choose(rng, split)
+    while first and "{S}" not in template and "{s}" not in template:
+        template = SENTENCES[fact.relation].choose(rng, split)
+    name = noun_phrase(fact.subject) if first else _back_reference(fact.subject, rng)
+    return template.format(S=name[0].upper() + name[1:], s=name, v=fact.value, unit=unit, y=fact.as_of)
+
+
+def _back_reference(subject: str, rng: Random) -> str:
+    """A later mention: the name again, or a shorter one ("the museum", a first name)."""
+    if is_person(subject):
+        return rng.choice((subject, subject.partition(" ")[0]))
+    return rng.choice((noun_phrase(subject), "the " + subject.rpartition(" ")[2].lower()))

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from random import Random
 
-from chunkweave.eval.worlds.names import (
+from chunkweave.eval.worlds.records import Fact, Passage, Relation, Split, World
+from chunkweave.eval.worlds.wording import (
+    COUNTED,
     NUMBERS,
+    TRADES,
     YEARS,
     draw_aliases,
     draw_cities,
     draw_institutions,
     draw_persons,
+    write_passage,
 )
-from chunkweave.eval.worlds.prose import write_passage
-from chunkweave.eval.worlds.records import Fact, Passage, Relation, Split, World
-from chunkweave.eval.worlds.wording import COUNTED, TRADES
 
 
 @dataclass(frozen=True, slots=True)
