@@ -37,8 +37,8 @@ from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import best_scores, mean_interval
+from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import QuestionKind, Request, Split, World
-from chunkweave.eval.worlds.requests import sample_request
 from chunkweave.eval.worlds.world import generate_world
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 

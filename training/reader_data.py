@@ -18,9 +18,8 @@ from reader_tokenizer import SYSTEM_PROMPTS
 from tokenizers import Tokenizer
 
 from chunkweave.chunking.template import INSTRUCTION, plain_template
-from chunkweave.eval.worlds.questions import ask_about
+from chunkweave.eval.worlds.questions import ask_about, pick_passages
 from chunkweave.eval.worlds.records import Passage, Question, QuestionKind, Split, World
-from chunkweave.eval.worlds.requests import pick_passages
 from chunkweave.eval.worlds.world import WorldSize, generate_world
 
 CROSSING = (

@@ -8,8 +8,8 @@ import pytest
 
 from chunkweave.eval.worlds.check import check_passage, mentions
 from chunkweave.eval.worlds.files import write_jsonl
+from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Split, ValueType, World
-from chunkweave.eval.worlds.requests import sample_request
 from chunkweave.eval.worlds.wording import (
     ALIAS_FIRST,
     ALIAS_LAST,

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from chunkweave.eval.worlds.check import check_question
-from chunkweave.eval.worlds.questions import ask_about, unique_pair
+from chunkweave.eval.worlds.questions import ask_about, pick_passages, sample_request, unique_pair
 from chunkweave.eval.worlds.records import (
     NOT_STATED,
     SHARED_TYPES,
@@ -17,7 +17,6 @@ from chunkweave.eval.worlds.records import (
     ValueType,
     World,
 )
-from chunkweave.eval.worlds.requests import pick_passages, sample_request
 from chunkweave.eval.worlds.wording import KIND_SHARES, SINGLE_QUESTIONS
 from chunkweave.eval.worlds.world import WorldSize, generate_world
 

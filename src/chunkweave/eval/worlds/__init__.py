@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chunkweave.eval.worlds.check import check_passage, check_question
     from chunkweave.eval.worlds.files import write_jsonl
-    from chunkweave.eval.worlds.questions import ask_about
+    from chunkweave.eval.worlds.questions import ask_about, pick_passages, sample_request
     from chunkweave.eval.worlds.records import (
         Fact,
         Passage,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         ValueType,
         World,
     )
-    from chunkweave.eval.worlds.requests import pick_passages, sample_request
     from chunkweave.eval.worlds.world import generate_world
 
 _HOME = {

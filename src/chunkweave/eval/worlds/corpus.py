@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from chunkweave.eval.datasets import Example
+from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import QuestionKind, Request, Split
-from chunkweave.eval.worlds.requests import sample_request
 from chunkweave.eval.worlds.world import generate_world
 from chunkweave.types import Chunk
 

@@ -3,8 +3,8 @@
 from random import Random
 
 from chunkweave.eval.datasets import Example
+from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import QuestionKind, Request, Split
-from chunkweave.eval.worlds.requests import sample_request
 from chunkweave.eval.worlds.world import generate_world
 
 _PER_WORLD = 4
