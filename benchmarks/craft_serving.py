@@ -12,7 +12,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.simulator.workloads import recurring
-from chunkweave.eval.worlds.examples import world_requests
+from chunkweave.eval.worlds.world import world_requests
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering_config import OrderingConfig

@@ -27,7 +27,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.quality import QualityConfig, QualitySample, measure_quality
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.summaries import summarize_quality
-from chunkweave.eval.worlds.examples import world_examples
+from chunkweave.eval.worlds.world import world_examples
 from chunkweave.kv.request_cache import RequestCache, Rotate
 
 _load_layer = RequestCache.load_layer

@@ -31,8 +31,8 @@ from chunkweave.eval.quality import QualityConfig, answer_questions
 from chunkweave.eval.results import BenchmarkResult, check_writable, commit, write_json
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.ttft import Warmth
-from chunkweave.eval.worlds.examples import world_requests
 from chunkweave.eval.worlds.records import Request, Split
+from chunkweave.eval.worlds.world import world_requests
 from chunkweave.planning.method import ReuseMethod, make_method
 
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)

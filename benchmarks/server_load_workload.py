@@ -11,7 +11,7 @@ from typing import Any
 
 from chunkweave.errors import DocumentError
 from chunkweave.eval.load import poisson_arrivals
-from chunkweave.eval.worlds.corpus import bundled_corpus, make_corpus
+from chunkweave.eval.worlds.world import bundled_corpus, make_corpus
 from chunkweave.types import Chunk
 
 

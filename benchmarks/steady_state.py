@@ -32,7 +32,7 @@ from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.worlds.corpus import bundled_corpus
+from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from chunkweave.eval.worlds.corpus import make_corpus, write_corpus
+from chunkweave.eval.worlds.world import make_corpus, write_corpus
 
 _ASSETS = Path(__file__).resolve().parents[1] / "src" / "chunkweave" / "assets" / "corpus"
 

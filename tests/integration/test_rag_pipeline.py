@@ -4,7 +4,7 @@ import pytest
 
 from chunkweave import Engine, RagPipeline, SamplingParams, StoreConfig
 from chunkweave.errors import TopKError, UsageError
-from chunkweave.eval.worlds.corpus import bundled_corpus
+from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.testing import toy_model

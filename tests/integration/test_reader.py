@@ -8,7 +8,7 @@ import pytest
 
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.scores import best_scores
-from chunkweave.eval.worlds.corpus import bundled_corpus
+from chunkweave.eval.worlds.world import bundled_corpus
 
 READER = Path(str(files("chunkweave") / "assets" / "reader"))
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import chunkweave
-from chunkweave.eval.worlds.corpus import bundled_corpus, make_corpus, write_corpus
+from chunkweave.eval.worlds.world import bundled_corpus, make_corpus, write_corpus
 
 
 def test_the_bundled_corpus_is_what_the_generator_makes(tmp_path):

@@ -13,7 +13,7 @@ from chunkweave.cli.console import Output
 from chunkweave.cli.options import ModelChoice, StoreOptions, with_blocks
 from chunkweave.config import SamplingParams
 from chunkweave.eval.datasets import Example, bundled_examples
-from chunkweave.eval.worlds.corpus import bundled_corpus
+from chunkweave.eval.worlds.world import bundled_corpus
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
