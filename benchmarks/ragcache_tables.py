@@ -16,10 +16,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
 
 from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.eval.simulator.experiments import POLICIES, policy_rows, reordering_row, sustainable_rows
-from chunkweave.eval.simulator.reference import MODERN
 from chunkweave.eval.simulator.trace import Arrival, build_trace
 from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 from chunkweave.planning.analytic_cost import analytic_cost

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from docs_tables import markdown_table, put_into_page
+from load_generator import LoadResult, SustainableRate, poisson_arrivals, run_load, sustainable_rate
 from passages import passages
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseReport, SamplingParams, StoreConfig
-from chunkweave.eval.load import LoadResult, SustainableRate, poisson_arrivals, run_load, sustainable_rate
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.workloads import Corpus, draw_requests, exponent_for
 from chunkweave.models.loading import LoadedModel, load_shape

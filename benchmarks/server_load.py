@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 from docs_tables import markdown_table, put_into_page
+from load_generator import LoadResult, run_load, sustainable_rate
 from rich.console import Console
 from rich.table import Table
 from server_load_client import FAILURES, Asker
@@ -34,7 +35,6 @@ from server_load_workload import Workload, arrival_times, read_arrivals
 from server_process import serving
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.load import LoadResult, run_load, sustainable_rate
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 
 METHODS = ["full", "prefix", "cacheblend", "cachecraft"]

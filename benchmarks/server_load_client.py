@@ -1,13 +1,13 @@
-"""Requests to an OpenAI-compatible server as `chunkweave.eval.load` makes them: tokens as their events come in."""
+"""Requests to an OpenAI-compatible server as `load_generator.run_load` makes them: tokens as their events come in."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
+from load_generator import LoadResult, run_load
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.load import LoadResult, run_load
 
 FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError)
 """What counts as a failed request."""

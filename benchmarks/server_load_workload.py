@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from load_generator import poisson_arrivals
+
 from chunkweave.errors import DocumentError
-from chunkweave.eval.load import poisson_arrivals
 from chunkweave.eval.worlds.world import bundled_corpus, make_corpus
 from chunkweave.types import Chunk
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from clustered_index import World, at_ratio, open_index
 from docs_tables import markdown_table, put_into_page
+from load_generator import LoadResult, poisson_arrivals, run_load
 from numpy.typing import NDArray
 from passages import passages
 from rich.console import Console
@@ -32,7 +33,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from chunkweave import AsyncEngine, AsyncRagPipeline, Chunk, Engine, RagAnswer, SamplingParams, StoreConfig
-from chunkweave.eval.load import LoadResult, poisson_arrivals, run_load
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.models.loading import load_shape
 from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk

@@ -18,7 +18,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from chunkweave.chunking.template import INSTRUCTION
-from chunkweave.eval.worlds import names
+from chunkweave.eval.worlds import wording
 from chunkweave.eval.worlds.questions import ask_about
 from chunkweave.eval.worlds.records import Split
 from chunkweave.eval.worlds.world import generate_world
@@ -34,8 +34,8 @@ SYSTEM_PROMPTS = (
 
 _WORDS_FILE = Path(__file__).resolve().parent / "tokenizer_words.txt"
 _NAME = re.compile(
-    rf"\b({'|'.join(names.CITY_STARTS + names.INSTITUTION_STARTS + names.SURNAME_STARTS)})"
-    rf"({'|'.join(names.CITY_ENDS + names.INSTITUTION_ENDS + names.SURNAME_ENDS)})\b"
+    rf"\b({'|'.join(wording.CITY_STARTS + wording.INSTITUTION_STARTS + wording.SURNAME_STARTS)})"
+    rf"({'|'.join(wording.CITY_ENDS + wording.INSTITUTION_ENDS + wording.SURNAME_ENDS)})\b"
 )
 
 
@@ -81,12 +81,12 @@ def _text(worlds: int) -> Iterator[str]:
             yield _NAME.sub(r"\1-\2", passage.text) + "\n\n"
         for question in ask_about(rng.sample(world.passages, 6), rng, Split.TRAIN, absent=world.passages[:2]):
             yield _NAME.sub(r"\1-\2", f"Question: {question.text}\nAnswer: {question.answers[0]}")
-    starts = names.CITY_STARTS + names.INSTITUTION_STARTS + names.SURNAME_STARTS
-    ends = names.CITY_ENDS + names.INSTITUTION_ENDS + names.SURNAME_ENDS
-    whole = [*starts, *names.WOMEN, *names.MEN, *names.ALIAS_FIRST, *names.ALIAS_LAST]
+    starts = wording.CITY_STARTS + wording.INSTITUTION_STARTS + wording.SURNAME_STARTS
+    ends = wording.CITY_ENDS + wording.INSTITUTION_ENDS + wording.SURNAME_ENDS
+    whole = [*starts, *wording.WOMEN, *wording.MEN, *wording.ALIAS_FIRST, *wording.ALIAS_LAST]
     for _ in range(150):
         yield from (f"the {word}" for word in whole)
-        yield from (f"the {number}" for number in (*names.YEARS, *names.NUMBERS))
+        yield from (f"the {number}" for number in (*wording.YEARS, *wording.NUMBERS))
         yield from (f"-{end}" for end in ends)
         yield from (INSTRUCTION, *SYSTEM_PROMPTS)
     words = [

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from chunkweave.errors import ChunkweaveError, DocumentError
-from chunkweave.eval.load import LoadedRequest, LoadResult, run_load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from load_generator import LoadedRequest, LoadResult, run_load  # noqa: E402
 from server_load import Target, measure, run_table, summary_table, with_ratios  # noqa: E402
 from server_load_client import FAILURES, Asker  # noqa: E402
 from server_load_workload import Workload, arrival_times, read_arrivals  # noqa: E402

@@ -2,11 +2,17 @@
 
 import asyncio
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
 from chunkweave.errors import QueueFullError, UsageError
-from chunkweave.eval.load import (
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from load_generator import (  # noqa: E402
     LoadedRequest,
     LoadResult,
     poisson_arrivals,

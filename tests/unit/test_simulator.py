@@ -1,6 +1,8 @@
 """The simulator by hand, its bounds by brute force, its policies by an independent implementation."""
 
+import sys
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -8,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.simulator.experiments import POLICIES, policy_rows, reordering_row, sustainable_rows
-from chunkweave.eval.simulator.reference import installed, object_hits, reference_hits
 from chunkweave.eval.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, draw_requests
@@ -20,6 +20,19 @@ from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from simulator_experiments import (  # noqa: E402
+    POLICIES,
+    installed,
+    object_hits,
+    policy_rows,
+    reference_hits,
+    reordering_row,
+    sustainable_rows,
+)
 
 SECOND_A_TOKEN = CostModel((0,), (1, 1000), ((1.0, 1000.0),), 1, {"host": 2.0})
 needs_libcachesim = pytest.mark.skipif(not installed(), reason="libcachesim is not installed")

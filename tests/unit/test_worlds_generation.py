@@ -1,15 +1,10 @@
-import json
 import subprocess
 import sys
 from itertools import pairwise
-from random import Random
 
 import pytest
 
-from chunkweave.eval.worlds.check import check_passage, mentions
-from chunkweave.eval.worlds.files import write_jsonl
-from chunkweave.eval.worlds.questions import sample_request
-from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Split, ValueType, World
+from chunkweave.eval.worlds.records import Fact, Passage, Relation, Split, ValueType, World
 from chunkweave.eval.worlds.wording import (
     ALIAS_FIRST,
     ALIAS_LAST,
@@ -24,6 +19,7 @@ from chunkweave.eval.worlds.wording import (
     belongs,
 )
 from chunkweave.eval.worlds.world import WorldSize, generate_world
+from tests.unit.world_checks import check_passage, mentions
 
 SPLITS = list(Split)
 
@@ -50,7 +46,9 @@ def test_a_seed_gives_one_world(split: Split) -> None:
 def test_worlds_do_not_depend_on_string_hashing() -> None:
     program = (
         "from random import Random\n"
-        "from chunkweave.eval.worlds import Split, generate_world, sample_request\n"
+        "from chunkweave.eval.worlds.questions import sample_request\n"
+        "from chunkweave.eval.worlds.records import Split\n"
+        "from chunkweave.eval.worlds.world import generate_world\n"
         "world = generate_world(3, Split.TEST)\n"
         "print(world)\n"
         "print([sample_request(world, Random(n), 6) for n in range(10)])\n"
@@ -69,7 +67,9 @@ def test_worlds_do_not_depend_on_string_hashing() -> None:
 
 
 def test_the_package_needs_no_torch() -> None:
-    program = "import sys; import chunkweave.eval.worlds as w; w.generate_world(0, w.Split.TRAIN); w.sample_request\n"
+    program = (
+        "import sys; from chunkweave.eval.worlds import world, questions; world.generate_world(0, world.Split.TRAIN)\n"
+    )
     program += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
@@ -155,16 +155,3 @@ def test_a_size_that_cannot_be_is_refused() -> None:
         WorldSize(people=20, values=16)
     with pytest.raises(ValueError, match="institutions"):
         WorldSize(institutions=3, aliases=4)
-
-
-def test_jsonl_lines_hold_what_a_data_set_needs(tmp_path) -> None:
-    world = generate_world(5, Split.TEST)
-    requests = [sample_request(world, Random(n), 4) for n in range(12)]
-    path = tmp_path / "worlds.jsonl"
-    assert write_jsonl(path, requests) == 12
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert [row["question"] for row in rows] == [request.question for request in requests]
-    for row in rows:
-        assert set(row) == {"question", "chunks", "answers", "kind", "needed"}
-        assert all(set(chunk) == {"text", "source"} for chunk in row["chunks"])
-        assert row["kind"] in set(QuestionKind)

@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from chunkweave.eval.worlds.check import check_question
 from chunkweave.eval.worlds.questions import ask_about, pick_passages, sample_request, unique_pair
 from chunkweave.eval.worlds.records import (
     NOT_STATED,
@@ -19,6 +18,7 @@ from chunkweave.eval.worlds.records import (
 )
 from chunkweave.eval.worlds.wording import KIND_SHARES, SINGLE_QUESTIONS
 from chunkweave.eval.worlds.world import WorldSize, generate_world
+from tests.unit.world_checks import check_question
 
 ONE_PASSAGE = (QuestionKind.SINGLE, QuestionKind.NOT_STATED)
 
