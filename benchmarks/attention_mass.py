@@ -34,7 +34,7 @@ from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.datasets import PromptMaker, bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.worlds.examples import world_examples
+from chunkweave.eval.worlds.world import world_examples
 from chunkweave.fusion.capture import evenly_spread
 from chunkweave.planning.method import make_method
 from chunkweave.store.records import AttentionProfile

@@ -32,8 +32,7 @@ from chunkweave.chunking.identity import chunk_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
-from chunkweave.eval.page_cache import drop_page_cache
-from chunkweave.eval.results import BenchmarkResult, write_json
+from chunkweave.eval.results import BenchmarkResult, drop_page_cache, write_json
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentSource, measure_error
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method

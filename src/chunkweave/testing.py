@@ -11,8 +11,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.fingerprint import fingerprint_shape
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.models.shapes import random_model
+from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 

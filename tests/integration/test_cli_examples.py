@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chunkweave.models.loading import random_model
-from chunkweave.testing.toys import toy_config
+from chunkweave.testing import toy_config
 from tests.integration.command_line import invoke
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chunkweave.models.loading import random_model
-from chunkweave.testing.toys import toy_config
+from chunkweave.testing import toy_config
 from tests.integration.command_line import invoke
 from tests.server.conftest import wait_until
 from tests.server.processes import ServerProcess

@@ -193,7 +193,7 @@ def answers_ahead(
     """
     from chunkweave.engine.async_engine import AsyncEngine
     from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
-    from chunkweave.retrieval.stages import usual_top_k
+    from chunkweave.retrieval.indexes import usual_top_k
 
     corpus = open_corpus(folder)
     k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k

@@ -16,10 +16,9 @@ from chunkweave.cli.console import Output, progress, seconds, size, status, stde
 from chunkweave.cli.options import StoreOptions, TimedModelOptions, with_blocks
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.errors import UsageError
-from chunkweave.eval.bundled import bundled_examples
-from chunkweave.eval.datasets import load_dataset
+from chunkweave.eval.datasets import bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
-from chunkweave.eval.ttft_table import TimedSample, TtftRow, summarize
+from chunkweave.eval.summaries import TimedSample, TtftRow, summarize
 
 if TYPE_CHECKING:
     from chunkweave.chunking.prompt import Prompt
@@ -244,7 +243,7 @@ def loading(
 
 def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
     """One bundled question over chunks of one size; refused if it does not fit the model."""
-    from chunkweave.eval.prompts import PromptMaker
+    from chunkweave.eval.datasets import PromptMaker
 
     examples = bundled_examples(1, seed=seed)
     maker = PromptMaker(examples, engine.builder, engine.loaded.fingerprint, chunks=chunks, chunk_tokens=chunk_tokens)

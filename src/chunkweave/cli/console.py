@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunkweave.eval.results import check_writable, to_json, write_json
-from chunkweave.eval.ttft_table import TtftRow
+from chunkweave.eval.summaries import TtftRow
 from chunkweave.metrics import ReuseReport
 
 _PIPE_WIDTH = 150

@@ -12,10 +12,9 @@ from chunkweave.cli.console import Json, Out, Output, progress, seconds, status
 from chunkweave.errors import DuplicateDocumentError, UsageError
 
 if TYPE_CHECKING:
-    from chunkweave.retrieval.corpus import Corpus
+    from chunkweave.retrieval.corpus import Corpus, RetrievedChunk
     from chunkweave.retrieval.documents import CorpusDocument
-    from chunkweave.retrieval.index import IndexKind
-    from chunkweave.retrieval.passages import RetrievedChunk
+    from chunkweave.retrieval.indexes import IndexKind
 
 
 app = typer.Typer(no_args_is_help=True, help="List, search and remove the documents of a corpus.")
@@ -55,7 +54,7 @@ def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[
         CorpusError: there is no corpus, or it is damaged.
         TopKError: there are fewer chunks than asked for.
     """
-    from chunkweave.retrieval.stages import usual_top_k
+    from chunkweave.retrieval.indexes import usual_top_k
 
     corpus = open_corpus(folder)
     k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
@@ -228,8 +227,8 @@ def _opened(
     """The corpus in the folder, or a new one; what is asked for has to be what a corpus was made with."""
     from chunkweave.chunking.splitter import SplitConfig
     from chunkweave.retrieval.corpus import Corpus
-    from chunkweave.retrieval.embedder import make_embedder
-    from chunkweave.retrieval.index import IndexConfig, IndexKind
+    from chunkweave.retrieval.embedders import make_embedder
+    from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 
     if not Corpus.exists(folder):
         kind = _kind(index or IndexKind.FLAT)
@@ -255,7 +254,7 @@ def _opened(
 
 
 def _kind(name: str) -> "IndexKind":
-    from chunkweave.retrieval.index import IndexKind
+    from chunkweave.retrieval.indexes import IndexKind
 
     try:
         return IndexKind(name)

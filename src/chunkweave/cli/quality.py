@@ -17,9 +17,8 @@ from chunkweave.cli.options import ModelChoice, SeededModelOptions, StoreOptions
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
-from chunkweave.eval.measurements import Measured, Measurements
-from chunkweave.eval.quality_table import QualityRow, ScoredSample, summarize_quality
-from chunkweave.eval.results import check_writable
+from chunkweave.eval.results import Measured, Measurements, check_writable
+from chunkweave.eval.summaries import QualityRow, ScoredSample, summarize_quality
 from chunkweave.planning.calibration_file import PARTIAL_FILE, existing_records, record_path, save_record
 from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, Quality
 from chunkweave.planning.method import parameter_of
@@ -27,8 +26,7 @@ from chunkweave.planning.method import parameter_of
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.eval.calibration import CalibrationConfig
-    from chunkweave.eval.deviation import Deviation
-    from chunkweave.eval.quality import QualityConfig
+    from chunkweave.eval.quality import Deviation, QualityConfig
 
 
 WORLDS = "worlds"
@@ -70,8 +68,8 @@ class QuestionOptions:
         return Random(seed).sample(scored, count)
 
     def _generated(self, count: int, kinds: tuple[str, ...], seed: int, worlds: int) -> list[Example]:
-        from chunkweave.eval.worlds.examples import world_examples
         from chunkweave.eval.worlds.records import QuestionKind
+        from chunkweave.eval.worlds.world import world_examples
 
         known = {str(kind): kind for kind in QuestionKind}
         _refuse_unknown(kinds, known)
@@ -162,7 +160,7 @@ class QualityRun(BenchmarkRun[ScoredSample, QualityRow]):
                 report(done, len(chosen))
 
     def _measure_deviation(self, example: Example) -> None:
-        from chunkweave.eval.deviation import deviation_from
+        from chunkweave.eval.quality import deviation_from
 
         prompt = self.engine.builder.build(example.question, example.chunks)
         caches = {
@@ -179,7 +177,7 @@ class QualityRun(BenchmarkRun[ScoredSample, QualityRow]):
 
     def more(self) -> dict[str, Any]:
         """Mean deviations from full prefill by contender."""
-        from chunkweave.eval.deviation import mean_deviation
+        from chunkweave.eval.quality import mean_deviation
 
         return {"deviation": {label: mean_deviation(found) for label, found in self._deviations.items()}}
 
@@ -190,7 +188,7 @@ class QualityRun(BenchmarkRun[ScoredSample, QualityRow]):
     def draw(self, rows: Sequence[QualityRow]) -> None:
         """F1 against recompute fraction."""
         if self._plot is not None:
-            from chunkweave.eval.plots import plot_quality
+            from chunkweave.eval.summaries import plot_quality
 
             plot_quality(rows, self._plot, f"{rows[0].questions} questions, warm {self._measured.warm}")
 

@@ -14,11 +14,8 @@ from chunkweave.errors import UsageError
 from chunkweave.units import parse_bytes
 
 if TYPE_CHECKING:
-    from chunkweave.eval.chunk_order.caches import PathCache
-    from chunkweave.eval.chunk_order.overlap import Overlap
-    from chunkweave.eval.chunk_order.replay import Savings
-    from chunkweave.eval.simulator.bounds import Bounds
-    from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult
+    from chunkweave.eval.chunk_order import Overlap, PathCache, Savings
+    from chunkweave.eval.simulator.simulation import Bounds, SimulationConfig, SimulationResult
     from chunkweave.eval.simulator.trace import Arrival, Trace
     from chunkweave.planning.cost_model import CostModel
 
@@ -67,7 +64,7 @@ def simulate(
     out: Out = None,
 ) -> None:
     """Replay requests and print hit rates, time to first token, and the bound that no policy can exceed."""
-    from chunkweave.eval.simulator.bounds import bounds_of
+    from chunkweave.eval.simulator.simulation import bounds_of
     from chunkweave.eval.simulator.simulation import simulate as replay
     from chunkweave.eval.simulator.trace import build_trace
     from chunkweave.eval.simulator.workloads import SourceConfig, open_source
@@ -211,9 +208,14 @@ def analyze(
     out: Out = None,
 ) -> None:
     """Print prefix and total overlap, repeats across turns, and the prefill that each chunk order would save."""
-    from chunkweave.eval.chunk_order.overlap import overlap_of, repeated_across_turns
-    from chunkweave.eval.chunk_order.replay import ReplayConfig, replay, saving_bound
-    from chunkweave.eval.chunk_order.sources import read_requests
+    from chunkweave.eval.chunk_order import (
+        ReplayConfig,
+        overlap_of,
+        read_requests,
+        repeated_across_turns,
+        replay,
+        saving_bound,
+    )
 
     output = Output(json, out)
     names = _known(options.names(orderings))
@@ -240,7 +242,7 @@ def analyze(
 
 
 def _known(names: Sequence[str]) -> list[str]:
-    from chunkweave.eval.chunk_order.replay import ORACLE
+    from chunkweave.eval.chunk_order import ORACLE
     from chunkweave.ordering.registry import make_ordering
 
     if not names:
@@ -253,7 +255,7 @@ def _known(names: Sequence[str]) -> list[str]:
 
 def _affordable(names: Sequence[str], arrivals: Sequence["Arrival"]) -> tuple[list[str], list[str]]:
     """The orderings to replay, and those that would take too long for requests of so many chunks."""
-    from chunkweave.eval.chunk_order.replay import MOST_ORACLE_CHUNKS, ORACLE
+    from chunkweave.eval.chunk_order import MOST_ORACLE_CHUNKS, ORACLE
 
     most = max(len(arrival.documents) for arrival in arrivals)
     left_out = [name for name in names if name == ORACLE and most > MOST_ORACLE_CHUNKS]
@@ -261,7 +263,7 @@ def _affordable(names: Sequence[str], arrivals: Sequence["Arrival"]) -> tuple[li
 
 
 def _cache(budget_tokens: int | None, policy: str) -> "PathCache":
-    from chunkweave.eval.chunk_order.caches import LimitedCache, UnlimitedCache
+    from chunkweave.eval.chunk_order import LimitedCache, UnlimitedCache
 
     return UnlimitedCache() if budget_tokens is None else LimitedCache(budget_tokens, policy)
 
@@ -269,7 +271,7 @@ def _cache(budget_tokens: int | None, policy: str) -> "PathCache":
 def _overlap_table(
     name: str, kind: str, arrivals: Sequence["Arrival"], overlap: "Overlap", turns: float | None
 ) -> Table:
-    from chunkweave.eval.chunk_order.sources import MOONCAKE
+    from chunkweave.eval.chunk_order import MOONCAKE
 
     chunks = [len(arrival.documents) for arrival in arrivals]
     warning = (
