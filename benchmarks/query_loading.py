@@ -34,7 +34,7 @@ from chunkweave.planning.loading_controller import staged_s
 from chunkweave.planning.method import make_method
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
+from chunkweave.testing import Link, ThrottledTier
 
 CONTENDERS = ("query:third@{0}", "query@{0}", "cacheblend@{0}")
 FAST = 1e15

@@ -20,8 +20,7 @@ from chunkweave.errors import (
 )
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import CHUNKS, STORED
 

@@ -21,7 +21,7 @@ from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.toys import TOY_FAMILIES, toy_model
+from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry, Scattered

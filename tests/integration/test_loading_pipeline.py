@@ -24,8 +24,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from tests.integration.weaving import alone, make_prompt

@@ -10,8 +10,7 @@ from chunkweave.kv.segment import SegmentLost
 from chunkweave.scheduling.batching_config import BatchingConfig
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import STORED, Driver, alone, asked
 

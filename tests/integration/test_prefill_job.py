@@ -15,7 +15,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KeepTop, Pass
 from chunkweave.planning.slices import can_be_cut, cut
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.types import Span
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 

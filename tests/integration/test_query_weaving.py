@@ -16,8 +16,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
-from chunkweave.testing.toys import TOY_FAMILIES, toy_model
+from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
 from chunkweave.types import joined, spans_of
 from tests.integration.test_weaving_oracles import kv_before_rope
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt

@@ -15,7 +15,7 @@ from chunkweave.engine.stores import open_store
 from chunkweave.store.shared_folder import PinFile
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import Level, SegmentStore
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
@@ -31,7 +31,7 @@ QUESTION = "When was the mill founded?"
 ANSWER = """
 import json, sys
 from chunkweave import Chunk, Engine, StoreConfig
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 chunks = [Chunk(*pair) for pair in json.loads(sys.argv[2])]
 with Engine(toy_model(), store=StoreConfig(cache_dir=__import__("pathlib").Path(sys.argv[1]))) as engine:
     answer = engine.generate(sys.argv[3], chunks, method=sys.argv[4], max_new_tokens=8)

@@ -23,7 +23,7 @@ from chunkweave.scheduling.speculation import Speculation
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.remote_calls import CircuitBreaker

@@ -11,7 +11,7 @@ from chunkweave.models.attention import AttentionMeter, SdpaAttention, make_atte
 from chunkweave.models.triton_attention import TritonAttention
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.toys import toy_model
+from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt

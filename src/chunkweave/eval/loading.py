@@ -20,7 +20,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing.throttle import Link, ThrottledTier
+from chunkweave.testing import Link, ThrottledTier
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
