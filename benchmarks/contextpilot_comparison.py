@@ -41,7 +41,7 @@ from chunkweave.eval.chunk_order import (
 )
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import Arrival, Part
-from chunkweave.ordering.registry import Unordered, make_ordering
+from chunkweave.ordering.ordering import Unordered, make_ordering
 
 OURS = ("original", "frequency", "tree-greedy")
 SCRIPT = Path(__file__).with_name("contextpilot_orders.py")

@@ -15,7 +15,7 @@ from chunkweave.eval.simulator.workloads import recurring
 from chunkweave.eval.worlds.world import world_requests
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
-from chunkweave.ordering.ordering_config import OrderingConfig
+from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.units import GIB
 
 FULL = "full"

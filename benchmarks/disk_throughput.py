@@ -28,8 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.eval.results import BenchmarkResult, drop_page_cache, write_json

@@ -24,10 +24,8 @@ from rich.table import Table
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.ordering.access_table import AccessTable
-from chunkweave.ordering.arrangement import Arranger
-from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
-from chunkweave.ordering.registry import ORDERINGS, Unordered, make_ordering
+from chunkweave.ordering.arrangement import AccessTable, Arranger
+from chunkweave.ordering.ordering import ORDERINGS, ChunkOrder, OrderingConfig, Unordered, make_ordering
 from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId
 

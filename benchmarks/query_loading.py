@@ -29,9 +29,9 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import TtftConfig, make_workload
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.flops import layer_flops
-from chunkweave.planning.loading_controller import staged_s
+from chunkweave.planning.cost import staged_s
 from chunkweave.planning.method import make_method
+from chunkweave.planning.outcome import layer_flops
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier

@@ -10,7 +10,7 @@ from docs_tables import markdown_table
 
 from chunkweave.eval.scores import mean_interval, ratio_interval
 from chunkweave.eval.summaries import CROSSING_KINDS
-from chunkweave.planning.calibration_record import rising_fit
+from chunkweave.planning.calibration import rising_fit
 
 NEAR = 0.01
 """A method is near full prefill if its F1 is at most this much less."""

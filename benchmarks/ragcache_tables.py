@@ -21,9 +21,7 @@ from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row,
 from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.eval.simulator.trace import Arrival, build_trace
 from chunkweave.eval.simulator.workloads import SourceConfig, open_source
-from chunkweave.planning.analytic_cost import analytic_cost
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.known_shapes import known_shape
+from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 from chunkweave.units import GIB
 
 SHAPE = "mistral-7b"

@@ -27,8 +27,7 @@ from rich.table import Table
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import TraceRequest, build_trace, poisson_times
 from chunkweave.eval.simulator.workloads import draw_requests, mmlu_like
-from chunkweave.planning.analytic_cost import analytic_cost
-from chunkweave.planning.known_shapes import known_shape
+from chunkweave.planning.cost import analytic_cost, known_shape
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.scheduling.speculation import Speculation
 from chunkweave.store.eviction import make_policy

@@ -12,7 +12,7 @@ from typing import Any
 from chunkweave.errors import UsageError
 from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Trace, at_times, build_trace, poisson_times
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
 from chunkweave.store.records import SegmentRecord
 

@@ -48,8 +48,8 @@ from chunkweave.front.prompting import load_tokenizer
 from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
-from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
-from chunkweave.scheduling.replica_contents import ReplicaContents
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
+from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.units import GIB
 
 FULL = "full prefill"

@@ -34,8 +34,7 @@ from rich.table import Table
 
 from chunkweave.eval.results import check_writable
 from chunkweave.scheduling.queue import CacheAwareQueue
-from chunkweave.scheduling.replica_contents import ReplicaContents, waiting_path
-from chunkweave.scheduling.routing import ROUTING, Candidate, make_routing
+from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing, waiting_path
 from chunkweave.types import ChunkId
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32

@@ -35,7 +35,7 @@ from rich.table import Table
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
-from chunkweave.planning.flops import LayerWork, prefill_flops
+from chunkweave.planning.outcome import LayerWork, prefill_flops
 from chunkweave.types import Geometry
 
 FULL, PREFIX_CACHING = "full", "prefix caching"

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # a bare m
 
 import torch
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.eval.results import commit, machine, versions

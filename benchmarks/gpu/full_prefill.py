@@ -11,8 +11,8 @@ import torch
 from bench_setup import Report, as_row, ceilings, load_model, parser_of, prompt_of, runner_over, seconds
 
 from chunkweave.config import ComputeConfig
-from chunkweave.planning.flops import full_prefill_flops
 from chunkweave.planning.method import make_method
+from chunkweave.planning.outcome import full_prefill_flops
 from chunkweave.tiers.host import HostTier
 
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from docs_tables import markdown_table, put_into_page
 
-from chunkweave.planning.flops import LayerWork, full_prefill_flops, prefill_flops
-from chunkweave.planning.known_shapes import known_shape
+from chunkweave.planning.cost import known_shape
+from chunkweave.planning.outcome import LayerWork, full_prefill_flops, prefill_flops
 from chunkweave.types import Geometry
 
 CHUNK_TOKENS, QUESTION_TOKENS, BYTES = 512, 33, 2

@@ -31,8 +31,8 @@ from chunkweave.engine.profiling import kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.eval.results import drop_page_cache
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method import make_method
+from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier

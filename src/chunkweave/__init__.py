@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
-    from chunkweave.ordering.ordering_config import OrderingConfig
+    from chunkweave.ordering.ordering import OrderingConfig
     from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
-    from chunkweave.scheduling.batching_config import BatchingConfig
+    from chunkweave.scheduling.budget import BatchingConfig
     from chunkweave.types import Chunk
 
 __all__ = [
@@ -55,7 +55,7 @@ _HOMES = {
     "AnswerStream": "chunkweave.engine.answer_stream",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.async_pipeline",
-    "BatchingConfig": "chunkweave.scheduling.batching_config",
+    "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
     "Conversation": "chunkweave.engine.conversation",
@@ -63,7 +63,7 @@ _HOMES = {
     "Corpus": "chunkweave.retrieval.corpus",
     "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",
-    "OrderingConfig": "chunkweave.ordering.ordering_config",
+    "OrderingConfig": "chunkweave.ordering.ordering",
     "RagAnswer": "chunkweave.retrieval.pipeline",
     "RagPipeline": "chunkweave.retrieval.pipeline",
     "Request": "chunkweave.engine.answer",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from chunkweave.chunking.identity import chunk_id
+from chunkweave.chunking.prompt import chunk_id
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
 

@@ -19,8 +19,7 @@ from chunkweave.eval.quality import GreedyAnswer
 from chunkweave.eval.results import Measured, Measurements
 from chunkweave.eval.ttft import Warmth
 from chunkweave.metrics import ReuseReport
-from chunkweave.planning.calibration_file import CALIBRATION_FILE, PARTIAL_FILE, read_records, save_record
-from chunkweave.planning.calibration_record import Quality
+from chunkweave.planning.calibration import CALIBRATION_FILE, PARTIAL_FILE, Quality, read_records, save_record
 from chunkweave.testing import toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"

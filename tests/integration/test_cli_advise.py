@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from tests.integration.command_line import invoke
 
 

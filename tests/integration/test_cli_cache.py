@@ -10,8 +10,7 @@ import pytest
 from chunkweave.cli import cache_changes
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
-from chunkweave.planning.cost_file import cost_model_path, stored_cost_model
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.store.shared_folder import PinFile, pinned_segments
 from chunkweave.types import SegmentId
 from tests.integration.command_line import invoke

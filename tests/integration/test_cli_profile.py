@@ -9,7 +9,7 @@ from chunkweave.cli import options
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval import loading
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chunkweave.cli.app import app
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 
 
 def invoke(*arguments: object):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from chunkweave import Chunk, ConversationConfig, Engine, Request, SamplingParams, StoreConfig
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ConversationBusyError, ConversationEndedError, PromptTooLongError, UsageError
 from chunkweave.models.loading import LoadedModel

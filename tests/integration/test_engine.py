@@ -8,8 +8,8 @@ import torch
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
-from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, CurvePoint, choose_target
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.calibration import SHARES, CalibrationRecord, CurvePoint, choose_target
+from chunkweave.planning.cost import CostModel
 from chunkweave.testing import toy_model
 
 CHUNKS = [

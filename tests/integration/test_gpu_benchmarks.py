@@ -43,8 +43,8 @@ def test_a_script_imports_without_what_a_bare_machine_has_not(name):
 def test_limits_by_hand(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     limits = runpy.run_path(str(SCRIPTS / "limits.py"))
-    from chunkweave.planning.flops import full_prefill_flops, prefill_flops
-    from chunkweave.planning.known_shapes import known_shape
+    from chunkweave.planning.cost import known_shape
+    from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 
     geometry = known_shape("llama-3-8b").geometry
     everything = prefill_flops(geometry, limits["weave_work"](geometry, 4096, 1.0))

@@ -18,7 +18,7 @@ from chunkweave.errors import (
 )
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, geometry_of
 from chunkweave.models.loading import random_model, shape_config
-from chunkweave.planning.known_shapes import KNOWN_SHAPES
+from chunkweave.planning.cost import KNOWN_SHAPES
 from chunkweave.testing import TOY_FAMILIES, toy_config, toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"

@@ -19,7 +19,7 @@ from chunkweave.eval.loading import (
     predict,
 )
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.store.store import Level, TieredStore

@@ -12,8 +12,7 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Decoding
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import KeepTop, Pass
-from chunkweave.planning.slices import can_be_cut, cut
+from chunkweave.planning.plan import KeepTop, Pass, can_be_cut, cut
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.types import Span

@@ -4,7 +4,7 @@ from math import ceil
 
 import pytest
 
-from chunkweave.planning.flops import prefill_flops
+from chunkweave.planning.outcome import prefill_flops
 from chunkweave.planning.plan import KVSource
 from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt

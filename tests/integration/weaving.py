@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 import chunkweave
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 
 ASSETS = Path(chunkweave.__file__).parent / "assets"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.ordering.access_table import AccessTable
+from chunkweave.ordering.arrangement import AccessTable
 
 requests = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=5), max_size=40)
 

@@ -3,9 +3,8 @@
 import pytest
 
 from chunkweave.errors import UnknownMethodError
-from chunkweave.planning.analytic_cost import analytic_cost
-from chunkweave.planning.flops import full_prefill_flops
-from chunkweave.planning.known_shapes import known_shape
+from chunkweave.planning.cost import analytic_cost, known_shape
+from chunkweave.planning.outcome import full_prefill_flops
 
 MISTRAL = known_shape("mistral-7b").geometry
 

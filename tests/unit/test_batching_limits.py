@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunkweave.engine.block_pool import BlockPool
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.batching_config import BatchingConfig
-from chunkweave.scheduling.budget import Piece, Prefilling, TokenBudget
+from chunkweave.scheduling.budget import BatchingConfig, Piece, Prefilling, TokenBudget
 
 OWNERS = st.sampled_from("abcde")
 

@@ -11,21 +11,19 @@ import pytest
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.planning.calibration_file import (
+from chunkweave.planning.calibration import (
     CALIBRATION_FILE,
-    OtherFormatError,
-    read_records,
-    record_path,
-    save_record,
-    stored_calibration,
-)
-from chunkweave.planning.calibration_record import (
     CalibrationRecord,
     CurvePoint,
+    OtherFormatError,
     Quality,
     Target,
     choose_target,
+    read_records,
+    record_path,
     rising_fit,
+    save_record,
+    stored_calibration,
 )
 from chunkweave.planning.method import parameter_of
 from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
@@ -208,7 +206,7 @@ def test_it_goes_into_the_cache_folder_if_there_is_one_else_beside_the_model(tmp
 
 
 def test_a_folder_that_cannot_be_written_to_asks_for_a_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("chunkweave.planning.calibration_file.os.access", lambda *_: False)
+    monkeypatch.setattr("chunkweave.planning.calibration.os.access", lambda *_: False)
     with pytest.raises(UsageError, match="give --cache-dir"):
         record_path(None, tmp_path, FINGERPRINT)
 

@@ -92,7 +92,7 @@ def test_no_order_exceeds_the_bound_and_greedy_is_best_at_each_step(requests):
             return sum(10 + ord(one) for one in path[:held])
 
         best = max(map(saved, permutations(range(len(given.chunks)))))
-        from chunkweave.ordering.registry import make_ordering
+        from chunkweave.ordering.ordering import make_ordering
 
         order = make_ordering("tree-greedy").order(given)
         assert saved(order) == best

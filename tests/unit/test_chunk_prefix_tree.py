@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.ordering.access_table import AccessTable
+from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.trees.chunk_prefix_tree import ChunkPrefixTree, Location
 
 GPU, CPU = Location("gpu", "1"), Location("cpu", "1")

@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import PromptTemplate, plain_template, template_for
-from chunkweave.chunking.token_cache import TokenCache
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TokenCache
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, without_template

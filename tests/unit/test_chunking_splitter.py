@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.splitter import SplitConfig, split_text
+from chunkweave.chunking.documents import SplitConfig, split_text
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled

@@ -2,8 +2,8 @@
 
 import pytest
 
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.template import INSTRUCTION, PromptTemplate, chat_template, plain_template, template_for
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UsageError
 from tests.unit.chunking_tokenizers import bundled, chatml, family, llama, mistral, without_template
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UsageError
 from tests.unit.chunking_tokenizers import ASSETS, bundled, chatml, family, llama, mistral, without_template
 

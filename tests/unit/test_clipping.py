@@ -1,7 +1,6 @@
 """A pass cut down to a stretch of its prompt."""
 
-from chunkweave.planning.clipping import clipped
-from chunkweave.planning.plan import Evidence, KeepTop, Pass, StopUnfocused, TopBy
+from chunkweave.planning.plan import Evidence, KeepTop, Pass, StopUnfocused, TopBy, clipped
 from chunkweave.types import Scattered, Span
 
 CHUNKS = (Span(2, 10), Span(10, 20))

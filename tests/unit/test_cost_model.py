@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.chunking.prompt import PartKind, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UnknownMethodError
-from chunkweave.planning.adaptive import HiddenLoading
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.loading_controller import (
+from chunkweave.planning.adaptive_methods import LoadAwareMethod
+from chunkweave.planning.cost import (
+    CostModel,
     StorageDevice,
     choose_device,
     choose_ratio,
     preload_depth,
+    too_slow,
+    without,
     worth_loading,
 )
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.plan import Plan
-from chunkweave.planning.pruning import too_slow, without
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Span
@@ -162,17 +162,17 @@ def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
     cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 3e5})
     at = {None: 0.15, "host": 0.15, "disk": 1.0 / 3.0}
     for tier, ratio in at.items():
-        method = HiddenLoading("cacheblend", ReuseConfig(0.15), cost, lambda _segment, tier=tier: tier)
+        method = LoadAwareMethod("cacheblend", ReuseConfig(0.15), cost, lambda _segment, tier=tier: tier)
         plan = method.plan(lookup, geometry)
         (rule,) = plan.passes[0].rules
         assert plan.raised_to == (pytest.approx(ratio) if tier == "disk" else None)
         assert rule.count == ceil(ratio * 300 - 1e-9)
         choice = method.choose(method.plan(lookup, geometry), geometry)
         assert choice.load_s == pytest.approx(1.0 if tier == "disk" else 0.0)
-    plain = HiddenLoading("full-reuse", ReuseConfig(0.15), cost, lambda _segment: "disk")
+    plain = LoadAwareMethod("full-reuse", ReuseConfig(0.15), cost, lambda _segment: "disk")
     assert plan_of("full-reuse", lookup, geometry) == plain.plan(lookup, geometry)
     with pytest.raises(UnknownMethodError):
-        HiddenLoading("magic", ReuseConfig(), cost, lambda _segment: None)
+        LoadAwareMethod("magic", ReuseConfig(), cost, lambda _segment: None)
 
 
 def fixed_lookup() -> PromptLookup:
@@ -211,7 +211,7 @@ def test_the_controller_sets_a_floor_for_alpha_as_for_a_ratio():
     cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 2e5})  # 1.5 s to load what takes 3 s to compute
 
     def planned(alpha: float, tier: str) -> Plan:
-        return HiddenLoading("cachecraft", ReuseConfig(alpha=alpha), cost, lambda _: tier).plan(lookup, GEOMETRY)
+        return LoadAwareMethod("cachecraft", ReuseConfig(alpha=alpha), cost, lambda _: tier).plan(lookup, GEOMETRY)
 
     assert planned(0.5, "host") == make_method("cachecraft", ReuseConfig(alpha=0.5)).plan(lookup, GEOMETRY)
     raised = planned(0.5, "disk")

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.chunking.prompt import PartKind, PromptPart, chunk_id
 from chunkweave.cli.ask import explanation, strip_lines, token_strip, variant_words
 from chunkweave.metrics import ReuseReport
-from chunkweave.planning.explanation import PartExplanation, Stop, describe_pass, explain_plan
+from chunkweave.planning.outcome import PartExplanation, Stop, describe_pass, explain_plan
 from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Span

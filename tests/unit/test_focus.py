@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import FocusReading, ReuseConfig
-from chunkweave.planning.focus import FocusTracker, focused_as_printed, focused_by_gap
 from chunkweave.planning.plan import StopUnfocused
+from chunkweave.planning.scores import FocusTracker, focused_as_printed, focused_by_gap
 from chunkweave.types import Span
 
 masses = st.lists(st.integers(0, 40).map(lambda n: n / 8), min_size=3, max_size=8)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError
-from chunkweave.ordering.access_table import AccessTable
-from chunkweave.ordering.registry import ORDERINGS, Unordered, make_ordering
+from chunkweave.ordering.arrangement import AccessTable
+from chunkweave.ordering.ordering import ORDERINGS, Unordered, make_ordering
 from chunkweave.trees.knowledge_tree import KnowledgeTree
 
 chunk_sets = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5, unique=True)

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.planning.flops import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.methods.cacheblend import filter_ratios
+from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord

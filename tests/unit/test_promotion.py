@@ -3,12 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.ordering.arrangement import Promotion
+from chunkweave.planning.adaptive_methods import PrefixGrowingMethod
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
-from chunkweave.planning.promotion import Promoting
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry
@@ -44,7 +43,7 @@ def test_an_exact_method_keeps_no_more_than_the_promoted_prefix(known):
     lookup, hot = lookup_of(known)
     for name in ("prefix", "full"):
         plain = make_method(name).plan(lookup, GEOMETRY)
-        plan = Promoting(make_method(name), Promotion(kept=hot)).plan(lookup, GEOMETRY)
+        plan = PrefixGrowingMethod(make_method(name), Promotion(kept=hot)).plan(lookup, GEOMETRY)
         assert plan.passes == plain.passes
         assert [part.kv_source for part in plan.parts] == [part.kv_source for part in plain.parts]
         chunks = [(part, entry) for part, entry in zip(plan.parts, lookup.parts, strict=True)][2:-1]
@@ -59,7 +58,7 @@ def test_an_exact_method_keeps_no_more_than_the_promoted_prefix(known):
 def test_a_weaving_method_computes_the_next_hot_chunk_and_no_other(known, name):
     lookup, hot = lookup_of(known)
     plain = make_method(name).plan(lookup, GEOMETRY)
-    plan = Promoting(make_method(name), Promotion(continued=hot)).plan(lookup, GEOMETRY)
+    plan = PrefixGrowingMethod(make_method(name), Promotion(continued=hot)).plan(lookup, GEOMETRY)
     plan.validate(GEOMETRY.num_layers)
     following = next((n for n, entry in enumerate(lookup.parts) if n > 1 and entry.part.id and not entry.exact), None)
     for number, (before, after) in enumerate(zip(plain.parts, plan.parts, strict=True)):

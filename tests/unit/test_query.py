@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration_record import CalibrationRecord
+from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import make_method, stale_offsets, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
 from chunkweave.planning.turns import KeptPart, with_kept

@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave.errors import UsageError
 from chunkweave.scheduling.queue import CacheAwareQueue
-from chunkweave.scheduling.replica_contents import ReplicaContents, waiting_path
+from chunkweave.scheduling.routing import ReplicaContents, waiting_path
 
 SIZES = {"s": 10, "a": 100, "b": 200, "c": 50}
 

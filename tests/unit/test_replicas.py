@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.ordering.access_table import AccessTable
+from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.ordering.replicas import Replica, ReplicaDirectory
 from chunkweave.trees.knowledge_tree import KnowledgeTree
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.planning import focus, scores
+from chunkweave.planning import scores
 from chunkweave.planning.scores import (
     adjusted_overlap,
     coverage,
@@ -37,7 +37,7 @@ def places(chunks: str) -> dict[ChunkId, int]:
     return found
 
 
-@pytest.mark.parametrize("module", [scores, focus, records])
+@pytest.mark.parametrize("module", [scores, records])
 def test_the_worked_examples(module):
     result = doctest.testmod(module)
     assert result.attempted

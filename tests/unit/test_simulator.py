@@ -13,7 +13,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, draw_requests
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from chunkweave.store.policies.gdsf import GDSFPolicy
 from chunkweave.store.policies.lfu import LFUPolicy
 from chunkweave.store.policies.lru import LRUPolicy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from chunkweave.store.eviction import PathRequest, make_policy
 from chunkweave.store.index import path_request_of
 from chunkweave.store.policies.pgdsf import PGDSFPolicy

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind
+from chunkweave.chunking.prompt import PartKind, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration_record import CalibrationRecord, Quality, Target
+from chunkweave.planning.calibration import CalibrationRecord, Quality, Target
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span

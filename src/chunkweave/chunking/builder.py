@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.chunking.template import PromptTemplate
-from chunkweave.chunking.token_cache import TokenCache
-from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
 from chunkweave.errors import UsageError
 from chunkweave.types import Chunk
 

@@ -1,7 +1,12 @@
-"""What chunkweave needs of a tokenizer."""
+"""What chunkweave needs of a tokenizer, a Hugging Face one as that, and a cache of token ids."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any, Protocol
+
+from chunkweave.errors import UsageError
 
 
 class TextTokenizer(Protocol):
@@ -37,3 +42,162 @@ class TextTokenizer(Protocol):
         Raises:
             UsageError: the template refuses these messages, for example a system role.
         """
+
+
+_MARK = "CHUNKWEAVE-ANSWER-MARK"
+
+
+class HuggingFaceTokenizer:
+    """Adapter around a `transformers.PreTrainedTokenizerFast` (or what looks like one).
+
+    `stop_ids` are added to those found in the tokenizer, for example the `eos_token_id`s of the model's
+    generation config.
+    """
+
+    def __init__(self, tokenizer: Any, *, stop_ids: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._given_stop_ids = frozenset(stop_ids)
+        self._control_ids = _control_ids(tokenizer)
+
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        """Token ids of `text` without BOS; see `TextTokenizer.encode`."""
+        if not text:
+            return []
+        ids = self._ids(text)
+        if control_tokens or self._control_ids.isdisjoint(ids):
+            return ids
+        return [token for piece in self._cut_inside_control(text) for token in self.encode(piece)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a text: BOS for Llama, nothing for Qwen2."""
+        bare = self._ids("a")
+        framed: list[int] = list(self._tokenizer("a")["input_ids"])
+        for start in range(len(framed) - len(bare) + 1):
+            if framed[start : start + len(bare)] == bare:
+                return tuple(framed[:start])
+        return ()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's EOS."""
+        return () if self._tokenizer.eos_token_id is None else (self._tokenizer.eos_token_id,)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """EOS, what the chat template writes after an answer, and the ids given by the caller."""
+        found = set(self._given_stop_ids)
+        if self._tokenizer.eos_token_id is not None:
+            found.add(self._tokenizer.eos_token_id)
+        found.update(self._end_of_turn_ids())
+        return frozenset(found)
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str | None:
+        """`messages` through the chat template with the generation prompt, or None without a template.
+
+        Raises:
+            UsageError: the template refuses these messages.
+        """
+        return self._render(messages, add_generation_prompt=True)
+
+    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str | None:
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
+        return text
+
+    def _end_of_turn_ids(self) -> list[int]:
+        """The first token after an assistant's answer, if it is a control token.
+
+        Asking the template needs no list of the names that models use for it.
+        """
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        try:
+            rendered = self._render(conversation, add_generation_prompt=False)
+        except UsageError:
+            return []
+        after = (rendered or "").partition(_MARK)[2].lstrip()
+        return [token for token in self._ids(after)[:1] if token in self._control_ids] if after else []
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
+
+    def _cut_inside_control(self, text: str) -> list[str]:
+        """`text` cut in the middle of everything that was read as a control token.
+
+        Rejected: `split_special_tokens=True`. It sets a flag on the tokenizer that other threads share, and
+        it leaves added tokens that are not marked special (Qwen3's `<think>`) as they are.
+        """
+        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        pieces: list[str] = []
+        done = 0
+        for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            if token not in self._control_ids:
+                continue
+            middle = (start + stop) // 2
+            pieces.append(text[done:middle])
+            # One character that a normalizer turned into a control token cannot be cut: it is left out.
+            done = stop if stop - start < 2 else middle
+        pieces.append(text[done:])
+        return [piece for piece in pieces if piece]
+
+
+def _control_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of added tokens, but for those that are runs of white space or one ordinary character."""
+    return frozenset(
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or len(token.content.strip()) > 1
+    )
+
+
+class TokenCache:
+    """Least recently used texts leave first when more than `max_tokens` ids are held. Safe to share by threads."""
+
+    def __init__(self, max_tokens: int = 500_000) -> None:
+        self._max_tokens = max_tokens
+        self._held_tokens = 0
+        self._ids_by_text: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, text: str) -> tuple[int, ...] | None:
+        """The ids of `text`, which becomes the most recently used; None if it is not held."""
+        with self._lock:
+            token_ids = self._ids_by_text.get(text)
+            if token_ids is not None:
+                self._ids_by_text.move_to_end(text)
+            return token_ids
+
+    def put(self, text: str, token_ids: tuple[int, ...]) -> None:
+        """Hold the ids of `text`, unless they are more than the whole bound."""
+        with self._lock:
+            self._held_tokens -= len(self._ids_by_text.pop(text, ()))
+            if len(token_ids) > self._max_tokens:
+                return
+            self._ids_by_text[text] = token_ids
+            self._held_tokens += len(token_ids)
+            while self._held_tokens > self._max_tokens:
+                _, dropped = self._ids_by_text.popitem(last=False)
+                self._held_tokens -= len(dropped)
+
+    def __len__(self) -> int:
+        return len(self._ids_by_text)
+
+    @property
+    def held_tokens(self) -> int:
+        """Number of ids held."""
+        return self._held_tokens

@@ -27,7 +27,7 @@ from chunkweave.cli.options import (
 from chunkweave.config import SamplingParams
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
-from chunkweave.planning.explanation import PartExplanation, PlanExplanation
+from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
 from chunkweave.types import Chunk, Span
 

@@ -16,8 +16,8 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, size, status
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
-from chunkweave.planning.cost_file import cost_model_path
-from chunkweave.planning.own_files import OWN_FILES
+from chunkweave.planning.calibration import OWN_FILES
+from chunkweave.planning.cost import cost_model_path
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import PIN_FILE, PinFile
 from chunkweave.types import SegmentId

@@ -17,8 +17,7 @@ from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import status, stderr
 from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
-from chunkweave.ordering.registry import make_ordering
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
 
@@ -330,14 +329,14 @@ class DocumentOptions:
             DocumentError: one is not there, or cannot be read and is not to be left out.
             UsageError: no chunk can have the tokens asked for.
         """
-        from chunkweave.chunking.splitter import SplitConfig
+        from chunkweave.chunking.documents import SplitConfig
 
         SplitConfig(self.chunk_tokens, self.overlap_tokens)  # refused now, not after the model is loaded
         return read_documents(paths, on_error="skip" if self.skip_bad_docs else "raise")
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents in order, bounded in the engine's own tokens."""
-        from chunkweave.chunking.splitter import SplitConfig, split_text
+        from chunkweave.chunking.documents import SplitConfig, split_text
 
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
         return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]

@@ -19,8 +19,15 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.results import Measured, Measurements, check_writable
 from chunkweave.eval.summaries import QualityRow, ScoredSample, summarize_quality
-from chunkweave.planning.calibration_file import PARTIAL_FILE, existing_records, record_path, save_record
-from chunkweave.planning.calibration_record import SHARES, CalibrationRecord, Quality
+from chunkweave.planning.calibration import (
+    PARTIAL_FILE,
+    SHARES,
+    CalibrationRecord,
+    Quality,
+    existing_records,
+    record_path,
+    save_record,
+)
 from chunkweave.planning.method import parameter_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from chunkweave.eval.chunk_order import Overlap, PathCache, Savings
     from chunkweave.eval.simulator.simulation import Bounds, SimulationConfig, SimulationResult
     from chunkweave.eval.simulator.trace import Arrival, Trace
-    from chunkweave.planning.cost_model import CostModel
+    from chunkweave.planning.cost import CostModel
 
 
 _DEFAULT_SHAPE = "mistral-7b"
@@ -92,9 +92,7 @@ def _part_of(report: Report, number: int, count: int) -> Report:
 
 def _cost(shape: str | None, file: Path | None, teraflops: float, host_bytes_per_s: int) -> tuple["CostModel", str]:
     """The clock, and what to call the model."""
-    from chunkweave.planning.analytic_cost import analytic_cost
-    from chunkweave.planning.cost_model import CostModel
-    from chunkweave.planning.known_shapes import known_shape
+    from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 
     if file is not None:
         if shape is not None:
@@ -243,7 +241,7 @@ def analyze(
 
 def _known(names: Sequence[str]) -> list[str]:
     from chunkweave.eval.chunk_order import ORACLE
-    from chunkweave.ordering.registry import make_ordering
+    from chunkweave.ordering.ordering import make_ordering
 
     if not names:
         raise UsageError("name at least one ordering")

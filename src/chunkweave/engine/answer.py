@@ -8,9 +8,8 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.ordering.conversation import NextTurn
-from chunkweave.planning.explanation import PlanExplanation
-from chunkweave.planning.flops import full_prefill_flops, prefill_flops
 from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.outcome import PlanExplanation, full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.types import Chunk, Geometry, SegmentId, Span, spans_of
 

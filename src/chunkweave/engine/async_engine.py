@@ -22,7 +22,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.engine.preparation import Prepared
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.scheduling.batching_config import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,9 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.conversations import Conversations
-from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
-from chunkweave.ordering.registry import make_ordering
-from chunkweave.planning.calibration_record import CalibrationRecord
-from chunkweave.planning.cost_file import stored_cost_model
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.planning.calibration import CalibrationRecord
+from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor

@@ -5,8 +5,8 @@ from typing import TypedDict
 from chunkweave.chunking.template import PromptTemplate
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, StoreConfig
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.ordering.ordering_config import OrderingConfig
-from chunkweave.planning.calibration_record import CalibrationRecord
+from chunkweave.ordering.ordering import OrderingConfig
+from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.store.store import TieredStore
 

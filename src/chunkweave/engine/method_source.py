@@ -6,8 +6,7 @@ from pathlib import Path
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.models.loading import LoadedModel
-from chunkweave.planning.calibration_file import stored_calibration
-from chunkweave.planning.calibration_record import CalibrationRecord, Quality
+from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 

@@ -12,11 +12,9 @@ from chunkweave.engine.turns import Turn
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.history import with_history
-from chunkweave.planning.method import ReuseMethod
+from chunkweave.planning.cost import CostModel, too_slow, without
+from chunkweave.planning.method import ReuseMethod, with_history
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.planning.pruning import too_slow, without
 from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore

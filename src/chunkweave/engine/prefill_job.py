@@ -19,10 +19,9 @@ from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.explanation import Stop
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import KVSource, Pass, Plan
-from chunkweave.planning.slices import can_be_cut, cut
+from chunkweave.planning.outcome import Stop
+from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
 

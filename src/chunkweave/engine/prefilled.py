@@ -9,8 +9,7 @@ from chunkweave.engine.turns import Turn
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.planning.explanation import Stop
-from chunkweave.planning.flops import LayerWork
+from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import Plan
 from chunkweave.types import SegmentId, Span
 

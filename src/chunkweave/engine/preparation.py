@@ -13,11 +13,10 @@ from chunkweave.engine.runner import Runner
 from chunkweave.engine.running import RunningRequest
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.arrangement import Arranged, Arranger
-from chunkweave.ordering.ordering_config import ChunkOrder
-from chunkweave.planning.adaptive import HiddenLoading
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest
-from chunkweave.planning.promotion import Promoting
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
@@ -108,7 +107,7 @@ class Preparation:
         room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
         arranged = self.arranger.arrange(prompt, order, counted=not speculative)
         if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
-            method = Promoting(method, arranged.promotion)
+            method = PrefixGrowingMethod(method, arranged.promotion)
         return Prepared(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
 
     def confirm(self, prepared: Prepared) -> None:
@@ -150,7 +149,7 @@ class Preparation:
         cost = self.runner.cost
         if recompute_ratio is not None or cost is None:
             return make_method(choice.method, choice.reuse)
-        return HiddenLoading(choice.method, choice.reuse, cost, self.runner.store.tier_of)
+        return LoadAwareMethod(choice.method, choice.reuse, cost, self.runner.store.tier_of)
 
     def _tiers(self, prefilled: Prefilled) -> Mapping[SegmentId, str]:
         """Where the reused segments were found; one that has left since counts as the host's."""

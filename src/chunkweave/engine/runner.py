@@ -22,8 +22,7 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
 from chunkweave.models.attention import SdpaAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.loading_controller import preload_depth
+from chunkweave.planning.cost import CostModel, preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
 from chunkweave.store.store import TieredStore

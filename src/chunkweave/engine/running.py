@@ -11,8 +11,8 @@ from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.sampling import Sampler
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.ordering.conversation import HistoryPart, NextTurn
-from chunkweave.planning.explanation import explain_plan
 from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.outcome import explain_plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, SegmentId
 

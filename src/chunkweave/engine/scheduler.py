@@ -7,8 +7,7 @@ from chunkweave.engine.step_group import StepGroup, groups_of
 from chunkweave.engine.ticket import Ticket
 from chunkweave.engine.waiting_room import WaitingRoom
 from chunkweave.errors import StoreError
-from chunkweave.scheduling.batching_config import BatchingConfig
-from chunkweave.scheduling.budget import TokenBudget
+from chunkweave.scheduling.budget import BatchingConfig, TokenBudget
 from chunkweave.scheduling.queue import StoredPrefixes
 
 

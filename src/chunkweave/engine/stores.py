@@ -7,7 +7,7 @@ import torch
 
 from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.cost_file import stored_cost_model
+from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
 from chunkweave.store.retention import VariantLimits
 from chunkweave.store.shared_folder import pinned_segments

@@ -15,15 +15,14 @@ from chunkweave.eval.quality import answer_questions
 from chunkweave.eval.results import Measured, Measurements, commit, versions
 from chunkweave.eval.scores import f1, mean_interval, ratio_interval
 from chunkweave.eval.ttft import Progress, Warmth
-from chunkweave.planning.budget import ALPHA
-from chunkweave.planning.calibration_record import (
+from chunkweave.planning.calibration import (
     SHARES,
     CalibrationRecord,
     CurvePoint,
     Quality,
     choose_target,
 )
-from chunkweave.planning.method import ReuseMethod, make_method, parameter_of
+from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3; 0 recomputes nothing."""

@@ -14,9 +14,9 @@ from chunkweave.eval.datasets import alone_prompts
 from chunkweave.eval.results import drop_page_cache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.flops import layer_flops
-from chunkweave.planning.loading_controller import pipelined_s
+from chunkweave.planning.cost import pipelined_s
 from chunkweave.planning.method import make_method
+from chunkweave.planning.outcome import layer_flops
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore

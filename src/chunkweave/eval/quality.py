@@ -21,8 +21,7 @@ from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.base import LayerwiseModel
-from chunkweave.planning.budget import ALPHA
-from chunkweave.planning.method import ReuseMethod, make_method, parameter_of
+from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 
 QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "last": {"tail": 1},

@@ -24,8 +24,7 @@ from chunkweave.front.retrieving import Retrieval, Retriever
 from chunkweave.front.settings import FrontSettings
 from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Event, UpstreamLostError
-from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method_choice import FIELD, MethodRequest
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.scheduling.speculation import Speculation
 from chunkweave.server.answering import chunks_of

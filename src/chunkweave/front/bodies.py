@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.answering import Question
 from chunkweave.server.refusals import RefusalError, invalid_request
 from chunkweave.server.requests import ChatBody, Document, Message, ReuseField, StreamOptions, Text

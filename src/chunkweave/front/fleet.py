@@ -12,10 +12,9 @@ from chunkweave.front.prompting import Prepared
 from chunkweave.front.settings import FleetSettings
 from chunkweave.front.upstream import Upstream, UpstreamLostError
 from chunkweave.ordering.arrangement import Arranged, Arranger
-from chunkweave.ordering.ordering_config import OrderingConfig
+from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
-from chunkweave.scheduling.replica_contents import ReplicaContents, waiting_path
-from chunkweave.scheduling.routing import Candidate, make_routing
+from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing, waiting_path
 from chunkweave.server.refusals import RefusalError
 from chunkweave.types import ChunkId
 

@@ -11,7 +11,7 @@ from typing import Any
 from chunkweave.errors import ChunkweaveError
 from chunkweave.front.fleet import Fleet, Placed
 from chunkweave.front.prompting import Prepared, weave_params
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method_choice import FIELD
 from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining
 from chunkweave.scheduling.speculation import Action, Speculation

@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
-from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig
 from chunkweave.engine.answer import Request
 from chunkweave.engine.conversing import Conversing, TurnUnderWay
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.ordering.conversations import Conversations
-from chunkweave.ordering.ordering_config import ChunkOrder
-from chunkweave.planning.calibration_file import CALIBRATION_FILE, stored_calibration
-from chunkweave.planning.calibration_record import CalibrationRecord
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest
-from chunkweave.planning.request_field import checked_method
+from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.request import told
 

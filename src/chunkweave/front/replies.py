@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkweave.front.upstream import Event
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method_choice import FIELD
 
 Choice = dict[str, Any]
 

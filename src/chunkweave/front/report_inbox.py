@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method_choice import FIELD
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from chunkweave.front.shadow import FrontShadow
 from chunkweave.front.upstream import Upstream, UpstreamLostError
 from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.front.vllm_process import Launch, ProcessState, VllmProcess
-from chunkweave.ordering.ordering_config import ChunkOrder
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.scheduling.speculation import SpeculationCounts
 from chunkweave.server.admission import refuse_open_door, tenant_of

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.ordering.ordering_config import ChunkOrder, OrderingConfig
-from chunkweave.ordering.registry import make_ordering
-from chunkweave.planning.calibration_record import Quality
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.request_field import checked_method, checked_ratio
+from chunkweave.planning.method_choice import checked_method, checked_ratio
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.server.settings import CorpusSettings, LimitSettings, ListenSettings, WatchSettings, setting
 

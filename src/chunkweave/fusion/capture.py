@@ -11,8 +11,8 @@ from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.attention import AttentionMeter, KeyParts, Measured
 from chunkweave.models.base import ALONE, Ranks
-from chunkweave.planning.focus import FocusTracker
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
+from chunkweave.planning.scores import FocusTracker
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, Span
 

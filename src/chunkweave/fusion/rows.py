@@ -16,8 +16,7 @@ from chunkweave.fusion.capture import AttentionCapture, FocusWatch, PartCapture,
 from chunkweave.kv.request_cache import Rotate
 from chunkweave.models.attention import Measured, OwnQueries, ScatteredQueries
 from chunkweave.models.base import ALONE, Ranks
-from chunkweave.planning.explanation import Stop
-from chunkweave.planning.flops import LayerWork
+from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, StopUnfocused, TopBy, Watch
 from chunkweave.types import Scattered, Span, spans_of
 

@@ -19,12 +19,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.huggingface import HuggingFaceModel, check_config
-from chunkweave.planning.known_shapes import known_shape
+from chunkweave.planning.cost import known_shape
 
 BUNDLED_READER = "reader"
 """The name of the model that comes with the package."""

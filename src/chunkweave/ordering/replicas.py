@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.ordering.access_table import AccessTable
+from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.trees.chunk_prefix_tree import ChunkPrefixTree, Location
 from chunkweave.trees.knowledge_tree import KnowledgeTree
 from chunkweave.types import ChunkId

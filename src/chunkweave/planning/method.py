@@ -4,17 +4,61 @@ To add one: write `planning/methods/<name>.py` with a class that has `name`, `bu
 `METHODS`, and a test. Nothing else in the project needs to know.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol
 
-from chunkweave.config import ReuseConfig
+from chunkweave.config import DeviationFactor, ReuseConfig
 from chunkweave.errors import UnknownMethodError
-from chunkweave.planning.budget import Budget
 from chunkweave.planning.plan import KVSource, PartPlan, Plan, is_computed_always
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Span, joined, spans_of
+
+RATIO = "recompute_ratio"
+ALPHA = "alpha"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The one setting by which a method trades quality for time.
+
+    `parameter` is its field of `ReuseConfig`: from 0, which recomputes nothing, upwards. `reaching(plan, share)` is the
+    least value at which the method would recompute that share (0 to 1) of the tokens that `plan`, made by it at some
+    other value, reuses; where it never recomputes so many, the least value at which it recomputes most.
+    """
+
+    parameter: str
+    reaching: Callable[[Plan, float], float]
+
+
+def _ratio_reaching(_plan: Plan, share: float) -> float:
+    return share
+
+
+RATIO_BUDGET = Budget(RATIO, _ratio_reaching)
+"""Of methods whose setting is that share itself."""
+
+
+def _alpha_reaching(plan: Plan, share: float) -> float:
+    """Least alpha with sum over parts of min(1, alpha impact) tokens = share of all (Cache-Craft eq. 12 for a prompt).
+
+    The sum rises in straight pieces that end where a part is recomputed whole, at alpha = 1/impact.
+    """
+    parts = [(part.fix.impact, len(part.span)) for part in plan.parts if part.fix is not None and part.fix.impact]
+    wanted = share * sum(len(part.span) for part in plan.parts if part.fix is not None)
+    whole, rise = 0.0, sum(impact * tokens for impact, tokens in parts)
+    for impact, tokens in sorted(parts, reverse=True):
+        if whole + rise / impact >= wanted:
+            return (wanted - whole) / rise
+        whole += tokens
+        rise -= impact * tokens
+    return 1.0 / min(parts)[0] if parts else 0.0
+
+
+ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
+"""Of methods that say with each part how much it needs (`Fix.impact`), and scale that."""
 
 
 class ReuseMethod(Protocol):
@@ -146,3 +190,50 @@ def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
             spans_of(part.span.start + offset for offset in stale_offsets(part)) if part.fresh else (part.span,)
         )
     )
+
+
+def reads_question(method: str, reuse: ReuseConfig) -> bool:
+    """Whether what is recomputed depends on the question.
+
+    >>> reads_question("query", ReuseConfig()), reads_question("cacheblend", ReuseConfig())
+    (True, False)
+    """
+    return method == "query" or (method == "cachecraft" and reuse.focus)
+
+
+def asks_again(method: str, reuse: ReuseConfig) -> bool:
+    """Whether the question is asked again over what was recomputed, which is then recomputed no more.
+
+    What was recomputed first saw the KV of that time: beside KV that is finished it would come out otherwise.
+
+    >>> asks_again("query", ReuseConfig())
+    False
+    """
+    return method == "query" and reuse.query.rounds > 1
+
+
+def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
+    """Whether segments are scored by what their tokens attended to when they were computed (`AttentionProfile`).
+
+    >>> needs_profiles("h2o", ReuseConfig()), needs_profiles("query", ReuseConfig())
+    (True, False)
+    """
+    if method == "query":
+        return reuse.query.factor is DeviationFactor.STORED or reuse.query.mixed_share > 0.0
+    return method in ("cachecraft", "h2o")
+
+
+def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
+    """The lookup in which the parts of a conversation's `history`, by place, have their own segment and nothing else.
+
+    What belongs to the longest exact prefix stays that. The KV of the rest is what this conversation's answers were
+    decoded over, wherever it was computed: all its tokens count as fresh, so that no method recomputes one of them.
+    """
+    parts = []
+    for place, entry in enumerate(lookup.parts):
+        record = history.get(place)
+        if record is None or entry.exact is not None or record.token_ids != entry.part.token_ids:
+            parts.append(entry)
+        else:
+            parts.append(replace(entry, variants=(record,), fresh=frozenset(range(len(record)))))
+    return PromptLookup(tuple(parts))

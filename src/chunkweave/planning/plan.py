@@ -7,14 +7,15 @@ and the rest of the layer. What a rule drops keeps its cached KV from that layer
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import compress, pairwise
+from math import ceil
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import Combine, FocusReading
 from chunkweave.errors import UsageError
-from chunkweave.planning.focus import FOCUS_WINDOW
+from chunkweave.planning.scores import FOCUS_WINDOW
 from chunkweave.types import Scattered, SegmentId, Span, joined
 
 
@@ -328,3 +329,66 @@ def _cover(outer: Iterable[Span], *inner: Span) -> bool:
 def is_computed_always(part: PromptPart) -> bool:
     """START and QUESTION parts are never stored."""
     return part.kind in (PartKind.START, PartKind.QUESTION)
+
+
+def can_be_cut(a_pass: Pass) -> bool:
+    """Whether the tokens of a pass do not depend on one another but for causal attention.
+
+    Then those of lower positions may go through all layers first. Rules, a start by evidence and a watched question
+    look at all active tokens of a layer together; so such a pass runs whole, as does one that ends early or hides keys.
+    """
+    looks_around = a_pass.candidates or a_pass.rules or a_pass.start or a_pass.watch
+    return not looks_around and a_pass.depth is None and not a_pass.hidden
+
+
+def cut(a_pass: Pass, tokens: int) -> tuple[Pass, Pass | None]:
+    """The first `tokens` (at least 1) positions of a pass that can be cut, and the others, None if there are none."""
+    head: list[Span] = []
+    tail: list[Span] = []
+    left = tokens
+    for span in joined(a_pass.required):
+        middle = min(span.stop, span.start + left)
+        left -= middle - span.start
+        head += [Span(span.start, middle)] if middle > span.start else []
+        tail += [Span(middle, span.stop)] if span.stop > middle else []
+    return replace(a_pass, required=tuple(head)), replace(a_pass, required=tuple(tail)) if tail else None
+
+
+def clipped(a_pass: Pass, first: int, stop: int) -> Pass:
+    """The pass without the positions below `first` and from `stop` on.
+
+    Of what rules and start keep there are as many as the stretch has of the candidates, rounded up. A question that is
+    watched or followed must lie in it.
+    """
+    required = tuple(inside for span in a_pass.required if (inside := _within(span, first, stop)))
+    flags = [first <= position < stop for span in a_pass.candidates for position in span.positions()]
+    if all(flags):
+        return replace(a_pass, required=required)
+    share = sum(flags) / len(flags)
+    return replace(
+        a_pass,
+        required=required,
+        candidates=tuple(part for span in a_pass.candidates if (part := _candidates(span, first, stop))),
+        rules=(
+            *(replace(rule, count=ceil(rule.count * share)) for rule in a_pass.keep_top),
+            *([a_pass.stop_unfocused] if a_pass.stop_unfocused is not None else []),
+        ),
+        start=a_pass.start
+        and replace(
+            a_pass.start,
+            count=ceil(a_pass.start.count * share),
+            weights=tuple(compress(a_pass.start.weights, flags)),
+        ),
+    )
+
+
+def _within(span: Span, first: int, stop: int) -> Span | None:
+    start, end = max(first, span.start), min(stop, span.stop)
+    return Span(start, end) if start < end else None
+
+
+def _candidates(span: Span | Scattered, first: int, stop: int) -> Span | Scattered | None:
+    if isinstance(span, Span):
+        return _within(span, first, stop)
+    offsets = tuple(offset for offset in span.offsets if first <= span.start + offset < stop)
+    return replace(span, offsets=offsets) if offsets else None

@@ -5,10 +5,12 @@ The system part and BOS enter none of them (DESIGN §5.2). A prefix is a set of 
 counts once, with its mass from both places, and is ordered by its first place.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from itertools import combinations, starmap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations, pairwise, starmap
+from math import log
 from operator import gt
 
+from chunkweave.config import FocusReading
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId
 
@@ -84,3 +86,99 @@ def coverage(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
     """
     tokens = sum(prefix.values())
     return sum(map(prefix.__getitem__, prefix.keys() & old)) / tokens if tokens else 1.0
+
+
+FOCUS_WINDOW = 3
+"""Layers in a row with the same focused set after which it is believed (w of Algorithm 1; DESIGN §5.2)."""
+
+LEAST_CHUNKS = 3
+"""Fewer have too few gaps to tell focused chunks from others (DESIGN §5.2)."""
+
+
+def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
+    """Indices of the focused chunks by Algorithm 1, lines 4-9, word for word; `mass` `[chunks]` is cumulated.
+
+    Read with indices from 1, `[n]` being 1..n, as everywhere else in the paper; the sum of line 7 that starts at
+    j = 0 then has an empty first term. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps
+    between neighbours, h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i
+    (the first one if several), and the i* greatest masses are focused. Consequences worth knowing: the increment of
+    gap i+1 selects only i chunks, one fewer than lie above that gap; the first gap is never the cut; and -p log p is
+    greatest at p = 1/e, so that a gap with nearly all of the mass counts for little.
+
+    Equal masses have no gap, and fewer than three chunks no i*: then all are focused. Of equal masses the earlier
+    chunk comes first.
+
+    >>> sorted(focused_as_printed([0.1, 0.9, 0.5, 0.8]))  # gaps .1 .3 .4, -p log p of the last two .37 .35: i* = 1
+    [1]
+    """
+    order = _falling(mass)
+    gaps = _gaps(mass, order)
+    total = sum(gaps)
+    if len(mass) < LEAST_CHUNKS or not total:
+        return frozenset(order)
+    increments = [-_p_log_p(gap / total) for gap in gaps[1:]]
+    return frozenset(order[: 1 + increments.index(max(increments))])
+
+
+def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
+    """Indices of the chunks above the greatest gap of `mass` `[chunks]`: the plain reading of Algorithm 1.
+
+    The first of several equal gaps is the cut. Without a gap, or with fewer than three chunks, all are focused.
+
+    >>> sorted(focused_by_gap([0.1, 0.9, 0.5, 0.8]))
+    [1, 2, 3]
+    """
+    order = _falling(mass)
+    gaps = _gaps(mass, order)
+    if len(mass) < LEAST_CHUNKS or not sum(gaps):
+        return frozenset(order)
+    return frozenset(order[: 1 + gaps.index(max(gaps))])
+
+
+class FocusTracker:
+    """Follows the question's attention from layer to layer until the set of focused chunks stays the same."""
+
+    def __init__(self, window: int = FOCUS_WINDOW, reading: FocusReading = FocusReading.LARGEST_GAP) -> None:
+        """`window` is the number of layers in a row that must agree.
+
+        Raises:
+            ValueError: a window below 1.
+        """
+        if window < 1:
+            raise ValueError(f"a focused set must hold for at least one layer, not {window}")
+        self._window = window
+        self._focused = focused_by_gap if reading is FocusReading.LARGEST_GAP else focused_as_printed
+        self._cumulated: list[float] = []
+        self._last: frozenset[int] | None = None
+        self._layers_in_a_row = 0
+
+    def update(self, layer_mass: Sequence[float]) -> frozenset[int] | None:
+        """Add one layer's attention mass of the question on each chunk, `[chunks]`.
+
+        Returns the focused chunks' indices once the last `window` layers agree on them, None until then. With fewer
+        than three chunks it is None always: there is nothing to tell apart (DESIGN §5.2).
+
+        Raises:
+            ValueError: not as many chunks as in the layers before.
+        """
+        if self._last is not None and len(layer_mass) != len(self._cumulated):
+            raise ValueError(f"attention mass on {len(layer_mass)} chunks after that on {len(self._cumulated)}")
+        before = self._cumulated or [0.0] * len(layer_mass)
+        self._cumulated = [total + more for total, more in zip(before, layer_mass, strict=True)]
+        focused = self._focused(self._cumulated)
+        self._layers_in_a_row = self._layers_in_a_row + 1 if focused == self._last else 1
+        self._last = focused
+        stable = len(layer_mass) >= LEAST_CHUNKS and self._layers_in_a_row >= self._window
+        return focused if stable else None
+
+
+def _falling(mass: Sequence[float]) -> list[int]:
+    return sorted(range(len(mass)), key=lambda index: (-mass[index], index))
+
+
+def _gaps(mass: Sequence[float], order: Sequence[int]) -> list[float]:
+    return [mass[above] - mass[below] for above, below in pairwise(order)]
+
+
+def _p_log_p(share: float) -> float:
+    return share * log(share) if share else 0.0

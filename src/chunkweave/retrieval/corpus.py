@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.chunking.splitter import SplitConfig, split_text
+from chunkweave.chunking.documents import SplitConfig, split_text
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import (
     DuplicateDocumentError,

@@ -7,7 +7,7 @@ from chunkweave.config import SamplingParams
 from chunkweave.engine.answer import Request
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
-from chunkweave.ordering.ordering_config import ChunkOrder
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.splitter import SplitConfig
+from chunkweave.chunking.documents import SplitConfig
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
 from chunkweave.retrieval.corpus import Corpus, CorpusChange

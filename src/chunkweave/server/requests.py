@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from chunkweave.planning.calibration_record import Quality
+from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.request_field import ORDERS, checked_method, checked_ratio, refuse_unknown_keys
+from chunkweave.planning.method_choice import ORDERS, checked_method, checked_ratio, refuse_unknown_keys
 
 _MOST_STOPS = 4
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Query, UploadFile
 
-from chunkweave.chunking.splitter import SplitConfig
+from chunkweave.chunking.documents import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k

@@ -7,8 +7,8 @@ from typing import Any, get_type_hints
 
 from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.ordering.ordering_config import ChunkOrder
-from chunkweave.scheduling.batching_config import BatchingConfig
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.server.logs import LogForm
 from chunkweave.units import parse_bytes

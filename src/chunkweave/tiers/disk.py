@@ -13,7 +13,7 @@ from threading import Lock
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentLost, SegmentSource, make_codec
-from chunkweave.planning.own_files import OWN_FILES
+from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import sync_folder
 from chunkweave.tiers.segment_file import DiskSegment, file_bytes, read_header, write_segment

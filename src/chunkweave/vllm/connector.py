@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from chunkweave.errors import ModelError
-from chunkweave.planning.calibration_file import stored_calibration
+from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import check, check_supported, model_fingerprint, model_folder, usual_start

@@ -13,8 +13,8 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from chunkweave.chunking.hf_tokenizer import HuggingFaceTokenizer
 from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape

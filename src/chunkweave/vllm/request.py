@@ -6,15 +6,22 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.attention_needs import needs_profiles, reads_question
-from chunkweave.planning.calibration_record import CalibrationRecord, Quality
-from chunkweave.planning.method import METHODS
-from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest, Why
-from chunkweave.planning.request_field import FIELD, checked_method, checked_ratio, checked_whole, refuse_unknown_keys
+from chunkweave.planning.calibration import CalibrationRecord, Quality
+from chunkweave.planning.method import METHODS, needs_profiles, reads_question
+from chunkweave.planning.method_choice import (
+    FIELD,
+    MethodChoice,
+    MethodChooser,
+    MethodRequest,
+    Why,
+    checked_method,
+    checked_ratio,
+    checked_whole,
+    refuse_unknown_keys,
+)
 from chunkweave.types import ChunkId, Context, Span
 
 _TOLD = frozenset({"check_layers", "seed", "alpha", "focus", "query"})

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.planning.attention_needs import asks_again
-from chunkweave.planning.request_field import FIELD
+from chunkweave.planning.method import asks_again
+from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror

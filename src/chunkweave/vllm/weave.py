@@ -16,8 +16,7 @@ from chunkweave.fusion.rows import ActiveRows, counted, measure, starting_rows, 
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.base import Ranks
-from chunkweave.planning.clipping import clipped
-from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan
+from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, clipped
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of

@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 from vllm.distributed import get_tp_group
 
+from chunkweave.planning.cost import without
 from chunkweave.planning.plan import Plan
-from chunkweave.planning.pruning import without
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId

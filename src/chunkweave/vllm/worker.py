@@ -11,9 +11,9 @@ import torch
 
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.planning.cost import without
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.planning.pruning import without
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span

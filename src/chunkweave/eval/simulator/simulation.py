@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkweave.errors import UsageError
 from chunkweave.eval.simulator.trace import Trace, TraceRequest
-from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.cost import CostModel
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord

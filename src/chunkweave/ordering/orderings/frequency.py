@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from chunkweave.ordering.registry import Unordered
+from chunkweave.ordering.ordering import Unordered
 from chunkweave.trees.knowledge_tree import TreePlace
 from chunkweave.types import ChunkId
 

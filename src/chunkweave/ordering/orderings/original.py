@@ -1,6 +1,6 @@
 """`original`: chunks stand as they came. What the other orderings are compared with."""
 
-from chunkweave.ordering.registry import Unordered
+from chunkweave.ordering.ordering import Unordered
 
 
 class OriginalOrder:

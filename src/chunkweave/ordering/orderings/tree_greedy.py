@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from chunkweave.ordering.ordering import Unordered
 from chunkweave.ordering.orderings.frequency import by_frequency
-from chunkweave.ordering.registry import Unordered
 from chunkweave.trees.knowledge_tree import TreePlace
 from chunkweave.types import ChunkId
 

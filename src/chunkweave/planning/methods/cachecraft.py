@@ -7,11 +7,9 @@ from random import Random
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.budget import ALPHA_BUDGET
-from chunkweave.planning.focus import LEAST_CHUNKS
-from chunkweave.planning.method import required_spans, settled_part
+from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
 from chunkweave.planning.plan import Fix, KVSource, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
-from chunkweave.planning.scores import coverage, fix_overhead, order_penalty, prefix_overlap
+from chunkweave.planning.scores import LEAST_CHUNKS, coverage, fix_overhead, order_penalty, prefix_overlap
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import LEAST_CCI, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Scattered

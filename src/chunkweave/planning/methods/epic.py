@@ -3,8 +3,7 @@
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.budget import RATIO_BUDGET
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, reused_spans
+from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry

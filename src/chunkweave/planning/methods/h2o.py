@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.budget import RATIO_BUDGET
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
+from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord

@@ -7,8 +7,14 @@ from statistics import fmean
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
-from chunkweave.planning.budget import RATIO_BUDGET
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit, stale_offsets, stale_spans
+from chunkweave.planning.method import (
+    RATIO_BUDGET,
+    prefer_alone,
+    required_spans,
+    reuse_every_hit,
+    stale_offsets,
+    stale_spans,
+)
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, TopBy, Watch
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile

@@ -1,0 +1,135 @@
+"""Methods around another one: more recomputation where loading is slow, longer exact prefixes where they come back."""
+
+from collections.abc import Callable, Set
+from dataclasses import replace
+from typing import Any
+
+from chunkweave.chunking.prompt import PartKind
+from chunkweave.config import ReuseConfig
+from chunkweave.ordering.arrangement import Promotion
+from chunkweave.planning.cost import CostModel, LoadingChoice, ratio_that_hides
+from chunkweave.planning.method import Budget, ReuseMethod, make_method
+from chunkweave.planning.method_choice import EXACT_METHODS
+from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.store.index import PromptLookup
+from chunkweave.trees.chunk_prefix_tree import promoted_length
+from chunkweave.types import ChunkId, Geometry, SegmentId
+
+
+class LoadAwareMethod:
+    """A method that recomputes what it is told to, and more where segments load slowly (CacheBlend §5.1).
+
+    `T_load` is the sum over the segments that the method takes, each at the throughput of the tier it lies in;
+    `T_recompute(r)` is r times the prefill of the reused tokens. The r at which they are equal is a floor for the
+    method's budget, whatever its parameter is (DESIGN §5.3): a ratio is at least r, an alpha at least so great that
+    it recomputes the share r of the reused tokens. A method without a budget is not changed, nor is a prompt in which
+    it finds nothing to recompute. Where the question is
+    asked first (`query`), loading hides behind recomputation only from the layer on that it was asked about last.
+    """
+
+    def __init__(
+        self, name: str, config: ReuseConfig, cost: CostModel, tier_of: Callable[[SegmentId], str | None]
+    ) -> None:
+        """Wrap the method `name`; what `config` says of its budget is the least.
+
+        Raises:
+            UnknownMethodError: no such method.
+        """
+        self._least = make_method(name, config)
+        self._config = config
+        self._cost = cost
+        self._tier_of = tier_of
+
+    @property
+    def name(self) -> str:
+        """The wrapped method's."""
+        return self._least.name
+
+    @property
+    def budget(self) -> Budget | None:
+        """The wrapped method's."""
+        return self._least.budget
+
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """The wrapped method's plan at the budget that hides its loading; `raised_to` says if that is more."""
+        plan = self._least.plan(lookup, geometry)
+        if self.budget is None:
+            return plan
+        value = self.budget.reaching(plan, self.choose(plan, geometry).ratio)
+        if value <= getattr(self._config, self.budget.parameter):
+            return plan
+        changes: dict[str, Any] = {self.budget.parameter: value}
+        raised = make_method(self.name, replace(self._config, **changes)).plan(lookup, geometry)
+        return replace(raised, raised_to=value)
+
+    def choose(self, plan: Plan, geometry: Geometry) -> LoadingChoice:
+        """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
+        taken = [(len(part.span), self._tier_of(part.segment) or "") for part in plan.parts if part.segment is not None]
+        load_s = sum(self._cost.load(tokens, tier) for tokens, tier in taken)
+        prefill_s = self._cost.prefill(plan.tokens(KVSource.REUSED))
+        head_s = self._head_s(plan, geometry.num_layers, load_s)
+        return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
+
+    def _head_s(self, plan: Plan, num_layers: int, load_s: float) -> float:
+        """Until the question has been asked: as long as its layers take to load, or to compute."""
+        share = plan.head_share(num_layers)
+        if not share:
+            return 0.0
+        asked_s = self._cost.prefill(plan.passes[0].required_tokens, plan.prompt_tokens)
+        return share * max(load_s, asked_s)
+
+
+class PrefixGrowingMethod:
+    """A reuse method whose exact prefixes grow as a request's `promotion` says.
+
+    An exact method stores an exact path on over promoted chunks only, so that the tree holds promoted prefixes and
+    nothing else. A method that weaves makes what follows the exact prefix inexact, so that no prefix would ever grow:
+    there the next chunk behind the exact prefix, if the path over it comes back often enough, is computed in full
+    instead, and becomes the prefix's exact continuation. That is one chunk a request: the next request of that
+    beginning has it for nothing.
+    """
+
+    def __init__(self, method: ReuseMethod, promotion: Promotion) -> None:
+        self._method = method
+        self._promotion = promotion
+
+    @property
+    def name(self) -> str:
+        """The wrapped method's."""
+        return self._method.name
+
+    @property
+    def budget(self) -> Budget | None:
+        """The wrapped method's."""
+        return self._method.budget
+
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """The wrapped method's plan, with less stored or one more chunk computed."""
+        if self.name not in EXACT_METHODS:
+            return self._method.plan(continuing(lookup, self._promotion.continued), geometry)
+        plan = self._method.plan(lookup, geometry)
+        kept = self._promotion.kept
+        return plan if kept is None else admitting(plan, lookup, kept)
+
+
+def admitting(plan: Plan, lookup: PromptLookup, hot: Set[ChunkId]) -> Plan:
+    """The plan that stores no chunk behind the stored exact prefix and the run of `hot` chunks that goes on from it."""
+    chunks = [number for number, entry in enumerate(lookup.parts) if entry.part.kind is PartKind.CHUNK]
+    stored = sum(lookup.parts[number].exact is not None for number in chunks)
+    length = promoted_length([lookup.parts[number].part.id in hot for number in chunks], stored)
+    dropped = frozenset(chunks[length:])
+    return replace(
+        plan,
+        parts=tuple(replace(part, kept=False) if number in dropped else part for number, part in enumerate(plan.parts)),
+    )
+
+
+def continuing(lookup: PromptLookup, chunks: Set[ChunkId]) -> PromptLookup:
+    """The lookup as if nothing were stored of the first chunk behind the exact prefix, if it is one of `chunks`."""
+    for number, entry in enumerate(lookup.parts):
+        if entry.part.kind is PartKind.CHUNK and entry.exact is None:
+            if entry.part.id not in chunks:
+                return lookup
+            computed = replace(entry, variants=(), fresh=frozenset())
+            return PromptLookup((*lookup.parts[:number], computed, *lookup.parts[number + 1 :]))
+    return lookup
