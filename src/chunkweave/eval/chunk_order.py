@@ -13,8 +13,8 @@ from chunkweave.errors import DocumentError, UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.simulator.trace import Arrival, Part, PathRecords, key_of, read_trace
 from chunkweave.eval.simulator.workloads import bundled_token_count
-from chunkweave.ordering.access_table import AccessTable
-from chunkweave.ordering.registry import Unordered, make_ordering
+from chunkweave.ordering.arrangement import AccessTable
+from chunkweave.ordering.ordering import Unordered, make_ordering
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.trees.chunk_prefix_tree import promoted_length

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.documents import read_documents
-from chunkweave.chunking.identity import chunk_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.types import Chunk
 
