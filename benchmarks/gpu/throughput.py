@@ -86,7 +86,7 @@ def row(
     return {
         "method": f"{method}@{ratio}" if ratio else method,
         "batch": len(prompts),
-        "decode": "graphs" if runner.records_decoding else "graphs failed" if graphs else "eager",
+        "decode": "graphs" if runner.graphed and runner.graphed.in_use else "graphs failed" if graphs else "eager",
         "prefill_ms": prefill_s * 1e3,
         "prompts_per_s": len(prompts) / prefill_s,
         "ms_per_token": decode_s / steps * 1e3,

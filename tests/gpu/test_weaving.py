@@ -111,7 +111,7 @@ def test_recorded_decode_steps_give_the_tokens_of_the_loop():
             logits = runner.decode([one.cache for one in prefilled], [own[-1] for own in out], at)
             for own, row in zip(out, logits, strict=True):
                 own.append(int(row.argmax()))
-        assert runner.records_decoding is bool(compute["decode_graphs"])
+        assert bool(runner.graphed and runner.graphed.in_use) is bool(compute["decode_graphs"])
         return out
 
     assert tokens(decode_graphs=True) == tokens(decode_graphs=False)

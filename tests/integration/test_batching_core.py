@@ -66,15 +66,13 @@ class Driver:
     def __init__(self, engine: Engine, *, interrupt: Callable[[], bool] | None = None, **limits) -> None:
         self.now = 0.0
         self.engine = engine
-        self.core = BatchingCore(
-            engine.preparation, BatchingConfig(**limits), clock=lambda: self.now, interrupt=interrupt
-        )
+        self.core = BatchingCore(engine.preparer, BatchingConfig(**limits), clock=lambda: self.now, interrupt=interrupt)
         self.inboxes: list[Inbox] = []
 
     def submit(
         self, request: Request, method: str = "prefix", deadline_s: float | None = None, *, speculative: bool = False
     ) -> int:
-        prepared = self.core.fitting(self.engine.preparation.prepare(request, MethodRequest(method)))
+        prepared = self.core.fitting(self.engine.preparer.prepare(request, MethodRequest(method)))
         number = len(self.inboxes)
         self.inboxes.append(Inbox())
         self.core.submit(
@@ -146,7 +144,7 @@ def test_a_batch_gives_token_for_token_what_single_requests_give(engine, mix, st
 def test_a_preempted_request_goes_on_with_the_same_tokens(engine, method, temperature):
     sampling = {"temperature": temperature, "seed": 7}
     requests = [asked([2, 0, 1], 40, **sampling), asked([3, 1], 40, **sampling), asked([4, 0], 40, **sampling)]
-    prompts = [len(engine.preparation.prepare(request, MethodRequest(method)).prompt) for request in requests]
+    prompts = [len(engine.preparer.prepare(request, MethodRequest(method)).prompt) for request in requests]
     driver = Driver(engine, max_running=3, step_tokens=64, kv_tokens=sum(prompts) + 40, block_tokens=4)
     for request in requests:
         driver.submit(request, method)
@@ -169,7 +167,7 @@ def test_a_preempted_request_is_woven_as_before_though_more_is_stored_by_then(me
         return engine
 
     engine = fresh()
-    prompts = [len(engine.preparation.prepare(request, MethodRequest(method)).prompt) for request in (first, second)]
+    prompts = [len(engine.preparer.prepare(request, MethodRequest(method)).prompt) for request in (first, second)]
     driver = Driver(engine, max_running=2, kv_tokens=sum(prompts) + 60, block_tokens=4)
     for request in (first, second):
         driver.submit(request, method)
@@ -246,7 +244,7 @@ def test_who_fails_twice_takes_nobody_along(engine, monkeypatch):
     driver = Driver(engine, step_tokens=512)
     good = driver.submit(asked([0, 1], 9))
     poison = driver.submit(asked([2, 3], 9))
-    length = len(engine.preparation.prepare(asked([2, 3], 9), MethodRequest("prefix")).prompt)
+    length = len(engine.preparer.prepare(asked([2, 3], 9), MethodRequest("prefix")).prompt)
 
     def step(self, decoding, prefilling):
         if any(length + 3 <= one.position <= length + 9 for one in decoding):

@@ -42,13 +42,13 @@ def test_a_reordered_prompt_is_computed_as_in_full_prefill_of_that_order(model, 
     with Engine(model, ordering=OrderingConfig(ordering)) as engine, Engine(model, method="full") as reference:
         for chunks in (CHUNKS[:3], CHUNKS[:3], CHUNKS[1:], CHUNKS[::-1], CHUNKS[1:3]):
             request = Request(QUESTION, chunks, order="free")
-            prepared = engine.preparation.prepare(request, MethodRequest())
+            prepared = engine.preparer.prepare(request, MethodRequest())
             prefilled = engine.runner.prefill(prepared.prompt, prepared.method)
             engine.runner.store_new(prefilled)
             stood = [chunks[rank] for _, rank in sorted(prepared.arranged.ranks.items())]
             prompt = reference.builder.build(QUESTION, stood)
             assert prompt == prepared.prompt
-            own = reference.runner.prefill(prompt, reference.preparation.prepare(request, MethodRequest()).method)
+            own = reference.runner.prefill(prompt, reference.preparer.prepare(request, MethodRequest()).method)
             torch.testing.assert_close(prefilled.logits, own.logits, atol=2e-4, rtol=1e-4)
         engine.store.check()
         engine.store.tree.check()
@@ -181,7 +181,7 @@ def test_a_request_that_is_refused_is_not_counted(model):
             engine.generate(QUESTION, CHUNKS, order="any")
         with pytest.raises(UsageError, match="context is 512"):
             engine.generate("word " * 600, CHUNKS)
-        assert engine.preparation.arranger.table.requests == 0
+        assert engine.preparer.arranger.table.requests == 0
     with pytest.raises(UsageError, match="there are: free, fixed"):
         Engine(model, order="loose")
     with pytest.raises(UnknownMethodError, match="unknown ordering"):

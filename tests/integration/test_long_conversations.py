@@ -97,18 +97,18 @@ def test_kv_of_an_idle_conversation_moves_down_the_tiers_and_is_found_there(mode
 
 @pytest.mark.parametrize("method", ["prefix", "cacheblend"])
 def test_after_a_restart_the_kv_is_there_for_a_conversation_that_is_restored(model, tmp_path, method):
-    """Conversations live in the process, their KV does not: who keeps the standing finds it again."""
+    """Conversations live in the process, their KV does not: who keeps its state finds it again."""
     key = ("", "kept")
     with new_engine(model, cache_dir=tmp_path / "kv") as engine:
         conversation = engine.conversation("kept")
         for number in range(3):
             conversation.ask(f"Question {number}?", CHUNKS[number : number + 2], sampling=SHORT, method=method)
-        standing = engine.conversations.standing(key)
+        state = engine.conversations.state(key)
         expected = conversation.ask("And so?", sampling=SHORT, method=method)
         history = expected.report.history_tokens
     with Engine(model, store=StoreConfig(cache_dir=tmp_path / "kv")) as engine:
-        assert engine.conversations.standing(key) is None
-        engine.conversations.commit(key, engine.conversations.begin(key), standing)
+        assert engine.conversations.state(key) is None
+        engine.conversations.commit(key, engine.conversations.begin(key), state)
         answer = engine.conversation("kept").ask("And so?", sampling=SHORT, method=method)
         assert answer.token_ids == expected.token_ids
         assert answer.report.history_tokens == history

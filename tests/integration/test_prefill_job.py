@@ -77,16 +77,6 @@ def test_slices_give_what_one_pass_gives(bench, name, tokens):
     bench.runner.store.check()
 
 
-def test_a_turn_is_kept_from_slices_too(bench):
-    method = make_method("epic", ReuseConfig(0.3))
-    prompt = make_prompt(SIZES, system=6)
-    whole = bench.runner.prefill(prompt, method, keep_turn=True)
-    parts = sliced(bench, prompt, method, [7], keep_turn=True)
-    assert parts.turn.kept == whole.turn.kept
-    for name, kv in whole.turn.segments.items():
-        assert (kv.layer(3) - parts.turn.segments[name].layer(3)).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("name", ["cacheblend", "cachecraft", "query", "full"])
 def test_what_was_generated_is_computed_as_decoding_would_have(bench, name):
     method = make_method(name, ReuseConfig(0.3))

@@ -26,7 +26,7 @@ def two_engines(model, folder: Path) -> tuple[ReplicaDirectory, Engine, Engine]:
     for name in "ab":
         config = StoreConfig(remote_url=f"file://{folder}/segments")
         engine = Engine(model, store=config, ordering=OrderingConfig("tree-greedy", continuation_threshold=2))
-        arranger = engine.preparation.arranger
+        arranger = engine.preparer.arranger
         arranger.look_into(directory.join(name, engine.store.tree, arranger.table))
         engines.append(engine)
     return directory, *engines

@@ -46,7 +46,7 @@ def test_divergence_is_that_of_a_sum_by_hand():
 def test_exact_methods_do_not_diverge(method, slice_tokens):
     engine = engine_with(None)
     answer = engine.generate(QUESTIONS[0], CHUNKS, max_new_tokens=8, method=method)
-    prepared = engine.preparation.prepare(ask(QUESTIONS[0], CHUNKS), MethodRequest(method))
+    prepared = engine.preparer.prepare(ask(QUESTIONS[0], CHUNKS), MethodRequest(method))
     logits = engine.runner.prefill(prepared.prompt, prepared.method).logits
     check = ShadowCheck(engine.runner, Woven(prepared.prompt, logits, answer.token_ids))
     while (found := check.step(slice_tokens)) is None:
@@ -80,7 +80,7 @@ def common(one, two) -> int:
 
 def mean_kl(engine: Engine, questions) -> float:
     def log_probs(question, method):
-        prepared = engine.preparation.prepare(ask(question), MethodRequest(method))
+        prepared = engine.preparer.prepare(ask(question), MethodRequest(method))
         return torch.log_softmax(engine.runner.prefill(prepared.prompt, prepared.method).logits.double(), -1)
 
     found = []
@@ -230,7 +230,7 @@ def test_a_request_takes_the_memory_of_a_check_that_is_under_way(monkeypatch):
         return found
 
     monkeypatch.setattr(ShadowCheck, "step", step)
-    tokens = len(engine.preparation.prepare(ask(QUESTIONS[0]), MethodRequest("full")).prompt)
+    tokens = len(engine.preparer.prepare(ask(QUESTIONS[0]), MethodRequest("full")).prompt)
     limits = BatchingConfig(kv_tokens=2 * (tokens + 16), block_tokens=1)
 
     async def main():

@@ -98,7 +98,7 @@ def test_a_speculation_gives_way_and_is_the_same_answer_afterwards(engine):
 
 def test_memory_that_a_request_needs_is_taken_from_speculations_alone(engine):
     grows, guess = asked([0], 60), asked([1, 2], 60)
-    prompts = [len(engine.preparation.prepare(one, MethodRequest("prefix")).prompt) for one in (grows, guess)]
+    prompts = [len(engine.preparer.prepare(one, MethodRequest("prefix")).prompt) for one in (grows, guess)]
     driver = Driver(engine, max_running=2, kv_tokens=sum(prompts) + 16, block_tokens=4)
     driver.submit(guess, speculative=True)
     driver.core.step()
@@ -146,7 +146,7 @@ def test_a_confirmed_speculation_takes_its_place_in_the_queue_then(engine):
 def test_one_that_runs_when_it_is_confirmed_keeps_nobody_from_memory(engine):
     """A request waits that is too large to fit beside what runs; the speculation that did is behind it from then on."""
     large = asked([4, 3, 2, 1, 0], 2)
-    length = len(engine.preparation.prepare(large, MethodRequest("prefix")).prompt)
+    length = len(engine.preparer.prepare(large, MethodRequest("prefix")).prompt)
     driver = Driver(engine, max_running=3, window=0, kv_tokens=length + 12, block_tokens=4)
     driver.submit(asked([], 8))
     guess = driver.submit(asked([], 60), speculative=True)
@@ -355,11 +355,11 @@ def test_a_speculation_counts_as_asked_for_once_it_is_confirmed(loaded):
     async def work(batching):
         dropped = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
         await dropped.aclose()
-        counted = [len(engine.preparation.arranger.table)]
+        counted = [len(engine.preparer.arranger.table)]
         wanted = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
         batching.confirm(wanted.id)
         await wanted.answer()
-        return [*counted, len(engine.preparation.arranger.table)]
+        return [*counted, len(engine.preparer.arranger.table)]
 
     async def run_it():
         async with AsyncEngine(engine) as batching:

@@ -8,7 +8,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ConversationConfig
 from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
 from chunkweave.ordering.conversation import HistoryPart, PastTurn, next_turn
-from chunkweave.ordering.conversations import Conversations, Standing
+from chunkweave.ordering.conversations import Conversations, ConversationState
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -117,9 +117,9 @@ class Held:
         assert set(segments) <= self.kept
         self.kept -= set(segments)
 
-    def say(self, key, turns) -> Standing:
+    def say(self, key, turns) -> ConversationState:
         before = self.conversations.begin(key)
-        after = Standing(tuple(turns), before.system, before.asked + 1)
+        after = ConversationState(tuple(turns), before.system, before.turn_count + 1)
         self.conversations.commit(key, before, after)
         return after
 
@@ -130,8 +130,8 @@ A, B = ("", "a"), ("", "b")
 def test_ids_of_different_tenants_never_meet():
     held = Held()
     held.say(("salt one", "id"), [turn("a")])
-    assert held.conversations.begin(("salt two", "id")) == Standing()
-    assert held.conversations.standing(("salt one", "id")).asked == 1
+    assert held.conversations.begin(("salt two", "id")) == ConversationState()
+    assert held.conversations.state(("salt one", "id")).turn_count == 1
 
 
 def test_only_one_turn_at_a_time():
@@ -151,12 +151,12 @@ def test_a_turn_of_a_closed_conversation_changes_nothing():
     assert held.conversations.close(A)
     assert not held.conversations.close(A)
     new = held.conversations.begin(A)
-    held.conversations.commit(A, old, Standing((turn("a"),), None, 1))
+    held.conversations.commit(A, old, ConversationState((turn("a"),), None, 1))
     held.conversations.abandon(A, old)
     with pytest.raises(ConversationBusyError):
         held.conversations.begin(A)
     held.conversations.abandon(A, new)
-    assert held.conversations.standing(A) is new
+    assert held.conversations.state(A) is new
     assert not held.kept
 
 
@@ -168,14 +168,14 @@ def test_idle_ones_expire_and_what_they_alone_held_is_released():
     held.conversations.abandon(B, held.conversations.begin(B))
     held.now_s = 12
     assert held.conversations.expire() == 1
-    assert held.conversations.standing(A) is None
+    assert held.conversations.state(A) is None
     assert held.kept == {"s a", "s turn 1", "s b", "s turn 2"}
     busy = held.conversations.begin(B)
     held.now_s = 1000
     assert held.conversations.expire() == 0
     held.conversations.abandon(B, busy)
     held.now_s = 2000
-    assert held.conversations.standing(B) is None
+    assert held.conversations.state(B) is None
     assert not held.kept
 
 
@@ -192,8 +192,8 @@ def test_of_too_many_the_one_idle_longest_goes():
     held.say(B, [turn("b")])
     held.say(A, [turn("a")])
     held.conversations.open(("", "c"), "Be brief.")
-    assert held.conversations.standing(B) is None
-    assert held.conversations.standing(("", "c")).system == "Be brief."
+    assert held.conversations.state(B) is None
+    assert held.conversations.state(("", "c")).system == "Be brief."
     with pytest.raises(UsageError, match="already"):
         held.conversations.open(A)
     held.conversations.begin(A)

@@ -13,10 +13,9 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import make_method, stale_offsets, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
-from chunkweave.planning.turns import KeptPart, with_kept
-from chunkweave.store.index import PromptLookup
+from chunkweave.store.lookup import PromptLookup
 from chunkweave.types import Span
-from tests.unit.test_cachecraft import lookup_of, part_of, prompt_of, record_of
+from tests.unit.test_cachecraft import lookup_of, record_of
 from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
 
@@ -238,15 +237,15 @@ def test_what_makes_no_sense_is_refused(query):
         QueryConfig(**query)
 
 
-def kept(path: str, *fresh: int) -> dict:
-    record = record_of(path, exact=False)
-    return {record.id: KeptPart(record, frozenset(fresh))}
-
-
 def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
-    prompt = prompt_of("ABC")
     lookup = lookup_of("ABC", record_of("A"), record_of("B"), record_of("C"), broken=True)
-    lookup = with_kept(lookup, prompt, {**kept("A", 0, 1, 2, 3), **kept("AB", 1, 3)})
+    system, *chunks, question = lookup.parts
+    taken = [("A", (0, 1, 2, 3)), ("AB", (1, 3))]
+    own = [
+        replace(entry, variants=(record_of(path, exact=False),), fresh=frozenset(fresh))
+        for entry, (path, fresh) in zip(chunks, taken, strict=False)
+    ]
+    lookup = PromptLookup((system, *own, chunks[-1], question))
     made = plan(lookup, ratio=0.5)
     assert [part.segment for part in made.parts[1:4]] == [record_of("A").id, record_of("AB").id, record_of("C").id]
     assert stale_spans(made.parts) == (Span(5, 6), Span(7, 8), Span(9, 13))
@@ -254,27 +253,6 @@ def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
     weaving = made.passes[1]
     assert weaving.candidates == stale_spans(made.parts)
     assert weaving.start.count == 3
-
-
-def test_what_was_kept_holds_only_behind_the_same_parts():
-    prompt = prompt_of("BA")
-    lookup = lookup_of("BA", record_of("A"), record_of("B"), broken=True)
-    assert with_kept(lookup, prompt, {**kept("A", 0), **kept("AB", 1)}) == lookup
-
-
-def test_what_is_exact_stays_exact():
-    lookup = lookup_of("A", record_of("A"))
-    assert lookup.parts[1].exact is not None
-    assert with_kept(lookup, prompt_of("A"), kept("A", 0)) == lookup
-
-
-def test_kept_tokens_that_are_not_these_are_left_alone():
-    lookup = lookup_of("A", record_of("A"), broken=True)
-    own = kept("A", 0)
-    ((segment, part),) = own.items()
-    other = replace(part.record, token_ids=(1, 2, 3, 4))
-    assert with_kept(lookup, prompt_of("A"), {segment: KeptPart(other, part.fresh)}) == lookup
-    assert part_of("A").token_ids == part.record.token_ids
 
 
 @pytest.mark.parametrize(

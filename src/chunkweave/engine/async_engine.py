@@ -19,7 +19,7 @@ from chunkweave.engine.answer_stream import AnswerStream
 from chunkweave.engine.batching_stats import BatchingStats
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.preparation import Prepared
+from chunkweave.engine.preparation import PreparedRequest
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.budget import BatchingConfig
@@ -39,13 +39,13 @@ class AsyncEngine:
     def __init__(self, engine: Engine, config: BatchingConfig | None = None) -> None:
         """Start the thread."""
         self._config = config or BatchingConfig()
-        self._preparation = engine.preparation
-        self._core = BatchingCore(engine.preparation, self._config, interrupt=lambda: self._urgent)
+        self._preparer = engine.preparer
+        self._core = BatchingCore(engine.preparer, self._config, interrupt=lambda: self._urgent)
         self._changed = threading.Condition()
         self._preparing = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[int, AnswerStream] = {}
-        self._prepared: dict[int, Prepared] = {}
+        self._prepared: dict[int, PreparedRequest] = {}
         self._errands: list[Future[Any]] = []
         self._unconfirmed: set[int] = set()
         self._numbers = itertools.count()
@@ -116,16 +116,16 @@ class AsyncEngine:
         with self._preparing:  # tokenizers are not made for several threads at once
             method_request = MethodRequest.of(method, quality, recompute_ratio)
             most = self._core.most_tokens
-            prepared = self._preparation.prepare(request, method_request, most_tokens=most, speculative=speculative)
+            prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:
             return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop, speculative=speculative)
         except BaseException:
-            self._preparation.abandon(prepared)
+            self._preparer.abandon(prepared)
             raise
 
     def _submit(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         arrived_s: float,
         limit_s: float | None,
         loop: asyncio.AbstractEventLoop,
@@ -175,7 +175,7 @@ class AsyncEngine:
             self._commands.append(lambda: self._if_open(number, self._core.confirm))
             self._changed.notify()
         with self._preparing:
-            self._preparation.confirm(prepared)
+            self._preparer.confirm(prepared)
 
     def abort(self, number: int) -> None:
         """End a request; its stream raises `RequestAbortedError`.
@@ -247,7 +247,7 @@ class AsyncEngine:
 
     def _check(self) -> None:
         self._core.check()
-        self._preparation.runner.store.check()
+        self._preparer.runner.store.check()
 
     def _if_open(self, number: int, command: Callable[[int], None]) -> None:
         """Do what was asked for with a request, unless it has ended since."""
@@ -261,7 +261,7 @@ class AsyncEngine:
                 self._unconfirmed.discard(stream.id)
                 prepared = self._prepared.pop(stream.id, None)
             if prepared is not None:
-                self._preparation.abandon(prepared)
+                self._preparer.abandon(prepared)
         stream.deliver(event)
 
     def _work(self) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from chunkweave.config import SamplingParams
 from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.errors import ConversationEndedError
-from chunkweave.ordering.conversations import Standing
+from chunkweave.ordering.conversations import ConversationState
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Conversation:
         Raises:
             ConversationEndedError: it was idle for too long, or was closed.
         """
-        return self._standing().asked
+        return self._state().turn_count
 
     @property
     def history_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Conversation:
         Raises:
             ConversationEndedError: it was idle for too long, or was closed.
         """
-        return sum(turn.tokens for turn in self._standing().turns)
+        return sum(turn.tokens for turn in self._state().turns)
 
     def ask(
         self,
@@ -93,7 +93,7 @@ class Conversation:
         Raises:
             ConversationEndedError: it was idle for too long, or was closed.
         """
-        self._standing()
+        self._state()
         return Request(
             question,
             tuple(chunks),
@@ -106,8 +106,8 @@ class Conversation:
         """Forget it, and drop what is kept for it alone; a second time is harmless."""
         self._engine.conversations.close((self.cache_salt, self.id))
 
-    def _standing(self) -> Standing:
-        standing = self._engine.conversations.standing((self.cache_salt, self.id))
-        if standing is None:
+    def _state(self) -> ConversationState:
+        state = self._engine.conversations.state((self.cache_salt, self.id))
+        if state is None:
             raise ConversationEndedError(f"the conversation {self.id!r} was idle for too long, or was closed")
-        return standing
+        return state

@@ -7,11 +7,11 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.engine.answer import Request
 from chunkweave.engine.prefilled import Prefilled
-from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.running import DecodeState
 from chunkweave.errors import PromptTooLongError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.ordering.conversation import HistoryPart, NextTurn, PastTurn, next_turn
-from chunkweave.ordering.conversations import Conversations, Key, Standing
+from chunkweave.ordering.conversations import Conversations, ConversationState, Key
 from chunkweave.planning.plan import KVSource
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
@@ -30,7 +30,7 @@ class TurnUnderWay:
     """
 
     key: Key
-    before: Standing
+    before: ConversationState
     system: str | None
     content: NextTurn
     closing: tuple[int, ...]
@@ -43,7 +43,7 @@ class TurnUnderWay:
         return {first + place: one.segment for place, one in enumerate(self.content.history)}
 
 
-class Conversing:
+class TurnBuilder:
     """Begins and ends turns with one model's builder and store. What has been said is in `conversations`.
 
     Without a store, because KV is kept elsewhere, turns end by `said`.
@@ -104,7 +104,7 @@ class Conversing:
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
         return TurnUnderWay(key, before, system, content, closing), Prompt(parts)
 
-    def end(self, turn: TurnUnderWay, running: RunningRequest) -> None:
+    def end(self, turn: TurnUnderWay, running: DecodeState) -> None:
         """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
         prefilled = running.prefilled
         said = self._turn_part(turn, prefilled.prompt, running.token_ids)
@@ -138,7 +138,9 @@ class Conversing:
         assert said.id is not None, "a turn has an id"
         last = HistoryPart(said, segment_id(said.id, prompt.contexts()[-1]), own=self._store is not None)
         turns = split_turns((*history, last))
-        self.conversations.commit(turn.key, turn.before, Standing(turns, turn.system, turn.before.asked + 1))
+        self.conversations.commit(
+            turn.key, turn.before, ConversationState(turns, turn.system, turn.before.turn_count + 1)
+        )
 
     def abandon(self, turn: TurnUnderWay) -> None:
         """Let the conversation be as it was before; harmless once the turn has ended."""

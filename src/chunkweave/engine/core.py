@@ -12,12 +12,12 @@ from chunkweave.engine.answer import StreamEvent
 from chunkweave.engine.batching_stats import BatchingStats
 from chunkweave.engine.look_ahead import LookAhead
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
-from chunkweave.engine.preparation import Preparation, Prepared
+from chunkweave.engine.preparation import PreparedRequest, RequestPreparer
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import Scheduler
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.step_group import StepGroup
-from chunkweave.engine.ticket import Deliver, Ticket
+from chunkweave.engine.ticket import Deliver, RequestState
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -53,54 +53,54 @@ class BatchingCore:
 
     def __init__(
         self,
-        preparation: Preparation,
+        preparer: RequestPreparer,
         config: BatchingConfig,
         *,
         clock: Clock = time.perf_counter,
         interrupt: Callable[[], bool] | None = None,
     ) -> None:
         """Nothing waits yet. `interrupt` is asked between the layers of a step of speculations whether to stop it."""
-        self._preparation = preparation
-        self._runner = preparation.runner
+        self._preparer = preparer
+        self._runner = preparer.runner
         self._config = config
         self._clock = clock
         self._interrupt = interrupt
         self._scheduler = Scheduler(self._runner.store.tree, config, preempting=self._preempting)
         self.pool = self._scheduler.pool
         self._look_ahead = LookAhead(self._runner, max_bytes=config.prefetch_bytes)
-        self._tickets: dict[int, Ticket] = {}
+        self._requests: dict[int, RequestState] = {}
         self._counts = BatchingStats()
-        shadow = preparation.shadow
+        shadow = preparer.shadow
         self._checks = None if shadow is None else ShadowChecks(self._runner, shadow, self.pool)
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._tickets)
+        return bool(self._requests)
 
     @property
     def running(self) -> frozenset[int]:
         """Ids of the requests that were admitted and have not ended."""
-        return frozenset(ticket.id for ticket in self._scheduler.running)
+        return frozenset(request.id for request in self._scheduler.running)
 
     @property
     def can_check(self) -> bool:
         """Whether there is an answer to check in the shadow, and time for it."""
         checks = self._checks
-        return checks is not None and bool(checks) and len(self._tickets) <= checks.beside
+        return checks is not None and bool(checks) and len(self._requests) <= checks.beside
 
     @property
     def stats(self) -> BatchingStats:
         """A snapshot."""
         use, waiting, running = self.pool.use, self._scheduler.waiting, self._scheduler.running
-        speculations_running = sum(ticket.speculative for ticket in running)
+        speculations_running = sum(request.speculative for request in running)
         return replace(
             self._counts,
             waiting=len(waiting),
             running=len(running),
             blocks=use.blocks,
             blocks_reserved=use.reserved,
-            pending=len(waiting) + sum(ticket.job is not None or ticket.running is None for ticket in running),
+            pending=len(waiting) + sum(request.job is not None or request.decode is None for request in running),
             speculating=waiting.speculations + speculations_running,
             speculations_running=speculations_running,
             prefetched_bytes=self._look_ahead.nbytes,
@@ -111,7 +111,7 @@ class BatchingCore:
         """Most tokens of a prompt that may grow, its answer among them: conversations are cut down to it."""
         return min(self.pool.tokens, self._config.max_prompt_tokens or self.pool.tokens)
 
-    def fitting(self, prepared: Prepared) -> Prepared:
+    def fitting(self, prepared: PreparedRequest) -> PreparedRequest:
         """The request with no more tokens to generate than its KV could ever have room for. From any thread.
 
         Raises:
@@ -134,7 +134,7 @@ class BatchingCore:
     def submit(
         self,
         number: int,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         deliver: Deliver,
         *,
         arrived_s: float,
@@ -145,9 +145,9 @@ class BatchingCore:
 
         `prepared` is one that `fitting` gave. A `speculative` one yields to all others until `confirm`.
         """
-        ticket = Ticket(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative)
-        self._scheduler.add(ticket)
-        self._tickets[number] = ticket
+        request = RequestState(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative)
+        self._scheduler.add(request)
+        self._requests[number] = request
 
     def confirm(self, number: int) -> None:
         """A speculation is wanted: from now on it is a request like others. A second time is harmless.
@@ -155,10 +155,10 @@ class BatchingCore:
         Raises:
             UnknownRequestError: it neither waits nor runs.
         """
-        ticket = self._under_way(number)
-        if ticket.speculative:
-            self._scheduler.confirm(ticket)
-            ticket.waits_since_s = self._clock()
+        request = self._under_way(number)
+        if request.speculative:
+            self._scheduler.confirm(request)
+            request.waits_since_s = self._clock()
 
     def abort(self, number: int) -> None:
         """End a request without an answer. What a speculation has computed whole by then stays stored.
@@ -166,14 +166,14 @@ class BatchingCore:
         Raises:
             UnknownRequestError: it neither waits nor runs.
         """
-        ticket = self._under_way(number)
+        request = self._under_way(number)
         self._count(aborted=1)
-        self._keep(ticket)
-        self._end(ticket, RequestAbortedError(f"request {number} was aborted"))
+        self._keep(request)
+        self._end(request, RequestAbortedError(f"request {number} was aborted"))
 
     def close(self) -> None:
         """Abort whatever is under way; nothing can be submitted afterwards."""
-        for number in list(self._tickets):
+        for number in list(self._requests):
             self.abort(number)
         self._scheduler.close()
         if self._checks is not None:
@@ -183,8 +183,8 @@ class BatchingCore:
         """One round: end what is overdue, admit what fits, and run what the budget allows."""
         self._count(steps=1)
         self._expire()
-        for ticket in self._scheduler.admit():
-            self._begin(ticket)
+        for request in self._scheduler.admit():
+            self._begin(request)
         if self._look_ahead.has_room:
             self._look_ahead.look(self._scheduler.waiting.next(self._config.prefetch_requests))
         for group in self._groups():
@@ -202,77 +202,77 @@ class BatchingCore:
             StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
         """
         self._scheduler.check()
-        if len(self._scheduler.waiting) + len(self._scheduler.running) != len(self._tickets):
+        if len(self._scheduler.waiting) + len(self._scheduler.running) != len(self._requests):
             raise StoreError("a request neither waits nor runs, or does both")
 
     def _expire(self) -> None:
         now = self._clock()
-        for ticket in list(self._tickets.values()):
-            waited = now - ticket.arrived_s
-            if ticket.deadline_s is not None and now > ticket.deadline_s:
+        for request in list(self._requests.values()):
+            waited = now - request.arrived_s
+            if request.deadline_s is not None and now > request.deadline_s:
                 self._count(timed_out=1)
-                self._end(ticket, DeadlineError(f"request {ticket.id} was not answered within {waited:.3g} s"))
-            elif self._was_not_begun(ticket, now):
+                self._end(request, DeadlineError(f"request {request.id} was not answered within {waited:.3g} s"))
+            elif self._was_not_begun(request, now):
                 self._count(timed_out=1)
-                self._end(ticket, DeadlineError(f"request {ticket.id} waited {waited:.3g} s without being begun"))
+                self._end(request, DeadlineError(f"request {request.id} waited {waited:.3g} s without being begun"))
 
-    def _was_not_begun(self, ticket: Ticket, now: float) -> bool:
+    def _was_not_begun(self, request: RequestState, now: float) -> bool:
         timeout_s = self._config.queue_timeout_s
-        if timeout_s is None or ticket.admitted_s is not None or ticket.speculative:
+        if timeout_s is None or request.admitted_s is not None or request.speculative:
             return False
-        return now - ticket.waits_since_s > timeout_s
+        return now - request.waits_since_s > timeout_s
 
-    def _begin(self, ticket: Ticket) -> None:
-        if ticket.admitted_s is None:
-            ticket.admitted_s = self._clock()
-        self._guarded([ticket], partial(self._start, ticket))
+    def _begin(self, request: RequestState) -> None:
+        if request.admitted_s is None:
+            request.admitted_s = self._clock()
+        self._guarded([request], partial(self._start, request))
 
-    def _start(self, ticket: Ticket) -> None:
-        prompt = ticket.prepared.prompt
-        room = self.pool.capacity(ticket) - len(prompt)
-        ticket.prefetch = self._look_ahead.take(ticket)
+    def _start(self, request: RequestState) -> None:
+        prompt = request.prepared.prompt
+        room = self.pool.capacity(request) - len(prompt)
+        request.prefetch = self._look_ahead.take(request)
         options = PrefillOptions(
             new_tokens=room,
-            generated=ticket.generated,
-            plan=ticket.plan,
-            prefetched=ticket.prefetch,
-            history=ticket.prepared.history,
+            generated=request.generated,
+            plan=request.plan,
+            prefetched=request.prefetch,
+            history=request.prepared.history,
         )
-        ticket.passed_over = 0
-        ticket.job = self._runner.start(prompt, ticket.prepared.method, options)
+        request.passed_over = 0
+        request.job = self._runner.start(prompt, request.prepared.method, options)
 
     def _groups(self) -> list[StepGroup]:
         """What this step runs, once jobs know which of their segments are lost."""
-        for ticket in self._scheduler.running:
-            if ticket.job is not None:
-                self._guarded([ticket], partial(_plan_again, ticket.job))
+        for request in self._scheduler.running:
+            if request.job is not None:
+                self._guarded([request], partial(_plan_again, request.job))
         return self._scheduler.groups()
 
-    def _preempting(self, ticket: Ticket) -> None:
-        self._count(preempted=1, speculations_preempted=int(ticket.speculative))
-        if ticket.speculative and ticket.running is None:
-            ticket.admitted_s = None  # it begins anew, and what it did until now is no part of its answer
-        self._keep(ticket)
+    def _preempting(self, request: RequestState) -> None:
+        self._count(preempted=1, speculations_preempted=int(request.speculative))
+        if request.speculative and request.decode is None:
+            request.admitted_s = None  # it begins anew, and what it did until now is no part of its answer
+        self._keep(request)
 
-    def _keep(self, ticket: Ticket) -> None:
+    def _keep(self, request: RequestState) -> None:
         """Store what a speculation that is given up has computed whole: an overlap with what comes next pays."""
-        if ticket.speculative and ticket.job is not None:
+        if request.speculative and request.job is not None:
             try:
-                self._runner.store_computed(ticket.job)
+                self._runner.store_computed(request.job)
             except Exception:  # what cannot be stored costs time later, and nothing now
-                logger.exception("what speculation %d computed is not stored", ticket.id)
+                logger.exception("what speculation %d computed is not stored", request.id)
 
     def _run(self, group: StepGroup) -> None:
-        self._guarded(group.tickets, partial(self._compute, group))
+        self._guarded(group.requests, partial(self._compute, group))
 
     def _compute(self, group: StepGroup) -> None:
         decodes = [
-            Decoding(ticket.running.prefilled.cache, ticket.running.pending, ticket.running.position)
-            for ticket in group.decoding
-            if ticket.running is not None
+            Decoding(request.decode.prefilled.cache, request.decode.pending, request.decode.position)
+            for request in group.decoding
+            if request.decode is not None
         ]
-        pieces = [(ticket.job, tokens) for ticket, tokens in group.pieces if ticket.job is not None]
-        speculative = all(ticket.speculative for ticket in group.tickets)
+        pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
+        speculative = all(request.speculative for request in group.requests)
         try:
             if speculative and self._interrupt is not None:
                 logits = self._runner.step(decodes, pieces, interrupt=self._interrupt)
@@ -286,110 +286,110 @@ class BatchingCore:
             job.go_on_without(lost)
             return
         self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
-        for ticket, own in zip(group.decoding, logits, strict=True):
-            self._guarded([ticket], partial(self._advance, ticket, own))
-        for ticket, _ in group.pieces:
-            if ticket.job is not None and ticket.job.prefilled is not None:
-                self._guarded([ticket], partial(self._prefilled, ticket))
+        for request, own in zip(group.decoding, logits, strict=True):
+            self._guarded([request], partial(self._advance, request, own))
+        for request, _ in group.pieces:
+            if request.job is not None and request.job.prefilled is not None:
+                self._guarded([request], partial(self._prefilled, request))
 
-    def _prefilled(self, ticket: Ticket) -> None:
+    def _prefilled(self, request: RequestState) -> None:
         """A prefill is done: choose the next token, and store what is new unless this is the second time."""
-        assert ticket.job is not None, "who was prefilled has a job"
-        prefilled = ticket.job.prefilled
+        assert request.job is not None, "who was prefilled has a job"
+        prefilled = request.job.prefilled
         assert prefilled is not None, "the job is done"
-        ticket.stop_reading()
-        if ticket.running is not None:
-            ticket.running.go_on_with(prefilled)
-            self._advance(ticket, prefilled.logits)
+        request.stop_reading()
+        if request.decode is not None:
+            request.decode.go_on_with(prefilled)
+            self._advance(request, prefilled.logits)
             return
-        assert ticket.admitted_s is not None, "who runs was admitted"
-        queue_s = ticket.admitted_s - ticket.arrived_s
-        running = self._preparation.running(ticket.prepared, prefilled, queue_s=queue_s)
+        assert request.admitted_s is not None, "who runs was admitted"
+        queue_s = request.admitted_s - request.arrived_s
+        running = self._preparer.running(request.prepared, prefilled, queue_s=queue_s)
         approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
-        ticket.plan = prefilled.plan if approximate else None
+        request.plan = prefilled.plan if approximate else None
         running.advance(prefilled.logits)
-        ticket.running, ticket.first_token_s = running, self._clock()
-        running.ttft_s = ticket.first_token_s - ticket.arrived_s
-        self._show(ticket)
+        request.decode, request.first_token_s = running, self._clock()
+        running.ttft_s = request.first_token_s - request.arrived_s
+        self._show(request)
         try:
             self._runner.store_new(prefilled)
         except Exception:  # what cannot be stored costs time later, and this request nothing
-            logger.exception("what request %d computed is not stored", ticket.id)
+            logger.exception("what request %d computed is not stored", request.id)
         running.without_captures()
-        self._finish_if_done(ticket)
+        self._finish_if_done(request)
 
-    def _advance(self, ticket: Ticket, logits: torch.Tensor) -> None:
-        assert ticket.running is not None, "who decodes has a token"
-        ticket.running.advance(logits)
-        self._show(ticket)
-        self._finish_if_done(ticket)
+    def _advance(self, request: RequestState, logits: torch.Tensor) -> None:
+        assert request.decode is not None, "who decodes has a token"
+        request.decode.advance(logits)
+        self._show(request)
+        self._finish_if_done(request)
 
-    def _show(self, ticket: Ticket) -> None:
-        assert ticket.running is not None, "who has text has a token"
-        text = ticket.running.text
-        ticket.deliver(StreamEvent(text[ticket.shown :]))
-        ticket.shown = len(text)
+    def _show(self, request: RequestState) -> None:
+        assert request.decode is not None, "who has text has a token"
+        text = request.decode.text
+        request.deliver(StreamEvent(text[request.shown :]))
+        request.shown = len(text)
 
-    def _finish_if_done(self, ticket: Ticket) -> None:
-        running = ticket.running
+    def _finish_if_done(self, request: RequestState) -> None:
+        running = request.decode
         if running is None or not running.done:
             return
         rest = running.finish()
         try:
-            self._preparation.end(ticket.prepared, running)
+            self._preparer.end(request.prepared, running)
         except Exception:  # what cannot be stored costs time in the conversation's next turn
-            logger.exception("what request %d said is not stored", ticket.id)
-        answer = running.answer(self._runner.model.geometry, self._clock() - ticket.first_token_s)
+            logger.exception("what request %d said is not stored", request.id)
+        answer = running.answer(self._runner.model.geometry, self._clock() - request.first_token_s)
         self._count(finished=1)
-        self._end(ticket, StreamEvent(rest, answer))
+        self._end(request, StreamEvent(rest, answer))
         if self._checks is not None:
-            self._checks.offer(running, greedy=ticket.prepared.request.sampling.greedy)
+            self._checks.offer(running, greedy=request.prepared.request.sampling.greedy)
 
-    def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> None:
+    def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
 
         What fails need not be known: of those that were together only the culprit fails again.
         """
         try:
-            if len(tickets) == 1:
-                tickets[0].context.copy().run(work)  # a copy, since one piece of work may be part of another
+            if len(requests) == 1:
+                requests[0].context.copy().run(work)  # a copy, since one piece of work may be part of another
             else:
                 work()
         except UsageError as error:
-            for ticket in tickets:
-                self._give_up(ticket, error)
+            for request in requests:
+                self._give_up(request, error)
         except Exception as error:  # the boundary between one request's fault and the others
-            logger.warning("%d requests failed together", len(tickets), exc_info=True)
-            for ticket in tickets:
-                self._try_again(ticket, error)
+            logger.warning("%d requests failed together", len(requests), exc_info=True)
+            for request in requests:
+                self._try_again(request, error)
 
-    def _try_again(self, ticket: Ticket, error: Exception) -> None:
-        if ticket.apart:
-            failed = RequestFailedError(f"request {ticket.id} failed twice, the second time with {error!r}")
+    def _try_again(self, request: RequestState, error: Exception) -> None:
+        if request.apart:
+            failed = RequestFailedError(f"request {request.id} failed twice, the second time with {error!r}")
             failed.__cause__ = error
-            self._give_up(ticket, failed)
+            self._give_up(request, failed)
         else:
-            ticket.apart = True
+            request.apart = True
             self._count(tried_again=1)
-            self._scheduler.put_back(ticket)
+            self._scheduler.put_back(request)
 
-    def _give_up(self, ticket: Ticket, error: ChunkweaveError) -> None:
+    def _give_up(self, request: RequestState, error: ChunkweaveError) -> None:
         self._count(failed=1)
-        self._end(ticket, error)
+        self._end(request, error)
 
-    def _end(self, ticket: Ticket, last: StreamEvent | Exception) -> None:
-        if not self._scheduler.end(ticket):
-            ticket.prefetch = self._look_ahead.take(ticket)
-            ticket.stop_reading()
-        del self._tickets[ticket.id]
-        self._preparation.abandon(ticket.prepared)
-        ticket.deliver(last)
+    def _end(self, request: RequestState, last: StreamEvent | Exception) -> None:
+        if not self._scheduler.end(request):
+            request.prefetch = self._look_ahead.take(request)
+            request.stop_reading()
+        del self._requests[request.id]
+        self._preparer.abandon(request.prepared)
+        request.deliver(last)
 
-    def _under_way(self, number: int) -> Ticket:
-        ticket = self._tickets.get(number)
-        if ticket is None:
+    def _under_way(self, number: int) -> RequestState:
+        request = self._requests.get(number)
+        if request is None:
             raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
-        return ticket
+        return request
 
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})

@@ -13,12 +13,12 @@ from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.engine.answer import Answer, Request, StreamEvent
 from chunkweave.engine.conversation import Conversation
-from chunkweave.engine.conversing import Conversing
+from chunkweave.engine.conversing import TurnBuilder
 from chunkweave.engine.engine_options import EngineOptions
 from chunkweave.engine.method_source import open_chooser, refuse_unknown
-from chunkweave.engine.preparation import Preparation, Prepared
+from chunkweave.engine.preparation import PreparedRequest, RequestPreparer
 from chunkweave.engine.runner import Decoding, Runner
-from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.running import DecodeState
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentSource
@@ -107,13 +107,13 @@ class Engine:
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
         self._checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
-        self.preparation = Preparation(
+        self.preparer = RequestPreparer(
             loaded,
             self.builder,
             self.runner,
             self._chooser,
             Arranger(ordering, store.tree, order=usual_order),
-            Conversing(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
+            TurnBuilder(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
             self.shadow,
         )
 
@@ -238,7 +238,7 @@ class Engine:
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then.
         """
-        prepared = self.preparation.prepare(request, MethodRequest.of(method, quality, recompute_ratio))
+        prepared = self.preparer.prepare(request, MethodRequest.of(method, quality, recompute_ratio))
         try:
             running = self._start(prepared, time.perf_counter(), 0.0)
             started = time.perf_counter()
@@ -246,10 +246,10 @@ class Engine:
             while not running.done:
                 yield StreamEvent(running.advance(self._decode([running])[0]))
             rest = running.finish()
-            self.preparation.end(prepared, running)
+            self.preparer.end(prepared, running)
             self._offer(prepared, running)
         finally:
-            self.preparation.abandon(prepared)
+            self.preparer.abandon(prepared)
         yield StreamEvent(rest, running.answer(self._geometry, time.perf_counter() - started))
 
     def generate_batch(
@@ -268,14 +268,14 @@ class Engine:
             UsageError: as `generate`; nothing has been computed then.
         """
         method_request = MethodRequest.of(method, quality, recompute_ratio)
-        prepared: list[Prepared] = []
+        prepared: list[PreparedRequest] = []
         try:
             for request in requests:
-                prepared.append(self.preparation.prepare(request, method_request))  # noqa: PERF401  (those begun must be ended)
+                prepared.append(self.preparer.prepare(request, method_request))  # noqa: PERF401  (those begun must be ended)
             return self._answer(prepared)
         finally:
             for one in prepared:
-                self.preparation.abandon(one)
+                self.preparer.abandon(one)
 
     def conversation(
         self, conversation_id: str | None = None, *, system: str | None = None, cache_salt: str = ""
@@ -289,7 +289,7 @@ class Engine:
             QueueFullError: there are as many conversations as may be, and all are being answered.
         """
         key = (cache_salt, conversation_id or uuid4().hex)
-        if self.conversations.standing(key) is None:
+        if self.conversations.state(key) is None:
             self.conversations.open(key, system)
         return Conversation(self, *key)
 
@@ -333,11 +333,11 @@ class Engine:
         if self._checks is not None:
             self._checks.run()
 
-    def _offer(self, prepared: Prepared, running: RunningRequest) -> None:
+    def _offer(self, prepared: PreparedRequest, running: DecodeState) -> None:
         if self._checks is not None:
             self._checks.offer(running, greedy=prepared.request.sampling.greedy)
 
-    def _answer(self, prepared: Sequence[Prepared]) -> list[Answer]:
+    def _answer(self, prepared: Sequence[PreparedRequest]) -> list[Answer]:
         """Prefill one after the other, decode together."""
         arrived = time.perf_counter()
         batch = [self._start(one, arrived, time.perf_counter() - arrived) for one in prepared]
@@ -348,22 +348,22 @@ class Engine:
         elapsed = time.perf_counter() - started
         for one, running in zip(prepared, batch, strict=True):
             running.finish()
-            self.preparation.end(one, running)
+            self.preparer.end(one, running)
             self._offer(one, running)
         return [running.answer(self._geometry, elapsed) for running in batch]
 
-    def _start(self, prepared: Prepared, arrived: float, queue_s: float) -> RunningRequest:
+    def _start(self, prepared: PreparedRequest, arrived: float, queue_s: float) -> DecodeState:
         """Prefill one request, choose its first token, and store what was computed."""
         new_tokens = prepared.room + len(prepared.closing)
         prefilled = self.runner.prefill(
             prepared.prompt, prepared.method, new_tokens=new_tokens, history=prepared.history
         )
-        running = self.preparation.running(prepared, prefilled, queue_s=queue_s)
+        running = self.preparer.running(prepared, prefilled, queue_s=queue_s)
         running.advance(prefilled.logits)
         running.ttft_s = time.perf_counter() - arrived
         self.runner.store_new(prefilled)
         return running
 
-    def _decode(self, active: Sequence[RunningRequest]) -> torch.Tensor:
+    def _decode(self, active: Sequence[DecodeState]) -> torch.Tensor:
         rows = [Decoding(running.prefilled.cache, running.pending, running.position) for running in active]
         return self.runner.step(rows, [])

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.ticket import Ticket
+from chunkweave.engine.ticket import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class LookAhead:
         self._runner = runner
         slow = any(level.background for level in runner.store.levels)
         self._max_bytes = max_bytes if slow else 0
-        self._waiting: dict[Ticket, Prefetch | None] = {}
+        self._waiting: dict[RequestState, Prefetch | None] = {}
 
     @property
     def nbytes(self) -> int:
@@ -34,24 +34,24 @@ class LookAhead:
         """Whether anything could be read now."""
         return self.nbytes < self._max_bytes
 
-    def look(self, tickets: Iterable[Ticket]) -> None:
+    def look(self, requests: Iterable[RequestState]) -> None:
         """Begin to read for those that were not looked at, the first first, as long as there is room."""
-        for ticket in tickets:
+        for request in requests:
             if not self.has_room:
                 return
-            if ticket not in self._waiting:
-                self._waiting[ticket] = self._begin(ticket)
+            if request not in self._waiting:
+                self._waiting[request] = self._begin(request)
 
-    def take(self, ticket: Ticket) -> Prefetch | None:
+    def take(self, request: RequestState) -> Prefetch | None:
         """What was read for a request that waits no longer; whoever takes it closes it."""
-        return self._waiting.pop(ticket, None)
+        return self._waiting.pop(request, None)
 
-    def _begin(self, ticket: Ticket) -> Prefetch | None:
-        prepared = ticket.prepared
+    def _begin(self, request: RequestState) -> Prefetch | None:
+        prepared = request.prepared
         try:
             prefetch = self._runner.prefetch(prepared.prompt, prepared.method, max_bytes=self._max_bytes - self.nbytes)
         except Exception:  # whatever it is, the request's own prefill finds out, and it alone pays for it
-            logger.warning("nothing is read ahead for request %d", ticket.id, exc_info=True)
+            logger.warning("nothing is read ahead for request %d", request.id, exc_info=True)
             return None
         if prefetch.nbytes:
             return prefetch

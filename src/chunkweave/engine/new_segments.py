@@ -1,6 +1,6 @@
 """Which parts of a prompt are kept while it is prefilled, and the segments that are stored of them afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
@@ -46,22 +46,7 @@ def parts_that_weave(plan: Plan, placements: Sequence[Placement]) -> Iterator[tu
 def segments_of(
     prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-    """The finished segments in prompt order, with their profiles if attention was captured."""
-
-    def profile(part: PartPlan, capture: PartCapture) -> AttentionProfile | None:
-        return None if attention is None else attention.profile(part, capture.recomputed, capture.attention_before)
-
-    for _, capture, record in captured_records(prompt, plan, captures, profile):
-        yield record, capture.segment()
-
-
-def captured_records(
-    prompt: Prompt,
-    plan: Plan,
-    captures: Sequence[PartCapture],
-    profile: Callable[[PartPlan, PartCapture], AttentionProfile | None],
-) -> Iterator[tuple[PartPlan, PartCapture, SegmentRecord]]:
-    """Each captured part in prompt order with the record of its segment, whose attention `profile` gives.
+    """The finished segments in prompt order, with their profiles if attention was captured.
 
     A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
     """
@@ -72,6 +57,7 @@ def captured_records(
         capture = captured.get(part.span)
         if capture is None or part.part.id is None:
             continue
+        profile = None if attention is None else attention.profile(part, capture.recomputed, capture.attention_before)
         record = SegmentRecord.of(
             part.part.id,
             context,
@@ -79,9 +65,9 @@ def captured_records(
             exact=exact,
             nbytes=capture.nbytes,
             source=part.part.source,
-            attention=profile(part, capture),
+            attention=profile,
         )
-        yield part, capture, record
+        yield record, capture.segment()
 
 
 def _attention_of(part: PartPlan, store: TieredStore[SegmentSource]) -> AttentionProfile | None:

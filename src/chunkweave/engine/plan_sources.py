@@ -8,14 +8,12 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.prefetch import Prefetch
-from chunkweave.engine.turns import Turn
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, too_slow, without
 from chunkweave.planning.method import ReuseMethod, with_history
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.planning.turns import with_kept
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
@@ -24,7 +22,7 @@ from chunkweave.types import SegmentId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
+class PrefillContext:
     """What all prefills of one runner share; its attributes say what each is for."""
 
     model: HuggingFaceModel
@@ -37,27 +35,24 @@ class Surroundings:
 
 
 def make_plan(
-    here: Surroundings,
+    context: PrefillContext,
     prompt: Prompt,
     method: ReuseMethod,
     *,
     given_up: Collection[SegmentId] = (),
-    earlier: Turn | None = None,
     history: Mapping[int, SegmentId] | None = None,
 ) -> Plan:
     """Plan with what is stored, but for what was given up or takes longer to load than to compute.
 
     `history` has the segments of a conversation's earlier turns by the place of their part.
     """
-    lookup = without(here.store.lookup(prompt), given_up)
+    lookup = without(context.store.lookup(prompt), given_up)
     if history:
-        lookup = with_history(lookup, dict(_stored(history, here.store, given_up)))
-    if here.cost is not None:
-        lookup = without(lookup, too_slow(lookup, here.cost, here.store.tier_of))
-    if earlier is not None:
-        lookup = with_kept(lookup, prompt, earlier.kept)
-    plan = method.plan(lookup, here.model.geometry)
-    plan.validate(here.model.geometry.num_layers)
+        lookup = with_history(lookup, dict(_stored(history, context.store, given_up)))
+    if context.cost is not None:
+        lookup = without(lookup, too_slow(lookup, context.cost, context.store.tier_of))
+    plan = method.plan(lookup, context.model.geometry)
+    plan.validate(context.model.geometry.num_layers)
     return plan
 
 
@@ -81,32 +76,30 @@ class PlanSources:
     `placements` says where every segment goes. Owned by the request whose plan it is.
     """
 
-    def __init__(
-        self, here: Surroundings, plan: Plan, *, prefetched: Prefetch | None, held: Mapping[SegmentId, SegmentKV]
-    ) -> None:
-        """Pin and start to read. What an earlier turn `held` or what was `prefetched` comes from there."""
-        self._lease = here.store.lease(plan.segments())
+    def __init__(self, context: PrefillContext, plan: Plan, *, prefetched: Prefetch | None) -> None:
+        """Pin and start to read; what was `prefetched` comes from there."""
+        self._lease = context.store.lease(plan.segments())
         self._loader: LayerLoader | None = None
         exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
         sources: dict[SegmentId, SegmentSource] = {}
         slow: list[tuple[SegmentId, SegmentSource]] = []
         for segment in plan.segments():
-            ahead = held.get(segment) or (prefetched.find(segment) if prefetched is not None else None)
-            source = ahead or here.store.get(segment, exact=segment in exact) or Gone(segment)
+            ahead = None if prefetched is None else prefetched.find(segment)
+            source = ahead or context.store.get(segment, exact=segment in exact) or Gone(segment)
             sources[segment] = source
-            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, here.model.device):
+            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, context.model.device):
                 slow.append((segment, source))
         if prefetched is not None:
             prefetched.start_using()
         if slow:
-            wait_s = here.cost.prefill(max(source.tokens for _, source in slow)) if here.cost else None
+            wait_s = context.cost.prefill(max(source.tokens for _, source in slow)) if context.cost else None
             self._loader = LayerLoader(
                 slow,
-                here.model.geometry.num_layers,
-                order=here.load_order,
+                context.model.geometry.num_layers,
+                order=context.load_order,
                 wait_s=wait_s,
-                send=here.send,
-                memory=here.memory,
+                send=context.send,
+                memory=context.memory,
             )
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()

@@ -11,10 +11,9 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.new_segments import parts_that_weave, parts_to_keep, segments_of
-from chunkweave.engine.plan_sources import PlanSources, Surroundings, make_plan
+from chunkweave.engine.plan_sources import PlanSources, PrefillContext, make_plan
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefilled import Prefilled
-from chunkweave.engine.turns import Turn, turn_captures, turn_of
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import RequestCache
@@ -32,8 +31,8 @@ logger = logging.getLogger(__name__)
 class PrefillOptions:
     """What a prefill starts from and what is kept of it.
 
-    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards, with `keep_turn` the
-    conversation can go on from it; `earlier` is the turn that it goes on from, `prefetched` what was read ahead.
+    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards. `prefetched` is
+    what was read ahead.
 
     A prefill that was given up during decoding is made again with what it had `generated` by then, computed behind the
     prompt as decoding would have; nothing is captured then. `plan` is what it was executed by, and will be again unless
@@ -45,8 +44,6 @@ class PrefillOptions:
 
     new_tokens: int = 0
     capture: bool = True
-    keep_turn: bool = False
-    earlier: Turn | None = None
     prefetched: Prefetch | None = None
     generated: tuple[int, ...] = ()
     plan: Plan | None = None
@@ -55,11 +52,14 @@ class PrefillOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A pass or a slice of one. Parts are captured for the store in the prompt's last pass, for turns in all whole."""
+    """A pass or a slice of one.
+
+    Parts are captured for the store in the prompt's last pass, for a conversation in all whole ones.
+    """
 
     a_pass: Pass
     captures: bool
-    turns: bool
+    whole: bool
     in_slices: bool = False
 
 
@@ -84,10 +84,10 @@ class PrefillJob:
     lost, `go_on_without` it plans again; what was computed by then is lost too. Owned by one request.
     """
 
-    def __init__(self, here: Surroundings, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> None:
+    def __init__(self, context: PrefillContext, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> None:
         """Plan and begin to load; nothing is computed yet."""
         self.prefilled: Prefilled | None = None
-        self._here = here
+        self._context = context
         self._prompt = prompt
         self._method = method
         self._options = options
@@ -141,12 +141,12 @@ class PrefillJob:
             self._cache,
             self._ids,
             step.a_pass,
-            dtype=self._here.model.dtype,
+            dtype=self._context.model.dtype,
             evidence=self._progress.evidence,
             recomputed=self._progress.recomputed,
             answers=len(self._steps) == 1,
         )
-        captures = (*(self._captures if step.captures else ()), *((*self._kept, *self._woven) if step.turns else ()))
+        captures = (*(self._captures if step.captures else ()), *(self._woven if step.whole else ()))
         if captures:
             rows.keep(captures, self._attention if step.captures else None, in_slices=step.in_slices)
         self._progress.weave_s += time.perf_counter() - started
@@ -184,7 +184,7 @@ class PrefillJob:
         logger.warning("%s; it is computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
         if not isinstance(lost, SegmentLate):
-            self._here.store.remove(SegmentId(lost.segment))
+            self._context.store.remove(SegmentId(lost.segment))
         self.close()
         self._open()
 
@@ -198,18 +198,15 @@ class PrefillJob:
         self._sources.close()
 
     def _open(self, plan: Plan | None = None) -> None:
-        options, model = self._options, self._here.model
-        earlier = options.earlier
+        options, model = self._options, self._context.model
         self.plan = plan or make_plan(
-            self._here,
+            self._context,
             self._prompt,
             self._method,
             given_up=self._given_up,
-            earlier=earlier,
             history=options.history,
         )
-        held = earlier.segments if earlier is not None else {}
-        self._sources = PlanSources(self._here, self.plan, prefetched=options.prefetched, held=held)
+        self._sources = PlanSources(self._context, self.plan, prefetched=options.prefetched)
         started = time.perf_counter()
         self._lookup_s = started - self._began
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
@@ -224,7 +221,6 @@ class PrefillJob:
             kept_from=None if options.history is None else self._prompt.spans()[-1].start,
         )
         self._captures, self._attention = self._new_captures()
-        self._kept = self._turn_captures() if options.keep_turn else ()
         self._woven = self._woven_captures() if options.history is not None else ()
         self._steps = deque(_steps_of(self.plan, behind=len(options.generated)))
         self._progress = _Progress(weave_s=time.perf_counter() - started)
@@ -232,10 +228,10 @@ class PrefillJob:
     def _new_captures(self) -> tuple[Sequence[PartCapture], AttentionCapture | None]:
         if not self._options.capture or self._options.generated:
             return (), None
-        model, config = self._here.model, self._here.capture
+        model, config = self._context.model, self._context.capture
         fraction = config.woven_fraction if self._options.history is None else None
         parts = parts_to_keep(
-            self._prompt, self.plan, self._sources.placements, self._here.store, woven_fraction=fraction
+            self._prompt, self.plan, self._sources.placements, self._context.store, woven_fraction=fraction
         )
         captures = [
             PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
@@ -245,20 +241,11 @@ class PrefillJob:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
 
-    def _turn_captures(self) -> Sequence[PartCapture]:
-        earlier = self._options.earlier
-        kept = earlier.kept if earlier is not None else {}
-        records = {
-            segment: kept[segment].record if segment in kept else self._here.store.record(segment)
-            for segment in self.plan.segments()
-        }
-        return tuple(turn_captures(self.plan, self._sources.placements, records, self._here.model))
-
     def _woven_captures(self) -> Sequence[PartCapture]:
         """For all that may be recomputed: a conversation goes on from it as it is woven now."""
         if self._options.generated:
             return ()
-        model = self._here.model
+        model = self._context.model
         parts = parts_that_weave(self.plan, self._sources.placements)
         return [
             PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
@@ -268,7 +255,6 @@ class PrefillJob:
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
         self._cache.release_segments()
-        turn = turn_of(self._prompt, self.plan, self._kept) if self._options.keep_turn else None
         self._note_reuse()
         self.prefilled = Prefilled(
             prompt=self._prompt,
@@ -285,7 +271,6 @@ class PrefillJob:
             load_s=self._progress.load_s,
             weave_s=self._progress.weave_s + time.perf_counter() - started,
             loaded=tuple(self._sources.loaded()),
-            turn=turn,
             woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
             lost_segments=len(self._given_up),
         )
@@ -296,17 +281,17 @@ class PrefillJob:
         for part in self.plan.parts:
             if part.segment is not None:
                 unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self._here.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
+                self._context.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
 
 
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:
     """The plan's passes, and one over the `behind` tokens that come after the prompt."""
     last = len(plan.passes) - 1
     steps = [
-        _Step(a_pass, captures=number == last, turns=number == last or a_pass.depth is None)
+        _Step(a_pass, captures=number == last, whole=number == last or a_pass.depth is None)
         for number, a_pass in enumerate(plan.passes)
     ]
     if behind:
         rest = Span(plan.prompt_tokens, plan.prompt_tokens + behind)
-        steps.append(_Step(Pass(required=(rest,)), captures=False, turns=False))
+        steps.append(_Step(Pass(required=(rest,)), captures=False, whole=False))
     return steps

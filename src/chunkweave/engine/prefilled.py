@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.engine.turns import Turn
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentKV
@@ -23,7 +22,7 @@ class Prefilled:
     over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
     it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
-    `loaded` are the segments that came from a slower tier, `turn` what the conversation's next turn can go on from.
+    `loaded` are the segments that came from a slower tier.
     `woven` are the reused parts that a conversation keeps as they were recomputed.
     `lost_segments` is how many were planned with and could not be read.
     """
@@ -42,6 +41,5 @@ class Prefilled:
     load_s: float
     weave_s: float
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
-    turn: Turn | None = None
     woven: tuple[PartCapture, ...] = ()
     lost_segments: int = 0

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.answer import Request
-from chunkweave.engine.conversing import Conversing, TurnUnderWay, history_after
+from chunkweave.engine.conversing import TurnBuilder, TurnUnderWay, history_after
 from chunkweave.engine.detokenizer import Detokenizer
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.running import DecodeState
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
@@ -23,7 +23,7 @@ from chunkweave.types import SegmentId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedRequest:
     """A request with its prompt, the method that was chosen for it, and how many tokens it may generate."""
 
     request: Request
@@ -49,7 +49,7 @@ class Prepared:
         return self.arranged.prompt
 
 
-class Preparation:
+class RequestPreparer:
     """Makes prompts, puts their chunks in order, and chooses methods, with one model's parts.
 
     Its only state is what the arranger has counted. One caller at a time.
@@ -62,7 +62,7 @@ class Preparation:
         runner: Runner,
         chooser: MethodChooser,
         arranger: Arranger,
-        conversing: Conversing,
+        turn_builder: TurnBuilder,
         shadow: ShadowMonitor | None = None,
     ) -> None:
         """Of these parts; `shadow`, if there is one, may switch to the exact method what was chosen."""
@@ -70,7 +70,7 @@ class Preparation:
         self.runner = runner
         self.chooser = chooser
         self.arranger = arranger
-        self.conversing = conversing
+        self.turn_builder = turn_builder
         self.shadow = shadow
         self._builder = builder
 
@@ -81,7 +81,7 @@ class Preparation:
         *,
         most_tokens: int | None = None,
         speculative: bool = False,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Everything that can be said about a request before anything is computed. It counts as asked for then.
 
         `end` or `abandon` it. A `speculative` one counts once it is confirmed. A conversation is cut down to
@@ -103,32 +103,32 @@ class Preparation:
                 request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
             )
         else:
-            turn, prompt = self.conversing.begin(request, most_tokens=most_tokens)
+            turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
         arranged = self.arranger.arrange(prompt, order, counted=not speculative)
         if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
             method = PrefixGrowingMethod(method, arranged.promotion)
-        return Prepared(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
+        return PreparedRequest(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
 
-    def confirm(self, prepared: Prepared) -> None:
+    def confirm(self, prepared: PreparedRequest) -> None:
         """A speculative request is asked for."""
         self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
-    def end(self, prepared: Prepared, running: RunningRequest) -> None:
+    def end(self, prepared: PreparedRequest, running: DecodeState) -> None:
         """Keep a complete answer for its conversation, if it is one's."""
         if prepared.turn is not None:
-            self.conversing.end(prepared.turn, running)
+            self.turn_builder.end(prepared.turn, running)
 
-    def abandon(self, prepared: Prepared) -> None:
+    def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
-            self.conversing.abandon(prepared.turn)
+            self.turn_builder.abandon(prepared.turn)
 
-    def running(self, prepared: Prepared, prefilled: Prefilled, *, queue_s: float) -> RunningRequest:
+    def running(self, prepared: PreparedRequest, prefilled: Prefilled, *, queue_s: float) -> DecodeState:
         """A prefilled request without a token yet. Call it before what was loaded is promoted and what is new stored:
         where segments were found is noted here, and storing may evict them.
         """
-        return RunningRequest(
+        return DecodeState(
             prepared.request,
             prefilled,
             Detokenizer(self.loaded.tokenizer.decode, prepared.request.sampling.stop),

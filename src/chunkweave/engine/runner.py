@@ -10,11 +10,10 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.new_segments import segments_of
-from chunkweave.engine.plan_sources import Surroundings, make_plan, must_be_loaded
+from chunkweave.engine.plan_sources import PrefillContext, make_plan, must_be_loaded
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
 from chunkweave.engine.prefilled import Prefilled
-from chunkweave.engine.turns import Turn
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
 from chunkweave.fusion.rows import ActiveRows
@@ -77,7 +76,7 @@ class Runner:
         self.load_order = load_order
         self.compute = compute or ComputeConfig()
         self.attention = make_attention(self.compute.attention, model.geometry, dtype=model.dtype, device=model.device)
-        self._graphed = self._graphed_decode()
+        self.graphed = self._graphed_decode()
         self._send = copies_to(model.device).send
         self._memory = host_memory_for(model.device, self.compute.pinned_bytes)
 
@@ -96,11 +95,6 @@ class Runner:
             )
         return limit - len(prompt)
 
-    @property
-    def records_decoding(self) -> bool:
-        """Whether decode steps were recorded on the device, and none failed to be."""
-        return self._graphed is not None and self._graphed.in_use
-
     @torch.inference_mode()
     def prefill(
         self,
@@ -110,19 +104,15 @@ class Runner:
         new_tokens: int = 0,
         capture: bool = True,
         prefetched: Prefetch | None = None,
-        earlier: Turn | None = None,
-        keep_turn: bool = False,
         history: Mapping[int, SegmentId] | None = None,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
-        nothing can be stored afterwards. With `keep_turn` the result has a `turn`; given as `earlier` to a prompt that
-        goes on from this one, its parts are taken as they were woven, and what was recomputed in them stays. `history`
-        makes it the prompt of a conversation (`PrefillOptions`).
+        nothing can be stored afterwards. `history` makes it the prompt of a conversation (`PrefillOptions`).
         """
         self.room_for_new_tokens(prompt)
-        options = PrefillOptions(new_tokens, capture, keep_turn, earlier, prefetched, history=history)
+        options = PrefillOptions(new_tokens, capture, prefetched, history=history)
         with self.start(prompt, method, options) as job:
             while job.prefilled is None:
                 try:
@@ -133,7 +123,7 @@ class Runner:
 
     def start(self, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> PrefillJob:
         """Plan a prefill that `step` executes, piece by piece; close it."""
-        return PrefillJob(self._surroundings, prompt, method, options)
+        return PrefillJob(self._context, prompt, method, options)
 
     @torch.inference_mode()
     def step(
@@ -153,9 +143,9 @@ class Runner:
             SegmentLost: a job was still loading, and a segment does not come; no other job may be in that step.
         """
         plain = all(one.cache.kept_from is None for one in decoding)  # a conversation keeps its keys before RoPE
-        if self._graphed is not None and not prefilling and plain:
+        if self.graphed is not None and not prefilling and plain:
             decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
-            logits = self._graphed.decode(*zip(*decodes_one, strict=True))
+            logits = self.graphed.decode(*zip(*decodes_one, strict=True))
             if logits is not None:
                 return logits
         if interrupt is not None:
@@ -188,7 +178,7 @@ class Runner:
         that a queue of waiting requests fills memory no further than it helps. Of segments that together take more than
         `max_bytes` those that stand first in the prompt are read, as many as fit.
         """
-        plan = make_plan(self._surroundings, prompt, method)
+        plan = make_plan(self._context, prompt, method)
         lease = self.store.lease(plan.segments())
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
         slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
@@ -228,8 +218,10 @@ class Runner:
         return sum(self.store.insert(record, kv) for record, kv in job.computed())
 
     @property
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(self.model, self.store, self.cost, self.load_order, self.capture, self._send, self._memory)
+    def _context(self) -> PrefillContext:
+        return PrefillContext(
+            self.model, self.store, self.cost, self.load_order, self.capture, self._send, self._memory
+        )
 
     def _graphed_decode(self) -> "GraphedDecode | None":
         """Recorded decode steps, if they are asked for and this is a GPU that our kernel runs on."""

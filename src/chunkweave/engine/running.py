@@ -17,7 +17,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, SegmentId
 
 
-class RunningRequest:
+class DecodeState:
     """What has been generated for one prefilled request, and what its answer will have to tell."""
 
     def __init__(

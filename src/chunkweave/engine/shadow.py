@@ -12,7 +12,7 @@ from chunkweave.engine.block_pool import BlockPool
 from chunkweave.engine.prefill_job import PrefillOptions
 from chunkweave.engine.prefilled import Prefilled
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.running import DecodeState
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
@@ -108,7 +108,7 @@ class ShadowChecks:
         """How many requests may be under way while a check goes on."""
         return self._monitor.config.beside
 
-    def offer(self, running: RunningRequest, *, greedy: bool) -> None:
+    def offer(self, running: DecodeState, *, greedy: bool) -> None:
         """A request was answered; if it was woven and its turn has come, it waits to be checked."""
         prefilled, config = running.prefilled, self._monitor.config
         if all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():

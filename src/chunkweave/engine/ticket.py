@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from chunkweave.engine.answer import StreamEvent
 from chunkweave.engine.prefetch import Prefetch
 from chunkweave.engine.prefill_job import PrefillJob
-from chunkweave.engine.preparation import Prepared
-from chunkweave.engine.running import RunningRequest
+from chunkweave.engine.preparation import PreparedRequest
+from chunkweave.engine.running import DecodeState
 from chunkweave.planning.plan import Plan
 from chunkweave.scheduling.queue import Waiting
 from chunkweave.types import ChunkId
@@ -18,11 +18,11 @@ Deliver = Callable[[StreamEvent | Exception], None]
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestState:
     """A request's state; only the core changes it.
 
     Times are those of the core's clock. It waits, or is prefilled (`job`), or decodes; it holds blocks unless it waits.
-    `running` is there from its first token on, preempted or not. `plan` is what it was woven by, if another plan could
+    `decode` is there from its first token on, preempted or not. `plan` is what it was woven by, if another plan could
     give other tokens. Once it has failed it runs `apart` from all others. `shown` is how much text was delivered.
     As long as it is `speculative` it yields to all that are not. Time in the queue counts from `waits_since_s`: its
     arrival, or when it was confirmed. `number` is its place in the order of arrival, or of confirmation; speculations
@@ -31,16 +31,16 @@ class Ticket:
     """
 
     id: int
-    prepared: Prepared
+    prepared: PreparedRequest
     deliver: Deliver
     arrived_s: float
     deadline_s: float | None
     number: int = field(init=False)
-    waiting: "Waiting[Ticket] | None" = None
+    waiting: "Waiting[RequestState] | None" = None
     admitted_s: float | None = None
     first_token_s: float = 0.0
     job: PrefillJob | None = None
-    running: RunningRequest | None = None
+    decode: DecodeState | None = None
     plan: Plan | None = None
     passed_over: int = 0
     apart: bool = False
@@ -56,7 +56,7 @@ class Ticket:
     @property
     def generated(self) -> tuple[int, ...]:
         """Its tokens so far."""
-        return () if self.running is None else self.running.generated
+        return () if self.decode is None else self.decode.generated
 
     @property
     def tokens(self) -> int:

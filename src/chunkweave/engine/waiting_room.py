@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Callable
 
-from chunkweave.engine.ticket import Ticket
+from chunkweave.engine.ticket import RequestState
 from chunkweave.scheduling.queue import CacheAwareQueue, StoredPrefixes
 
-Fits = Callable[[Ticket], bool]
+Fits = Callable[[RequestState], bool]
 
 
-class WaitingRoom:
+class RequestQueue:
     """The cache-aware queue, and behind it the speculations, first come first served.
 
     A speculation that is confirmed takes its place in the queue then, as if it had arrived only now: so it is ahead of
@@ -17,8 +17,8 @@ class WaitingRoom:
     """
 
     def __init__(self, tree: StoredPrefixes, *, window: int) -> None:
-        self._queue: CacheAwareQueue[Ticket] = CacheAwareQueue(tree, window=window)
-        self._speculations: dict[int, Ticket] = {}
+        self._queue: CacheAwareQueue[RequestState] = CacheAwareQueue(tree, window=window)
+        self._speculations: dict[int, RequestState] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -34,53 +34,53 @@ class WaitingRoom:
         """How many of those that wait are not confirmed."""
         return len(self._speculations)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, request: RequestState) -> None:
         """Let a request wait, and give it its number."""
-        if ticket.speculative:
-            ticket.number = next(self._numbers)
-            self._speculations[ticket.number] = ticket
+        if request.speculative:
+            request.number = next(self._numbers)
+            self._speculations[request.number] = request
         else:
-            ticket.waiting = self._queue.submit(ticket, ticket.path, len(ticket.prepared.prompt))
-            ticket.number = ticket.waiting.number
+            request.waiting = self._queue.submit(request, request.path, len(request.prepared.prompt))
+            request.number = request.waiting.number
 
-    def put_back(self, ticket: Ticket) -> None:
+    def put_back(self, request: RequestState) -> None:
         """Let a request that was taken out wait again in its old place."""
-        if ticket.speculative:
-            self._speculations[ticket.number] = ticket
+        if request.speculative:
+            self._speculations[request.number] = request
         else:
-            assert ticket.waiting is not None, "it had a place in the queue"
-            self._queue.put_back(ticket.waiting)
+            assert request.waiting is not None, "it had a place in the queue"
+            self._queue.put_back(request.waiting)
 
-    def confirm(self, ticket: Ticket) -> None:
+    def confirm(self, request: RequestState) -> None:
         """A speculation becomes a request like others, whether it waits or runs."""
-        waits = self._speculations.pop(ticket.number, None) is not None
-        ticket.speculative = False
+        waits = self._speculations.pop(request.number, None) is not None
+        request.speculative = False
         if waits:
-            self.add(ticket)
+            self.add(request)
         else:
-            ticket.waiting = self._queue.place(ticket, ticket.path, len(ticket.prepared.prompt))
-            ticket.number = ticket.waiting.number
+            request.waiting = self._queue.place(request, request.path, len(request.prepared.prompt))
+            request.number = request.waiting.number
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, request: RequestState) -> None:
         """A request is given up; one that does not wait is left alone."""
-        if ticket.speculative:
-            self._speculations.pop(ticket.number, None)
+        if request.speculative:
+            self._speculations.pop(request.number, None)
         else:
-            self._queue.remove(ticket)
+            self._queue.remove(request)
 
-    def pop(self, fits: Fits) -> Ticket | None:
+    def pop(self, fits: Fits) -> RequestState | None:
         """Take out the confirmed request that is served next among those that fit."""
         waiting = self._queue.pop(lambda one: fits(one.request))
         return None if waiting is None else waiting.request
 
-    def pop_speculation(self, fits: Fits) -> Ticket | None:
+    def pop_speculation(self, fits: Fits) -> RequestState | None:
         """Take out the oldest speculation if it fits, and if nobody else waits."""
         oldest = min(self._speculations, default=None)
         if oldest is None or len(self._queue) or not fits(self._speculations[oldest]):
             return None
         return self._speculations.pop(oldest)
 
-    def next(self, count: int) -> list[Ticket]:
+    def next(self, count: int) -> list[RequestState]:
         """The confirmed requests that are served next as things stand."""
         return [waiting.request for waiting in self._queue.next(count)]
 

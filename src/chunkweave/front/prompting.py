@@ -12,7 +12,7 @@ from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig
 from chunkweave.engine.answer import Request
-from chunkweave.engine.conversing import Conversing, TurnUnderWay
+from chunkweave.engine.conversing import TurnBuilder, TurnUnderWay
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.ordering.conversations import Conversations
 from chunkweave.ordering.ordering import ChunkOrder
@@ -68,7 +68,7 @@ class Prompting:
         self.chooser = chooser or MethodChooser()
         self.builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{model}")
         self.conversations = Conversations(conversations)
-        self._conversing = Conversing(self.builder, None, self.conversations, most_tokens)
+        self._turn_builder = TurnBuilder(self.builder, None, self.conversations, most_tokens)
         self._most_tokens = most_tokens
         self._usual_order = usual_order
         self._shadow = shadow
@@ -90,11 +90,11 @@ class Prompting:
                     request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
                 )
             else:
-                turn, prompt = self._conversing.begin(request)
+                turn, prompt = self._turn_builder.begin(request)
         room = self._most_tokens - len(prompt) - (0 if turn is None else len(turn.closing))
         if room < 1:
             if turn is not None:
-                self._conversing.abandon(turn)
+                self._turn_builder.abandon(turn)
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens, but the model's context holds {self._most_tokens}, "
                 f"the answer counted: send fewer or smaller documents"
@@ -114,12 +114,12 @@ class Prompting:
             said = answer_ids if text is None else self.tokenizer.encode(text)
             while said and said[-1] in self.tokenizer.stop_ids:  # what ends a turn comes from the template
                 said = said[:-1]
-            self._conversing.said(prepared.turn, prompt, said)
+            self._turn_builder.said(prepared.turn, prompt, said)
 
     def abandon(self, prepared: Prepared) -> None:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
-            self._conversing.abandon(prepared.turn)
+            self._turn_builder.abandon(prepared.turn)
 
     def _choice(self, method_request: MethodRequest) -> MethodChoice:
         choice = self.chooser.choose(method_request)

@@ -19,18 +19,18 @@ OnSegments = Callable[[Collection[SegmentId]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ConversationState:
     """A conversation as it is between two turns. `system` is its instruction, None the template's own."""
 
     turns: tuple[PastTurn, ...] = ()
     system: str | None = None
-    asked: int = 0
+    turn_count: int = 0
     """Turns so far, with those that were cut off."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    standing: Standing
+    state: ConversationState
     used_s: float
     busy: bool = False
 
@@ -64,12 +64,12 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def standing(self, key: Key) -> Standing | None:
+    def state(self, key: Key) -> ConversationState | None:
         """A conversation as of its last finished turn; None if there is none of that key."""
         with self._changing():
             self._expire()
             entry = self._entries.get(key)
-            return None if entry is None else entry.standing
+            return None if entry is None else entry.state
 
     def open(self, key: Key, system: str | None = None) -> None:
         """Begin a conversation that has no turn yet, with an instruction of its own.
@@ -82,9 +82,9 @@ class Conversations:
             self._expire()
             if key in self._entries:
                 raise UsageError(f"there is a conversation {key[1]!r} already: go on with it, or close it")
-            self._enter(key, Standing(system=system))
+            self._enter(key, ConversationState(system=system))
 
-    def begin(self, key: Key) -> Standing:
+    def begin(self, key: Key) -> ConversationState:
         """Begin a turn, of a new conversation if there is none of that key.
 
         Raises:
@@ -93,25 +93,25 @@ class Conversations:
         """
         with self._changing():
             self._expire()
-            entry = self._entries.get(key) or self._enter(key, Standing())
+            entry = self._entries.get(key) or self._enter(key, ConversationState())
             if entry.busy:
                 raise ConversationBusyError(
                     f"the conversation {key[1]!r} is still being answered: wait for that answer, or abort it"
                 )
             entry.busy = True
-            return entry.standing
+            return entry.state
 
-    def commit(self, key: Key, before: Standing, after: Standing) -> None:
+    def commit(self, key: Key, before: ConversationState, after: ConversationState) -> None:
         """End a turn that began with `before`: the conversation is as `after` says, unless it was closed meanwhile."""
         with self._changing():
             if self._rest(key, before):
-                self._entries[key].standing = after
+                self._entries[key].state = after
                 self._holders.update(_own(after.turns))
                 self._let_go(_own(before.turns))
-        if (held := _own(after.turns) - _own(before.turns)) and self.standing(key) is after:
+        if (held := _own(after.turns) - _own(before.turns)) and self.state(key) is after:
             self._kept(held)
 
-    def abandon(self, key: Key, before: Standing) -> None:
+    def abandon(self, key: Key, before: ConversationState) -> None:
         """End a turn without an answer: the conversation is as it was `before`. A second time is harmless."""
         with self._lock:
             self._rest(key, before)
@@ -142,19 +142,19 @@ class Conversations:
             if free:
                 self._released(free)
 
-    def _enter(self, key: Key, standing: Standing) -> _Entry:
+    def _enter(self, key: Key, state: ConversationState) -> _Entry:
         if len(self._entries) >= self.config.max_conversations:
             idle = next((other for other, entry in self._entries.items() if not entry.busy), None)
             if idle is None:
                 raise QueueFullError(f"{len(self._entries)} conversations are being answered, and no more may be")
             self._drop(idle)
-        entry = self._entries[key] = _Entry(standing, self._clock())
+        entry = self._entries[key] = _Entry(state, self._clock())
         return entry
 
-    def _rest(self, key: Key, before: Standing) -> bool:
+    def _rest(self, key: Key, before: ConversationState) -> bool:
         """Whether the turn that began with `before` is still going on; from now on it is not."""
         entry = self._entries.get(key)
-        if entry is None or not entry.busy or entry.standing is not before:
+        if entry is None or not entry.busy or entry.state is not before:
             return False
         entry.busy, entry.used_s = False, self._clock()
         self._entries[key] = self._entries.pop(key)
@@ -170,7 +170,7 @@ class Conversations:
         return len(expired)
 
     def _drop(self, key: Key) -> None:
-        self._let_go(_own(self._entries.pop(key).standing.turns))
+        self._let_go(_own(self._entries.pop(key).state.turns))
 
     def _let_go(self, segments: Collection[SegmentId]) -> None:
         self._holders.subtract(segments)

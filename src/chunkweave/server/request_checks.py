@@ -40,8 +40,8 @@ def check_earlier(conversations: Conversations, conversation_id: str | None, sal
     """
     if conversation_id is None or not earlier:
         return
-    standing = conversations.standing((salt, conversation_id))
-    here = 0 if standing is None else standing.asked
+    standing = conversations.state((salt, conversation_id))
+    here = 0 if standing is None else standing.turn_count
     if earlier != here:
         told = (
             f"the messages hold {earlier} earlier questions, but this conversation has had {here} here: "
