@@ -33,8 +33,8 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave.config import ConversationConfig, SamplingParams
-from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.request import Answer
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.worlds.questions import sample_request

@@ -15,7 +15,7 @@ from bench_setup import Report, load_model, parser_of, prompt_of, runner_over, s
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig, ReuseConfig
-from chunkweave.engine.prefill_job import PrefillOptions
+from chunkweave.engine.prefill import PrefillOptions
 from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
-    from chunkweave.engine.answer import Answer, Request, StreamEvent
-    from chunkweave.engine.answer_stream import AnswerStream
-    from chunkweave.engine.async_engine import AsyncEngine
-    from chunkweave.engine.conversation import Conversation
-    from chunkweave.engine.engine import Engine
+    from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+    from chunkweave.engine.engine import Conversation, Engine
+    from chunkweave.engine.request import Answer, Request, StreamEvent
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
@@ -51,14 +49,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "chunkweave.engine.answer",
-    "AnswerStream": "chunkweave.engine.answer_stream",
+    "Answer": "chunkweave.engine.request",
+    "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.async_pipeline",
     "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
-    "Conversation": "chunkweave.engine.conversation",
+    "Conversation": "chunkweave.engine.engine",
     "ConversationConfig": "chunkweave.config",
     "Corpus": "chunkweave.retrieval.corpus",
     "CorpusDocument": "chunkweave.retrieval.documents",
@@ -66,12 +64,12 @@ _HOMES = {
     "OrderingConfig": "chunkweave.ordering.ordering",
     "RagAnswer": "chunkweave.retrieval.pipeline",
     "RagPipeline": "chunkweave.retrieval.pipeline",
-    "Request": "chunkweave.engine.answer",
+    "Request": "chunkweave.engine.request",
     "ReuseConfig": "chunkweave.config",
     "ReuseReport": "chunkweave.metrics",
     "SamplingParams": "chunkweave.config",
     "StoreConfig": "chunkweave.config",
-    "StreamEvent": "chunkweave.engine.answer",
+    "StreamEvent": "chunkweave.engine.request",
 }
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.engine.answer import Durations, make_report
+from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spread
 from chunkweave.fusion.loop import run_pass

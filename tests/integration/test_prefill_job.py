@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
-from chunkweave.engine.new_segments import segments_of
-from chunkweave.engine.prefill_job import PrefillOptions
-from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.prefill import Prefilled, PrefillOptions, segments_of
 from chunkweave.engine.runner import Decoding
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.planning.method import make_method

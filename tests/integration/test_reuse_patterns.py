@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.engine.answer import Durations, make_report
+from chunkweave.engine.request import Durations, make_report
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
-from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ConversationConfig
+from chunkweave.conversation.registry import Conversations, ConversationState
+from chunkweave.conversation.turns import HistoryPart, PastTurn, next_turn
 from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
-from chunkweave.ordering.conversation import HistoryPart, PastTurn, next_turn
-from chunkweave.ordering.conversations import Conversations, ConversationState
 from chunkweave.types import ChunkId, SegmentId
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.engine.detokenizer import Detokenizer
+from chunkweave.engine.decode import Detokenizer
 
 
 def stream(text: bytes, stop=()) -> tuple[list[str], Detokenizer]:

@@ -13,7 +13,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import make_method, stale_offsets, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
-from chunkweave.store.lookup import PromptLookup
+from chunkweave.store.index import PromptLookup
 from chunkweave.types import Span
 from tests.unit.test_cachecraft import lookup_of, record_of
 from tests.unit.test_calibration_record import make_record

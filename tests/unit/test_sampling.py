@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.sampling import Sampler
+from chunkweave.engine.decode import Sampler
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 

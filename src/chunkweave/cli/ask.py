@@ -32,8 +32,8 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.types import Chunk, Span
 
 if TYPE_CHECKING:
-    from chunkweave.engine.answer import Answer, Request
     from chunkweave.engine.engine import Engine
+    from chunkweave.engine.request import Answer, Request
     from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.pipeline import RagAnswer
 
@@ -84,7 +84,7 @@ def ask(
         raise UsageError("--speculate needs --corpus, and cannot be had with --precompute")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
-    from chunkweave.engine.answer import Request
+    from chunkweave.engine.request import Request
 
     with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse, ordering=ordering) as engine:
         chunks = documents.chunks(engine, read)

@@ -19,7 +19,7 @@ from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
-    from chunkweave.engine.conversation import Conversation
+    from chunkweave.engine.engine import Conversation
 
 READER = Path("reader")
 _PROMPT = "> "

@@ -51,7 +51,7 @@ def demo(*, cache_dir: options.CacheDir = None, output: Output) -> None:
 
 def _ask(engine: "Engine", example: Example, output: Output) -> dict[str, Any]:
     """The woven answer, aloud, and what the ends of the scale answer: full prefill and full KV reuse."""
-    from chunkweave.engine.answer import Request
+    from chunkweave.engine.request import Request
 
     request = Request(example.question, example.chunks, sampling=SamplingParams(max_new_tokens=_ANSWER_TOKENS))
     woven = answer_aloud(engine, request, output)

@@ -22,8 +22,7 @@ from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
-    from chunkweave.engine.engine import Engine
-    from chunkweave.engine.engine_options import EngineOptions
+    from chunkweave.engine.engine import Engine, EngineOptions
 
 
 Model = Annotated[

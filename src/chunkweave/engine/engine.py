@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Self, TypedDict, Unpack
 from uuid import uuid4
 
 import torch
@@ -11,20 +11,18 @@ import torch
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
-from chunkweave.engine.answer import Answer, Request, StreamEvent
-from chunkweave.engine.conversation import Conversation
-from chunkweave.engine.conversing import TurnBuilder
-from chunkweave.engine.engine_options import EngineOptions
-from chunkweave.engine.method_source import open_chooser, refuse_unknown
-from chunkweave.engine.preparation import PreparedRequest, RequestPreparer
+from chunkweave.conversation.registry import Conversations, ConversationState
+from chunkweave.conversation.turns import TurnBuilder
+from chunkweave.engine.decode import DecodeState
+from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
+from chunkweave.engine.request import Answer, Request, StreamEvent
 from chunkweave.engine.runner import Decoding, Runner
-from chunkweave.engine.running import DecodeState
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
+from chunkweave.errors import ConversationEndedError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
-from chunkweave.ordering.conversations import Conversations
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
@@ -33,6 +31,123 @@ from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, Geometry
+
+
+class EngineOptions(TypedDict, total=False):
+    """What `Engine(...)` takes beside the model; it says there what each means."""
+
+    store: StoreConfig | TieredStore[SegmentSource] | None
+    method: str | None
+    quality: str | None
+    reuse: ReuseConfig | None
+    order: str
+    ordering: OrderingConfig | None
+    conversations: ConversationConfig | None
+    calibration: CalibrationRecord | None
+    template: PromptTemplate | None
+    shadow: ShadowConfig | None
+    compute: ComputeConfig | None
+
+
+class Conversation:
+    """Questions that go on from each other (CRAFT §4.3). `Engine.conversation` makes one.
+
+    What was asked and answered stays in the context, as tokens and as KV; chunks that are there already are not sent
+    again. What has been said belongs to the engine, which also takes requests with this `id`; this object only names
+    it. It ends when it is closed, or was idle for too long.
+    """
+
+    def __init__(self, engine: "Engine", cache_salt: str, conversation_id: str) -> None:
+        self.id = conversation_id
+        self.cache_salt = cache_salt
+        self._engine = engine
+
+    @property
+    def turns(self) -> int:
+        """Questions answered so far, with those that were cut off since.
+
+        Raises:
+            ConversationEndedError: it was idle for too long, or was closed.
+        """
+        return self._state().turn_count
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of its turns that are still in the context.
+
+        Raises:
+            ConversationEndedError: it was idle for too long, or was closed.
+        """
+        return sum(turn.tokens for turn in self._state().turns)
+
+    def ask(
+        self,
+        question: str,
+        chunks: Sequence[Chunk | str] = (),
+        *,
+        sampling: SamplingParams | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
+    ) -> Answer:
+        """The next turn; `method`, `quality` and `recompute_ratio` are as in `Engine.generate`.
+
+        Raises:
+            ConversationEndedError: it was idle for too long, or was closed.
+            ConversationBusyError: its last question is still being answered.
+            UsageError: as `Engine.generate`, or a chat template that takes no second turn.
+            PromptTooLongError: not even the new turn fits the model's context.
+        """
+        request = self.request(question, chunks, sampling=sampling)
+        return self._engine.generate_batch([request], method=method, quality=quality, recompute_ratio=recompute_ratio)[
+            0
+        ]
+
+    def stream(
+        self,
+        question: str,
+        chunks: Sequence[Chunk | str] = (),
+        *,
+        sampling: SamplingParams | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
+    ) -> Iterator[StreamEvent]:
+        """The next turn in pieces, as `Engine.stream`. A turn that is left before its last event was never said.
+
+        Raises:
+            ConversationEndedError: it was idle for too long, or was closed.
+        """
+        request = self.request(question, chunks, sampling=sampling)
+        return self._engine.stream(request, method=method, quality=quality, recompute_ratio=recompute_ratio)
+
+    def request(
+        self, question: str, chunks: Sequence[Chunk | str] = (), *, sampling: SamplingParams | None = None
+    ) -> Request:
+        """The next turn as a request, for `generate_batch` or `AsyncEngine.submit`.
+
+        Raises:
+            ConversationEndedError: it was idle for too long, or was closed.
+        """
+        self._state()
+        return Request(
+            question,
+            tuple(chunks),
+            sampling=sampling or SamplingParams(),
+            cache_salt=self.cache_salt,
+            conversation_id=self.id,
+        )
+
+    def close(self) -> None:
+        """Forget it, and drop what is kept for it alone; a second time is harmless."""
+        self._engine.conversations.close((self.cache_salt, self.id))
+
+    def _state(self) -> ConversationState:
+        state = self._engine.conversations.state((self.cache_salt, self.id))
+        if state is None:
+            raise ConversationEndedError(f"the conversation {self.id!r} was idle for too long, or was closed")
+        return state
+
 
 _EVERY_PATH = OrderingConfig(promotion_threshold=None)
 """CRAFT's threshold is for stores of exact paths alone; here what is stored can be woven too."""

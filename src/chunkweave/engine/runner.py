@@ -9,11 +9,16 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig
-from chunkweave.engine.new_segments import segments_of
-from chunkweave.engine.plan_sources import PrefillContext, make_plan, must_be_loaded
-from chunkweave.engine.prefetch import Prefetch
-from chunkweave.engine.prefill_job import PrefillJob, PrefillOptions
-from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.prefill import (
+    Prefetch,
+    PrefillContext,
+    Prefilled,
+    PrefillJob,
+    PrefillOptions,
+    make_plan,
+    must_be_loaded,
+    segments_of,
+)
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
 from chunkweave.fusion.rows import ActiveRows

@@ -1,14 +1,167 @@
 """Who waits, who runs, who gives its memory up for whom, and what a step runs. It decides; the core computes."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from chunkweave.engine.block_pool import BlockPool
-from chunkweave.engine.step_group import StepGroup, groups_of
-from chunkweave.engine.ticket import RequestState
-from chunkweave.engine.waiting_room import RequestQueue
+from chunkweave.engine.blocks import BlockPool
+from chunkweave.engine.request import RequestState
 from chunkweave.errors import StoreError
-from chunkweave.scheduling.budget import BatchingConfig, TokenBudget
-from chunkweave.scheduling.queue import StoredPrefixes
+from chunkweave.scheduling.budget import BatchingConfig, Prefilling, TokenBudget
+from chunkweave.scheduling.queue import CacheAwareQueue, StoredPrefixes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingStats:
+    """What a batching engine does now and has done so far; blocks are those of its KV memory.
+
+    `pending` requests wait for, or are in, prefill: the size of RAGCache's pool. `speculating` are those, waiting or
+    running, that were not confirmed yet, `speculations_running` how many of them run. Of what was `preempted`,
+    `speculations_preempted` had not been confirmed; `interrupted` are steps of speculations that were stopped between
+    two layers, since a request arrived. `prefetched_bytes` are held for requests that wait.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    blocks: int = 0
+    blocks_reserved: int = 0
+    steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    tried_again: int = 0
+    preempted: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    pending: int = 0
+    speculating: int = 0
+    speculations_running: int = 0
+    speculations_preempted: int = 0
+    interrupted: int = 0
+    prefetched_bytes: int = 0
+
+
+Fits = Callable[[RequestState], bool]
+
+
+class RequestQueue:
+    """The cache-aware queue, and behind it the speculations, first come first served.
+
+    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now: so it is ahead of
+    nobody whom it would not be ahead of without speculation. One thread's.
+    """
+
+    def __init__(self, tree: StoredPrefixes, *, window: int) -> None:
+        self._queue: CacheAwareQueue[RequestState] = CacheAwareQueue(tree, window=window)
+        self._speculations: dict[int, RequestState] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._speculations)
+
+    @property
+    def requests(self) -> int:
+        """How many of those that wait are confirmed."""
+        return len(self._queue)
+
+    @property
+    def speculations(self) -> int:
+        """How many of those that wait are not confirmed."""
+        return len(self._speculations)
+
+    def add(self, request: RequestState) -> None:
+        """Let a request wait, and give it its number."""
+        if request.speculative:
+            request.number = next(self._numbers)
+            self._speculations[request.number] = request
+        else:
+            request.waiting = self._queue.submit(request, request.path, len(request.prepared.prompt))
+            request.number = request.waiting.number
+
+    def put_back(self, request: RequestState) -> None:
+        """Let a request that was taken out wait again in its old place."""
+        if request.speculative:
+            self._speculations[request.number] = request
+        else:
+            assert request.waiting is not None, "it had a place in the queue"
+            self._queue.put_back(request.waiting)
+
+    def confirm(self, request: RequestState) -> None:
+        """A speculation becomes a request like others, whether it waits or runs."""
+        waits = self._speculations.pop(request.number, None) is not None
+        request.speculative = False
+        if waits:
+            self.add(request)
+        else:
+            request.waiting = self._queue.place(request, request.path, len(request.prepared.prompt))
+            request.number = request.waiting.number
+
+    def remove(self, request: RequestState) -> None:
+        """A request is given up; one that does not wait is left alone."""
+        if request.speculative:
+            self._speculations.pop(request.number, None)
+        else:
+            self._queue.remove(request)
+
+    def pop(self, fits: Fits) -> RequestState | None:
+        """Take out the confirmed request that is served next among those that fit."""
+        waiting = self._queue.pop(lambda one: fits(one.request))
+        return None if waiting is None else waiting.request
+
+    def pop_speculation(self, fits: Fits) -> RequestState | None:
+        """Take out the oldest speculation if it fits, and if nobody else waits."""
+        oldest = min(self._speculations, default=None)
+        if oldest is None or len(self._queue) or not fits(self._speculations[oldest]):
+            return None
+        return self._speculations.pop(oldest)
+
+    def next(self, count: int) -> list[RequestState]:
+        """The confirmed requests that are served next as things stand."""
+        return [waiting.request for waiting in self._queue.next(count)]
+
+    def close(self) -> None:
+        """Follow the tree no longer; the room is of no use afterwards."""
+        self._queue.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGroup:
+    """Those that decode, and prefills with how many tokens of each are taken."""
+
+    decoding: Sequence[RequestState]
+    pieces: Sequence[tuple[RequestState, int]]
+
+    @property
+    def requests(self) -> list[RequestState]:
+        """All requests of the group."""
+        return [*self.decoding, *(request for request, _ in self.pieces)]
+
+
+def share_step(requests: Sequence[RequestState], budget: TokenBudget) -> StepGroup:
+    """What of `requests` goes into a step; notes in each prefill whether it was passed over."""
+    decoding = [request for request in requests if request.job is None]
+    prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
+    seen = [
+        Prefilling(number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over)
+        for number, (request, job) in prefilling.items()
+    ]
+    pieces = [(prefilling[piece.number][0], piece.tokens) for piece in budget.pieces(len(decoding), seen)]
+    chosen = {request for request, _ in pieces}
+    for request, _ in prefilling.values():
+        request.passed_over = 0 if request in chosen else request.passed_over + 1
+    return StepGroup(decoding, pieces)
+
+
+def groups_of(requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
+    """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
+    ready = [request for request in requests if request.job is None or not request.job.loading]
+    together = [request for request in ready if not request.apart]
+    groups = [share_step(together, budget), *(share_step([request], budget) for request in ready if request.apart)]
+    groups = [group for group in groups if group.requests]
+    if not groups and requests:
+        return [share_step(requests[:1], budget)]
+    return groups
 
 
 class Scheduler:

@@ -8,11 +8,10 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.block_pool import BlockPool
-from chunkweave.engine.prefill_job import PrefillOptions
-from chunkweave.engine.prefilled import Prefilled
+from chunkweave.engine.blocks import BlockPool
+from chunkweave.engine.decode import DecodeState
+from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.running import DecodeState
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor

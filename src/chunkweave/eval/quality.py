@@ -11,8 +11,8 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import Combine, DeviationFactor, FocusReading, QueryConfig, ReuseConfig, WatchedLayers
-from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, alone_prompts

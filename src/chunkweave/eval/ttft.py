@@ -10,8 +10,8 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
-from chunkweave.engine.answer import Durations, make_report
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer import Request
+from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.front.answer_report import Times, cached_tokens, reuse_report, shown_report
 from chunkweave.front.bodies import FrontBody

@@ -11,10 +11,10 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig
-from chunkweave.engine.answer import Request
-from chunkweave.engine.conversing import TurnBuilder, TurnUnderWay
+from chunkweave.conversation.registry import Conversations
+from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
+from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
-from chunkweave.ordering.conversations import Conversations
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method import METHODS

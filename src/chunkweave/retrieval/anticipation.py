@@ -5,9 +5,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
-from chunkweave.engine.answer import Answer, StreamEvent
-from chunkweave.engine.answer_stream import AnswerStream
-from chunkweave.engine.async_engine import AsyncEngine
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.errors import ChunkweaveError, RequestEndedError, UnknownRequestError
 from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.pipeline import Pipelining

@@ -9,8 +9,7 @@ from contextlib import aclosing
 from math import isfinite
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer_stream import AnswerStream
-from chunkweave.engine.async_engine import AsyncEngine
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.errors import DeadlineError, UsageError
 from chunkweave.retrieval.anticipation import Anticipation
 from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer import Answer
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.request import Answer
 from chunkweave.metrics import ReuseReport
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
 from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood

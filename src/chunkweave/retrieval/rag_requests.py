@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer import Request
+from chunkweave.engine.request import Request
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder

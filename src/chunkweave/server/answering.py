@@ -9,10 +9,9 @@ from functools import partial
 from typing import Self
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.answer import Request, StreamEvent
-from chunkweave.engine.answer_stream import AnswerStream
-from chunkweave.engine.async_engine import AsyncEngine
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
+from chunkweave.engine.request import Request, StreamEvent
 from chunkweave.errors import ChunkweaveError, RequestAbortedError, UnknownRequestError
 from chunkweave.retrieval.pipeline import RagPipeline, Retrieved
 from chunkweave.server.corpora import Corpora

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.scheduling.speculation import SpeculationCounts

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from chunkweave.engine.batching_stats import BatchingStats
+from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport

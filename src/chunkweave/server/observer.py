@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkweave.engine.answer import Answer
+from chunkweave.engine.request import Answer
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.logs import log_request
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from chunkweave.engine.answer import Answer
+from chunkweave.engine.request import Answer
 from chunkweave.metrics import ReuseReport
 from chunkweave.retrieval.pipeline import Retrieved
 

@@ -1,6 +1,6 @@
 """What a request may ask for, whether our engine answers it or vLLM: refused before anything is computed."""
 
-from chunkweave.ordering.conversations import Conversations
+from chunkweave.conversation.registry import Conversations
 from chunkweave.server.refusals import RefusalError
 from chunkweave.server.requests import ReuseField
 from chunkweave.server.settings import LimitSettings

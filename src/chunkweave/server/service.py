@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from chunkweave.engine.async_engine import AsyncEngine
-from chunkweave.engine.engine import Engine
-from chunkweave.engine.engine_options import EngineOptions
+from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.server.admission import refuse_open_door, tenant_of
 from chunkweave.server.answering import Answering

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chunkweave.engine.answer import Answer, StreamEvent
+from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.errors import ChunkweaveError
 from chunkweave.server.answering import RunningAnswer
 from chunkweave.server.refusals import RefusalError, refusal_of

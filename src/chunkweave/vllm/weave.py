@@ -9,7 +9,7 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
-from chunkweave.engine.new_segments import parts_to_keep, segments_of
+from chunkweave.engine.prefill import parts_to_keep, segments_of
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, counted, measure, starting_rows, weighted

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 from chunkweave.config import ConversationConfig
+from chunkweave.conversation.turns import PastTurn
 from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
-from chunkweave.ordering.conversation import PastTurn
 from chunkweave.types import SegmentId
 
 Key = tuple[str, str]

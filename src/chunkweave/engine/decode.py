@@ -1,20 +1,93 @@
-"""One request between its first token and its last."""
+"""One request from its first token to its last: sampling, text, and its answer."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from chunkweave.engine.answer import Answer, Durations, Request, make_report
-from chunkweave.engine.detokenizer import Detokenizer
-from chunkweave.engine.prefilled import Prefilled
-from chunkweave.engine.sampling import Sampler
+from chunkweave.config import SamplingParams
+from chunkweave.conversation.turns import HistoryPart, NextTurn
+from chunkweave.engine.prefill import Prefilled
+from chunkweave.engine.request import Answer, Durations, Request, make_report
 from chunkweave.ordering.arrangement import Arranged
-from chunkweave.ordering.conversation import HistoryPart, NextTurn
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import explain_plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, SegmentId
+
+
+class Sampler:
+    """Greedy or nucleus sampling for one request; owns the request's random state."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._generator = torch.Generator()
+        if params.seed is not None:
+            self._generator.manual_seed(params.seed)
+        elif params.temperature > 0:
+            self._generator.seed()
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token id from `logits` `[vocab]`; the first of equals when greedy."""
+        if self._params.temperature == 0.0:
+            return int(logits.argmax())
+        behind_best = logits.double().cpu() - logits.max().double().cpu()  # so that no temperature is too low for it
+        probabilities = torch.softmax(behind_best / self._params.temperature, dim=-1)
+        if self._params.top_p < 1.0:
+            probabilities = _nucleus(probabilities, self._params.top_p)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all but the fewest most likely tokens, one at least, whose probabilities reach `top_p`."""
+    ranked, order = probabilities.sort(descending=True, stable=True)
+    outside = ranked.cumsum(0) - ranked >= top_p
+    outside[0] = False  # `top_p` may be too small to be told from 0
+    return probabilities.index_fill(0, order[outside], 0.0)
+
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Text of one answer so far: holds back half characters and whatever may become a stop text.
+
+    `text` is what may be shown; it only grows, until `finish` adds what was held back.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._whole = ""
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """All ids so far -> the text that is new since the last call. Sets `stopped` at a stop text (left out)."""
+        self._whole = self._decode(token_ids)
+        cut = min((i for i in (self._whole.find(text) for text in self._stop) if i >= 0), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            self._whole = self._whole[:cut]
+            return self._show(len(self._whole))
+        return self._show(len(self._whole) - self._held_back())
+
+    def finish(self) -> str:
+        """The text that was held back, now that no more comes."""
+        return self._show(len(self._whole))
+
+    def _show(self, length: int) -> str:
+        new = self._whole[len(self.text) : length]
+        self.text += new
+        return new
+
+    def _held_back(self) -> int:
+        whole = self._whole
+        if whole.endswith(_INCOMPLETE):
+            return len(whole) - len(whole.rstrip(_INCOMPLETE))
+        longest = max((len(text) for text in self._stop), default=1) - 1
+        starts = range(max(0, len(whole) - longest), len(whole))
+        return next((len(whole) - i for i in starts if any(text.startswith(whole[i:]) for text in self._stop)), 0)
 
 
 class DecodeState:

@@ -1,30 +1,285 @@
-"""One prompt's prefill in steps, so that a batch may take in as much of it at a time as fits."""
+"""One prompt's prefill in steps, from its plan to the segments that are stored of it."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Self
 
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.engine.new_segments import parts_that_weave, parts_to_keep, segments_of
-from chunkweave.engine.plan_sources import PlanSources, PrefillContext, make_plan
-from chunkweave.engine.prefetch import Prefetch
-from chunkweave.engine.prefilled import Prefilled
-from chunkweave.fusion.capture import AttentionCapture, PartCapture
+from chunkweave.config import CaptureConfig
+from chunkweave.conversation.turns import with_history
+from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
-from chunkweave.kv.request_cache import RequestCache
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.kv.request_cache import Placement, RequestCache
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.planning.cost import CostModel, too_slow, without
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.outcome import Stop
-from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
-from chunkweave.store.records import SegmentRecord
+from chunkweave.planning.outcome import LayerWork, Stop
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
+from chunkweave.store.lease import TieredLease
+from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
+from chunkweave.store.store import TieredStore
+from chunkweave.tiers.device import BlockSegment, HostMemory, Send
+from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import SegmentId, Span, joined, spans_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """A prompt whose KV cache is complete up to its last token.
+
+    `logits` `[vocab]` are those of the first new token. `recomputed` are the positions of reused chunks that were
+    active at the last layer of a pass; `work` is what every layer of every pass did, `recompute_work` the sum
+    over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
+    it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
+    `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
+    `loaded` are the segments that came from a slower tier.
+    `woven` are the reused parts that a conversation keeps as they were recomputed.
+    `lost_segments` is how many were planned with and could not be read.
+    """
+
+    prompt: Prompt
+    plan: Plan
+    cache: RequestCache
+    logits: torch.Tensor
+    captures: tuple[PartCapture, ...]
+    attention: AttentionCapture | None
+    work: tuple[LayerWork, ...]
+    recomputed: tuple[Span, ...]
+    recompute_work: int
+    stop: Stop | None
+    lookup_s: float
+    load_s: float
+    weave_s: float
+    loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
+    woven: tuple[PartCapture, ...] = ()
+    lost_segments: int = 0
+
+
+class Prefetch:
+    """Pins a waiting request's segments and reads their first layers. Hand it to `Runner.prefill`, then close it.
+
+    It helps as far as it goes: a plan that is made later takes from it what it still wants and reads the rest itself.
+    """
+
+    def __init__(self, lease: TieredLease, loader: LayerLoader) -> None:
+        self._lease = lease
+        self._loader = loader
+        self._by_id = {SegmentId(segment.name): segment for segment in loader.segments}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its segments take once their first layers are in."""
+        return sum(segment.nbytes for segment in self._loader.segments)
+
+    def find(self, segment: SegmentId) -> LoadingSegment | None:
+        """The segment on its way, if it is one of these."""
+        return self._by_id.get(segment)
+
+    def start_using(self) -> None:
+        """The request's turn has come: read on without bound."""
+        self._loader.release()
+
+    def close(self) -> None:
+        """Stop reading and unpin."""
+        self._loader.close()
+        self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillContext:
+    """What all prefills of one runner share; its attributes say what each is for."""
+
+    model: HuggingFaceModel
+    store: TieredStore[SegmentSource]
+    cost: CostModel | None
+    load_order: LoadOrder
+    capture: CaptureConfig
+    send: Send
+    memory: HostMemory
+
+
+def make_plan(
+    context: PrefillContext,
+    prompt: Prompt,
+    method: ReuseMethod,
+    *,
+    given_up: Collection[SegmentId] = (),
+    history: Mapping[int, SegmentId] | None = None,
+) -> Plan:
+    """Plan with what is stored, but for what was given up or takes longer to load than to compute.
+
+    `history` has the segments of a conversation's earlier turns by the place of their part.
+    """
+    lookup = without(context.store.lookup(prompt), given_up)
+    if history:
+        lookup = with_history(lookup, dict(_stored(history, context.store, given_up)))
+    if context.cost is not None:
+        lookup = without(lookup, too_slow(lookup, context.cost, context.store.tier_of))
+    plan = method.plan(lookup, context.model.geometry)
+    plan.validate(context.model.geometry.num_layers)
+    return plan
+
+
+def must_be_loaded(source: SegmentSource, device: torch.device) -> bool:
+    """Whether a segment is not yet where it is computed with: in a slower tier, or on the host of a GPU."""
+    return not isinstance(source, SegmentKV | BlockSegment) or source.device.type != device.type
+
+
+def _stored(
+    history: Mapping[int, SegmentId], store: TieredStore[SegmentSource], given_up: Collection[SegmentId]
+) -> Iterator[tuple[int, SegmentRecord]]:
+    for place, segment in history.items():
+        record = None if segment in given_up else store.record(segment)
+        if record is not None:
+            yield place, record
+
+
+class PlanSources:
+    """Pins the segments of one plan; those not on the device are read on a thread of its own. Close it.
+
+    `placements` says where every segment goes. Owned by the request whose plan it is.
+    """
+
+    def __init__(self, context: PrefillContext, plan: Plan, *, prefetched: Prefetch | None) -> None:
+        """Pin and start to read; what was `prefetched` comes from there."""
+        self._lease = context.store.lease(plan.segments())
+        self._loader: LayerLoader | None = None
+        exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
+        sources: dict[SegmentId, SegmentSource] = {}
+        slow: list[tuple[SegmentId, SegmentSource]] = []
+        for segment in plan.segments():
+            ahead = None if prefetched is None else prefetched.find(segment)
+            source = ahead or context.store.get(segment, exact=segment in exact) or Gone(segment)
+            sources[segment] = source
+            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, context.model.device):
+                slow.append((segment, source))
+        if prefetched is not None:
+            prefetched.start_using()
+        if slow:
+            wait_s = context.cost.prefill(max(source.tokens for _, source in slow)) if context.cost else None
+            self._loader = LayerLoader(
+                slow,
+                context.model.geometry.num_layers,
+                order=context.load_order,
+                wait_s=wait_s,
+                send=context.send,
+                memory=context.memory,
+            )
+            sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
+            self._loader.release()
+        chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
+        self.placements = [Placement(span, sources[segment]) for span, segment in chosen]
+
+    def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
+        """The segments that were read from a slower tier, as far as they came in whole."""
+        for segment in self._from_below():
+            whole = segment.whole()
+            if whole is not None:
+                yield SegmentId(segment.name), whole
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a segment is still being read, and may yet come in or be lost."""
+        return any(segment.whole() is None and segment.failure is None for segment in self._from_below())
+
+    @property
+    def failure(self) -> SegmentLost | None:
+        """Why a segment is known to be lost; None as long as none is."""
+        sources = (placement.segment for placement in self.placements)
+        losses = (source.failure for source in sources if isinstance(source, LoadingSegment | Gone))
+        return next((loss for loss in losses if loss is not None), None)
+
+    def close(self) -> None:
+        """Stop reading and unpin; a second time is harmless."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+        self._lease.release()
+
+    def _from_below(self) -> tuple[LoadingSegment, ...]:
+        sources = (placement.segment for placement in self.placements)
+        return tuple(dict.fromkeys(source for source in sources if isinstance(source, LoadingSegment)))
+
+
+def parts_to_keep(
+    prompt: Prompt,
+    plan: Plan,
+    placements: Sequence[Placement],
+    store: TieredStore[SegmentSource],
+    *,
+    woven_fraction: float | None,
+) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
+    """Each computed part that is to be kept, and with its origin each reused one that may be worth storing as woven.
+
+    The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
+    context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
+    """
+    sources = {placement.span: placement.segment for placement in placements}
+    least = woven_fraction if len(plan.passes) == 1 else None
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+        if part.part.id is None or not part.kept:
+            continue
+        if part.kv_source is KVSource.COMPUTED:
+            yield part, None
+        elif part.kv_source is KVSource.REUSED and least and segment_id(part.part.id, context) not in store:
+            yield part, WovenFrom(sources[part.span], _attention_of(part, store), least)
+
+
+def parts_that_weave(plan: Plan, placements: Sequence[Placement]) -> Iterator[tuple[PartPlan, WovenFrom]]:
+    """Each reused part of which tokens may be recomputed, however few, with its origin. History is none."""
+    sources = {placement.span: placement.segment for placement in placements}
+    for part in plan.parts:
+        if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span):
+            yield part, WovenFrom(sources[part.span], None, 0.0)
+
+
+def segments_of(
+    prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
+) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+    """The finished segments in prompt order, with their profiles if attention was captured.
+
+    A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
+    """
+    captured = {capture.part.span: capture for capture in captures}
+    exact = True
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+        exact = exact and part.kv_source is not KVSource.REUSED
+        capture = captured.get(part.span)
+        if capture is None or part.part.id is None:
+            continue
+        profile = None if attention is None else attention.profile(part, capture.recomputed, capture.attention_before)
+        record = SegmentRecord.of(
+            part.part.id,
+            context,
+            part.part.token_ids,
+            exact=exact,
+            nbytes=capture.nbytes,
+            source=part.part.source,
+            attention=profile,
+        )
+        yield record, capture.segment()
+
+
+def _attention_of(part: PartPlan, store: TieredStore[SegmentSource]) -> AttentionProfile | None:
+    record = None if part.segment is None else store.record(part.segment)
+    return None if record is None else record.attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
