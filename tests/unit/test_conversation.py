@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ConversationConfig
-from chunkweave.conversation.registry import Conversations, ConversationState
-from chunkweave.conversation.turns import HistoryPart, PastTurn, next_turn
+from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, PastTurn
+from chunkweave.conversation.turns import next_turn
 from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
 from chunkweave.types import ChunkId, SegmentId
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
+from chunkweave.chunking.prompt import PromptPart
 from chunkweave.config import ConversationConfig
-from chunkweave.conversation.turns import PastTurn
 from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
 from chunkweave.types import SegmentId
 
@@ -16,6 +16,36 @@ Key = tuple[str, str]
 """(cache salt, conversation id): ids of different tenants never meet."""
 
 OnSegments = Callable[[Collection[SegmentId]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPart:
+    """A part that a conversation's context holds, and the segment with the KV that its answers were decoded over.
+
+    It is the conversation's `own` if hardly anybody else can use it: a turn, or what was computed behind one or woven
+    for this conversation.
+    """
+
+    part: PromptPart
+    segment: SegmentId
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """The chunks that were new in a turn, and as the last part its question with the answer."""
+
+    parts: tuple[HistoryPart, ...]
+
+    @property
+    def chunks(self) -> tuple[PromptPart, ...]:
+        """The chunks that were sent with it."""
+        return tuple(one.part for one in self.parts[:-1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its parts."""
+        return sum(len(one.part) for one in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

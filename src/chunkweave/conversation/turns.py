@@ -1,51 +1,25 @@
-"""What of a conversation goes into its next prompt: which turns stay, which chunks are new (CRAFT §4.3)."""
+"""Turns of conversations: what goes into a turn's prompt, and what the next one goes on from (CRAFT §4.3)."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.conversation.registry import Conversations, ConversationState, Key
-from chunkweave.engine.decode import DecodeState
-from chunkweave.engine.prefill import Prefilled
-from chunkweave.engine.request import Request
+from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
-from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.plan import KVSource
+from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.types import ChunkId, SegmentId
 
-
-@dataclass(frozen=True, slots=True)
-class HistoryPart:
-    """A part that a conversation's context holds, and the segment with the KV that its answers were decoded over.
-
-    It is the conversation's `own` if hardly anybody else can use it: a turn, or what was computed behind one or woven
-    for this conversation.
-    """
-
-    part: PromptPart
-    segment: SegmentId
-    own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PastTurn:
-    """The chunks that were new in a turn, and as the last part its question with the answer."""
-
-    parts: tuple[HistoryPart, ...]
-
-    @property
-    def chunks(self) -> tuple[PromptPart, ...]:
-        """The chunks that were sent with it."""
-        return tuple(one.part for one in self.parts[:-1])
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all its parts."""
-        return sum(len(one.part) for one in self.parts)
+if TYPE_CHECKING:  # the server reads turns without torch
+    from chunkweave.engine.decode import DecodeState
+    from chunkweave.engine.prefill import Prefilled
+    from chunkweave.engine.request import Request
+    from chunkweave.kv.segment import SegmentSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +127,7 @@ class TurnBuilder:
     def __init__(
         self,
         builder: PromptBuilder,
-        store: TieredStore[SegmentSource] | None,
+        store: "TieredStore[SegmentSource] | None",
         conversations: Conversations,
         max_positions: int,
     ) -> None:
@@ -162,7 +136,7 @@ class TurnBuilder:
         self._store = store
         self._max_positions = max_positions
 
-    def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
+    def begin(self, request: "Request", *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
         """The turn that `request` asks for and its prompt; `end` or `abandon` it.
 
         The oldest turns are cut off where prompt and answer would have more than `most_tokens` or the model's context.
@@ -205,7 +179,7 @@ class TurnBuilder:
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
         return TurnUnderWay(key, before, system, content, closing), Prompt(parts)
 
-    def end(self, turn: TurnUnderWay, running: DecodeState) -> None:
+    def end(self, turn: TurnUnderWay, running: "DecodeState") -> None:
         """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
         prefilled = running.prefilled
         said = self._turn_part(turn, prefilled.prompt, running.token_ids)
@@ -226,7 +200,7 @@ class TurnBuilder:
     def _turn_part(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
         return self._builder.turn_part(prompt.parts[-1], answer_ids, cache_salt=turn.key[0])
 
-    def _store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
+    def _store_answer(self, prefilled: "Prefilled", said: PromptPart) -> None:
         assert said.id is not None, "a turn has an id"
         assert self._store is not None, "whoever computes KV has a store"
         exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
@@ -248,7 +222,7 @@ class TurnBuilder:
         self.conversations.abandon(turn.key, turn.before)
 
 
-def history_after(prefilled: Prefilled, turn: TurnUnderWay) -> tuple[HistoryPart, ...]:
+def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPart, ...]:
     """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing."""
     woven = {capture.part.span for capture in prefilled.woven}
     was_own = {one.segment for one in turn.content.history if one.own}
@@ -277,3 +251,19 @@ def _runs(history: Sequence[HistoryPart]) -> Iterator[tuple[HistoryPart, ...]]:
         if one.part.kind is PartKind.TURN:
             yield tuple(run)
             run = []
+
+
+def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
+    """The lookup in which the parts of a conversation's `history`, by place, have their own segment and nothing else.
+
+    What belongs to the longest exact prefix stays that. The KV of the rest is what this conversation's answers were
+    decoded over, wherever it was computed: all its tokens count as fresh, so that no method recomputes one of them.
+    """
+    parts = []
+    for place, entry in enumerate(lookup.parts):
+        record = history.get(place)
+        if record is None or entry.exact is not None or record.token_ids != entry.part.token_ids:
+            parts.append(entry)
+        else:
+            parts.append(replace(entry, variants=(record,), fresh=frozenset(range(len(record)))))
+    return PromptLookup(tuple(parts))

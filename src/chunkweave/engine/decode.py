@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import HistoryPart, NextTurn
+from chunkweave.conversation.registry import HistoryPart
+from chunkweave.conversation.turns import NextTurn
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.engine.request import Answer, Durations, Request, make_report
 from chunkweave.ordering.arrangement import Arranged

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import NextTurn
-from chunkweave.engine.decode import DecodeState
-from chunkweave.engine.prefill import Prefetch, Prefilled, PrefillJob
-from chunkweave.engine.prepare import PreparedRequest
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
@@ -16,6 +14,11 @@ from chunkweave.planning.outcome import PlanExplanation, full_prefill_flops, pre
 from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.scheduling.queue import Waiting
 from chunkweave.types import Chunk, ChunkId, Geometry, SegmentId, Span, spans_of
+
+if TYPE_CHECKING:
+    from chunkweave.engine.decode import DecodeState
+    from chunkweave.engine.prefill import Prefetch, Prefilled, PrefillJob
+    from chunkweave.engine.prepare import PreparedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Durations:
 
 
 def make_report(
-    prefilled: Prefilled,
+    prefilled: "Prefilled",
     geometry: Geometry,
     durations: Durations,
     new_tokens: int,
@@ -168,7 +171,7 @@ class RequestState:
     """
 
     id: int
-    prepared: PreparedRequest
+    prepared: "PreparedRequest"
     deliver: Deliver
     arrived_s: float
     deadline_s: float | None
@@ -176,15 +179,15 @@ class RequestState:
     waiting: "Waiting[RequestState] | None" = None
     admitted_s: float | None = None
     first_token_s: float = 0.0
-    job: PrefillJob | None = None
-    decode: DecodeState | None = None
+    job: "PrefillJob | None" = None
+    decode: "DecodeState | None" = None
     plan: Plan | None = None
     passed_over: int = 0
     apart: bool = False
     shown: int = 0
     speculative: bool = False
     waits_since_s: float = field(init=False)
-    prefetch: Prefetch | None = None
+    prefetch: "Prefetch | None" = None
     context: Context = field(default_factory=copy_context)
 
     def __post_init__(self) -> None:
