@@ -17,6 +17,7 @@ from chunkweave.errors import UsageError
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest, Why
