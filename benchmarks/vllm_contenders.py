@@ -44,12 +44,12 @@ from chunkweave.cli.console import progress
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import f1, mean_interval
-from chunkweave.front.prompting import load_tokenizer
-from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.routing import ReplicaContents
+from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave.server.vllm_backend.prompting import load_tokenizer
 from chunkweave.units import GIB
 
 FULL = "full prefill"

@@ -204,7 +204,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def measure(policy: str, workload: Workload, args: argparse.Namespace) -> Outcome:
     """The same with real servers, started for this policy alone."""
-    from chunkweave.front.vllm_process import free_port
+    from chunkweave.server.vllm_backend.process import free_port
 
     port = free_port()
     start = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"

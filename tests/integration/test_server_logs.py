@@ -10,16 +10,16 @@ import pytest
 from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestFailedError
-from chunkweave.server.logs import (
+from chunkweave.server.metrics import outcome_of
+from chunkweave.server.observability import (
     JsonFormatter,
-    LogForm,
     configure_logging,
     log_request,
     request_id_of,
     request_logger,
     serving,
 )
-from chunkweave.server.metrics import outcome_of
+from chunkweave.server.settings import LogForm
 from chunkweave.testing import toy_model
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from chunkweave import Engine
-from chunkweave.server.traces import NoTraces, OtelTraces, open_traces
+from chunkweave.server.observability import NoTraces, OtelTraces, open_traces
 from chunkweave.testing import toy_model
 
 pytest.importorskip("opentelemetry.sdk")

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.server.app import create_app
-from chunkweave.server.keys import KeyRing, StoredKey, Tenant
+from chunkweave.server.auth import KeyRing, StoredKey, Tenant
 from chunkweave.server.service import Parts, Service, Stage
 from chunkweave.server.settings import Settings, setting_fields
 from chunkweave.testing import toy_model

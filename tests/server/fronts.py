@@ -9,15 +9,14 @@ from typing import Any
 
 import httpx
 
-from chunkweave.front.app import create_front
-from chunkweave.front.service import FrontService
-from chunkweave.front.settings import FrontSettings
-from chunkweave.front.vllm_flags import VllmFlags
 from chunkweave.models.loading import bundled_tokenizer
-from chunkweave.server.keys import KeyRing
+from chunkweave.server.auth import KeyRing
 from chunkweave.server.run import Server, listening_socket
 from chunkweave.server.service import Stage
-from chunkweave.server.settings import ListenSettings, setting_fields
+from chunkweave.server.settings import FrontSettings, ListenSettings, setting_fields
+from chunkweave.server.vllm_backend.app import create_front
+from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave.server.vllm_backend.service import FrontService
 from tests.server.conftest import wait_until
 from tests.server.fake_vllm import FakeVllm
 

@@ -115,12 +115,11 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
 
 
 def _asked(**body):
-    from chunkweave.server.observer import Asked
-    from chunkweave.server.requests import ChatBody
-    from chunkweave.server.turns import question_of
+    from chunkweave.server.observability import RequestMeta
+    from chunkweave.server.requests import ChatBody, question_of
 
     made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
-    return question_of(made), made, Asked("id", "")
+    return question_of(made), made, RequestMeta("id", "")
 
 
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):

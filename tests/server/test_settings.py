@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import Settings, setting_fields
-from chunkweave.server.settings_sources import resolve, shown, unused_variables
+from chunkweave.server.settings import Settings, resolve, setting_fields, shown, unused_variables
 from tests.integration.command_line import invoke
 
 TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'

@@ -5,9 +5,9 @@ import statistics
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.server.keys import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
+from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
+from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits, TokenBucket
-from chunkweave.server.refusals import RefusalError
 from chunkweave.server.service import Service
 from chunkweave.server.settings import LimitSettings
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, settings_of
@@ -163,7 +163,7 @@ def test_a_bucket_fills_with_time():
 def test_a_tenant_may_do_so_much_at_once():
     limits = TenantLimits(LimitSettings(max_concurrent=2))
     slots = [limits.occupy("acme"), limits.occupy("acme")]
-    with pytest.raises(RefusalError, match="under way") as refused:
+    with pytest.raises(HttpError, match="under way") as refused:
         limits.occupy("acme")
     assert refused.value.status_code == 429
     limits.occupy("bolt").release()

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.front.answer_report import tokens_by_source
-from chunkweave.front.exposition import labelled
-from chunkweave.front.report_inbox import ReportInbox
-from chunkweave.front.settings import FleetSettings, ReuseSettings
-from chunkweave.front.shadow import compare
-from chunkweave.front.vllm_flags import VllmFlags
+from chunkweave.server.settings import FleetSettings, ReuseSettings
+from chunkweave.server.vllm_backend.fleet import labelled
+from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
+from chunkweave.server.vllm_backend.shadow import compare
 from chunkweave.vllm.report_socket import ReportSender
 
 ID = "0123456789abcdef" * 2
@@ -156,7 +155,7 @@ def test_a_report_that_is_too_long_goes_without_its_positions(tmp_path):
 def test_a_server_ends_with_its_front_even_if_that_is_killed(tmp_path):
     note = tmp_path / "pid"
     inner = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    leash = [sys.executable, "-m", "chunkweave.front.leash", sys.executable, "-c", inner]
+    leash = [sys.executable, "-m", "chunkweave.server.vllm_backend.parent_death_signal", sys.executable, "-c", inner]
     outer = f"import subprocess; subprocess.Popen({leash!r}).wait()"
     front = subprocess.Popen([sys.executable, "-c", outer], env=dict(os.environ))
     try:

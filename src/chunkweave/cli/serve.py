@@ -15,9 +15,18 @@ from rich.table import Table
 
 from chunkweave.cli.console import Json, Out, Output, stderr
 from chunkweave.errors import UsageError
-from chunkweave.front.settings import FrontSettings
-from chunkweave.server.settings import SettingField, Settings, setting_fields
-from chunkweave.server.settings_sources import FILE_VARIABLE, KEYS_VARIABLE, Resolved, resolve_as, unused_variables
+from chunkweave.server.settings import (
+    FILE_VARIABLE,
+    KEYS_VARIABLE,
+    FrontSettings,
+    LogForm,
+    Resolved,
+    SettingField,
+    Settings,
+    resolve_as,
+    setting_fields,
+    unused_variables,
+)
 
 ConfigFile = Annotated[
     Path | None,
@@ -85,8 +94,8 @@ def serve(*, resolved: Resolved[Settings]) -> None:
     settings = resolved.settings
     if settings.model.model is None and settings.model.shape is None:
         raise UsageError("which model? give --model FOLDER, or --model reader for the bundled one")
-    from chunkweave.server.keys import read_keys
-    from chunkweave.server.logs import LogForm, configure_logging
+    from chunkweave.server.auth import read_keys
+    from chunkweave.server.observability import configure_logging
     from chunkweave.server.run import listening_socket, run
     from chunkweave.server.service import Service, Stage
 
@@ -128,13 +137,13 @@ def _vllm_serve(
         raise UsageError(f"{', '.join(missing)} is not installed: pip install 'chunkweave[server,vllm]'")
     if not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
-    from chunkweave.front.app import create_front
-    from chunkweave.front.service import FrontService
-    from chunkweave.front.vllm_flags import VllmFlags
-    from chunkweave.server.keys import read_keys
-    from chunkweave.server.logs import LogForm, configure_logging
+    from chunkweave.server.auth import read_keys
+    from chunkweave.server.observability import configure_logging
     from chunkweave.server.run import listening_socket, run_app
     from chunkweave.server.service import Stage
+    from chunkweave.server.vllm_backend.app import create_front
+    from chunkweave.server.vllm_backend.process import VllmFlags
+    from chunkweave.server.vllm_backend.service import FrontService
 
     console = stderr()
     keys = read_keys(settings.listen.keys_file, os.environ.get(KEYS_VARIABLE, ""))
@@ -212,7 +221,7 @@ def new(
 ) -> None:
     """Make a key. It is shown once: the keys file has its hash only."""
     output = Output(json, out)
-    from chunkweave.server.keys import StoredKey, Tenant, add_to_file, new_key
+    from chunkweave.server.auth import StoredKey, Tenant, add_to_file, new_key
 
     key = new_key()
     stored = StoredKey.of(Tenant(tenant, admin), key)

@@ -4,7 +4,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -14,35 +13,32 @@ from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Request, StreamEvent
 from chunkweave.errors import ChunkweaveError, RequestAbortedError, UnknownRequestError
 from chunkweave.retrieval.pipeline import RagPipeline, Retrieved
+from chunkweave.server.auth import Tenant
 from chunkweave.server.corpora import Corpora
-from chunkweave.server.keys import Tenant
-from chunkweave.server.limits import Slot, TenantLimits
-from chunkweave.server.observer import Asked, Observer
-from chunkweave.server.refusals import RefusalError
-from chunkweave.server.replies import TenantCounts
-from chunkweave.server.request_checks import answer_tokens, check_documents, check_earlier, check_reuse
-from chunkweave.server.requests import Asking, Document, ReuseField
+from chunkweave.server.errors import HttpError
+from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
+from chunkweave.server.observability import Observer, RequestMeta
+from chunkweave.server.requests import (
+    CompletionBody,
+    Question,
+    ReuseField,
+    answer_tokens,
+    check_documents,
+    check_earlier,
+    check_reuse,
+    chunks_of,
+)
 from chunkweave.server.settings import LimitSettings
 from chunkweave.server.threads import in_thread, to_its_end
 from chunkweave.types import Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked: the last message, and the instruction if one was given.
-
-    `earlier` questions of the same conversation were sent along with it.
-    """
-
-    text: str
-    system: str | None = None
-    earlier: int = 0
-
-
 class RunningAnswer:
     """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
 
-    def __init__(self, answering: "Answering", tenant: Tenant, stream: AnswerStream, slot: Slot, asked: Asked) -> None:
+    def __init__(
+        self, answering: "Answering", tenant: Tenant, stream: AnswerStream, slot: Slot, asked: RequestMeta
+    ) -> None:
         self.retrieved: Retrieved | None = None
         self.texts: frozenset[str] = frozenset()
         self.ended = asyncio.Event()
@@ -107,11 +103,13 @@ class Answering:
         self.settings = settings
         self._sweeps: set[asyncio.Task[None]] = set()
 
-    async def start(self, tenant: Tenant, question: Question, body: Asking, asked: Asked) -> RunningAnswer:
+    async def start(
+        self, tenant: Tenant, question: Question, body: CompletionBody, asked: RequestMeta
+    ) -> RunningAnswer:
         """Retrieve if need be, and let the request wait for its turn.
 
         Raises:
-            RefusalError: too many requests, too many documents, a corpus that is not there.
+            HttpError: too many requests, too many documents, a corpus that is not there.
             ChunkweaveError: what `AsyncEngine.submit` raises.
         """
         try:
@@ -124,7 +122,7 @@ class Answering:
         except asyncio.CancelledError:
             self.observer.given_up(asked)
             raise
-        except (ChunkweaveError, RefusalError) as error:
+        except (ChunkweaveError, HttpError) as error:
             self.observer.failed(asked, error)
             raise
 
@@ -164,7 +162,7 @@ class Answering:
             await asyncio.wait(self._sweeps)
 
     async def _started(
-        self, tenant: Tenant, question: Question, body: Asking, slot: Slot, asked: Asked
+        self, tenant: Tenant, question: Question, body: CompletionBody, slot: Slot, asked: RequestMeta
     ) -> RunningAnswer:
         reuse, salt = body.chunkweave, tenant.salt(body.cache_salt)
         check_documents(len(body.documents), self.settings)
@@ -226,19 +224,3 @@ class Answering:
             await self._forget(texts, salt)
         except RequestAbortedError:
             await in_thread(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
-
-
-def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
-    """Documents of a request as chunks of the prompt.
-
-    Raises:
-        RefusalError: one has no text.
-    """
-    chunks = []
-    for place, one in enumerate(documents):
-        document = Document(text=one) if isinstance(one, str) else one
-        if not document.text.strip():
-            raise RefusalError(400, f"documents[{place}] is empty", param=f"documents[{place}]")
-        text = f"{document.title}\n{document.text}" if document.title else document.text
-        chunks.append(Chunk(text, document.id or document.title or f"document {place}"))
-    return tuple(chunks)

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import chunkweave
-from chunkweave.server import refusals, routes_cache, routes_completions, routes_corpora, routes_health, routes_watch
-from chunkweave.server.gate import Gate
+from chunkweave.server import routes
+from chunkweave.server.auth import Gate
+from chunkweave.server.errors import install_error_handlers
 from chunkweave.server.service import Service
 
 
@@ -34,8 +35,8 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for routes in (routes_completions, routes_corpora, routes_cache, routes_watch, routes_health):
-        app.include_router(routes.router)
-    refusals.install(app)
+    for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
+        app.include_router(router)
+    install_error_handlers(app)
     app.add_middleware(Gate, service=service, limits=service.settings.limits)
     return app

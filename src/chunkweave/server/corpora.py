@@ -17,8 +17,8 @@ from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
-from chunkweave.server.keys import Tenant
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.auth import Tenant
+from chunkweave.server.errors import HttpError
 from chunkweave.server.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -111,30 +111,30 @@ class Corpora:
         """A corpus by its name.
 
         Raises:
-            RefusalError: 404, this tenant has none of that name; 403, it is shared and `to_change`.
+            HttpError: 404, this tenant has none of that name; 403, it is shared and `to_change`.
         """
         found = self._own.get(tenant.folder, {}).get(name) or self._shared.get(name)
         if found is None:
-            raise RefusalError(404, f"no corpus {name!r}", param="corpus", code="corpus_not_found")
+            raise HttpError(404, f"no corpus {name!r}", param="corpus", code="corpus_not_found")
         if to_change and found.shared:
-            raise RefusalError(403, f"the corpus {name!r} is shared and cannot be changed", code="corpus_shared")
+            raise HttpError(403, f"the corpus {name!r} is shared and cannot be changed", code="corpus_shared")
         return found
 
     async def create(self, tenant: Tenant, name: str, split: SplitConfig) -> ServedCorpus:
         """A new, empty corpus of a tenant.
 
         Raises:
-            RefusalError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
+            HttpError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
         """
         if NAME.fullmatch(name) is None:
             told = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
-            raise RefusalError(400, told, param="name")
+            raise HttpError(400, told, param="name")
         async with self._creating:
             own = self._own.setdefault(tenant.folder, {})
             if name in own or name in self._shared:
-                raise RefusalError(409, f"there is a corpus {name!r} already", param="name", code="corpus_exists")
+                raise HttpError(409, f"there is a corpus {name!r} already", param="name", code="corpus_exists")
             if len(own) >= self._max_corpora:
-                raise RefusalError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
+                raise HttpError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
             folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
             own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split)), folder=folder)
             return own[name]
@@ -153,7 +153,7 @@ class Corpora:
         """Add documents, or replace those that changed. What was done before an error stays done.
 
         Raises:
-            RefusalError: 409, an id is there already and not to be updated; 413, the corpus would be too large.
+            HttpError: 409, an id is there already and not to be updated; 413, the corpus would be too large.
             DocumentError: a document is none.
         """
         checked = checked_documents(documents)
@@ -165,7 +165,7 @@ class Corpora:
                     _refuse_known(served.corpus, checked)
                 if len(served.corpus) >= self._max_chunks:
                     told = f"the corpus has {len(served.corpus)} chunks, and no more may be"
-                    raise RefusalError(413, told, code="corpus_full")
+                    raise HttpError(413, told, code="corpus_full")
                 changes.append(await in_thread(partial(served.corpus.update, batch)))
         return _joined(changes)
 
@@ -183,11 +183,11 @@ class Corpora:
         """A corpus that nobody else uses meanwhile.
 
         Raises:
-            RefusalError: 404, it was deleted while this waited.
+            HttpError: 404, it was deleted while this waited.
         """
         async with served.lock:
             if served.gone:
-                raise RefusalError(404, f"no corpus {served.name!r}", code="corpus_not_found")
+                raise HttpError(404, f"no corpus {served.name!r}", code="corpus_not_found")
             yield served
 
     def _open(self, folder: Path) -> Corpus:
@@ -204,7 +204,7 @@ def _refuse_known(corpus: Corpus, documents: Sequence[CorpusDocument]) -> None:
     for document in documents:
         if document.id in corpus and not corpus.holds(document):
             told = f"there is another document {document.id!r}: give `update`, or another id"
-            raise RefusalError(409, told, param="documents", code="document_exists")
+            raise HttpError(409, told, param="documents", code="document_exists")
 
 
 def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:

@@ -1,11 +1,13 @@
-"""How much one tenant may do at once and in a while."""
+"""How much one tenant may do at once and in a while, and what it has done."""
 
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from math import ceil
 
-from chunkweave.server.refusals import RefusalError
+from chunkweave.metrics import ReuseReport
+from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
 
 Clock = Callable[[], float]
@@ -61,7 +63,7 @@ class TenantLimits:
         """Count one request of a tenant.
 
         Raises:
-            RefusalError: 429, there were too many of late.
+            HttpError: 429, there were too many of late.
         """
         per_minute = self._settings.requests_per_minute
         if per_minute is None:
@@ -70,7 +72,7 @@ class TenantLimits:
         if bucket is None:
             bucket = self._buckets[tenant] = TokenBucket(per_minute / 60, self._settings.burst, clock=self._clock)
         if wait_s := bucket.take():
-            raise RefusalError(
+            raise HttpError(
                 429,
                 f"more than {per_minute:g} requests a minute; try again in {ceil(wait_s)} s",
                 code="rate_limit_exceeded",
@@ -81,10 +83,10 @@ class TenantLimits:
         """A place among the tenant's requests at once.
 
         Raises:
-            RefusalError: 429, all are taken.
+            HttpError: 429, all are taken.
         """
         if self._running[tenant] >= self._settings.max_concurrent:
-            raise RefusalError(
+            raise HttpError(
                 429,
                 f"{self._settings.max_concurrent} requests of yours are under way already, and no more may",
                 code="too_many_requests_at_once",
@@ -101,3 +103,30 @@ class TenantLimits:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """What one tenant's answers reused so far, in tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    prefix_exact_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    answer_tokens: int = 0
+
+    def add(self, report: ReuseReport) -> None:
+        """Count one answer."""
+        self.requests += 1
+        self.prompt_tokens += report.prompt_tokens
+        self.prefix_exact_tokens += report.prefix_exact_tokens
+        self.reused_tokens += report.reused_tokens
+        self.recomputed_tokens += report.recomputed_tokens
+        self.computed_tokens += report.computed_tokens
+        self.answer_tokens += report.new_tokens
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON-able."""
+        return asdict(self)

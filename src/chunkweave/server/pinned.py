@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.server.keys import Tenant
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.auth import Tenant
+from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
 from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
 from chunkweave.units import parse_bytes
 
 
-class PinBoard:
+class PinnedChunks:
     """One lease for each pinned chunk of each tenant, on its segments at the time of pinning.
 
     Belongs to the event loop's thread.
@@ -29,7 +29,7 @@ class PinBoard:
         """Pin what is stored of chunks; returns how many segments are.
 
         Raises:
-            RefusalError: 403, that and what the tenant has pinned is more than it may.
+            HttpError: 403, that and what the tenant has pinned is more than it may.
         """
         return await asyncio.wrap_future(
             self._batching.between_steps(lambda: self._pin(tenant.name, self._ids(tenant, chunks, cache_salt)))
@@ -58,7 +58,7 @@ class PinBoard:
         wanted = {*ids, *own}
         records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
         if sum(record.nbytes for record in records) > self._budget_bytes:
-            raise RefusalError(403, f"more than {self._budget_bytes} bytes would be pinned", code="pin_budget_exceeded")
+            raise HttpError(403, f"more than {self._budget_bytes} bytes would be pinned", code="pin_budget_exceeded")
         pinned = 0
         for chunk in ids:
             lease = self._engine.store.lease(record.id for record in records if record.chunk_id == chunk)

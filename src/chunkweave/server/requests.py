@@ -1,12 +1,18 @@
 """The bodies of requests: what is read, what is refused, and in which words."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from chunkweave.conversation.registry import Conversations
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import ORDERS, checked_method, checked_ratio, refuse_unknown_keys
+from chunkweave.server.errors import HttpError
+from chunkweave.server.settings import LimitSettings
+from chunkweave.types import Chunk
 
 _MOST_STOPS = 4
 
@@ -100,7 +106,7 @@ class ReuseField(Body):
 assert set(ORDERS) == {"free", "fixed"}, "the schema names the orders there are"
 
 
-class Asking(Body):
+class CompletionBody(Body):
     """What chat and plain completions have in common."""
 
     model: Text | None = None
@@ -120,7 +126,7 @@ class Asking(Body):
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Asking":
+    def _consistent(self) -> "CompletionBody":
         if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
             raise ValueError(f"stop takes at most {_MOST_STOPS} texts, not {len(self.stop)}")
         if self.stream_options is not None and not self.stream:
@@ -149,7 +155,7 @@ class Asking(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatBody(Asking):
+class ChatBody(CompletionBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -168,7 +174,7 @@ class ChatBody(Asking):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionBody(Asking):
+class PromptBody(CompletionBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
@@ -230,3 +236,111 @@ class ClearBody(ChunksBody):
     """`POST /v1/cache/clear`."""
 
     everything: bool = False
+
+
+def check_reuse(reuse: ReuseField, limits: LimitSettings, *, calibrated: bool) -> None:
+    """Hold a request's method_requests against what there is.
+
+    Raises:
+        HttpError: 400, more chunks than a request may have, or a quality that this model was not `calibrated` for.
+    """
+    if reuse.top_k is not None and reuse.top_k > limits.max_documents:
+        told = f"chunkweave.top_k must be at most {limits.max_documents}"
+        raise HttpError(400, told, param="chunkweave.top_k")
+    # The engine's own words name the model's folder.
+    if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
+        told = "this model was not calibrated: quality can only be 'exact'; or name a method"
+        raise HttpError(400, told, param="chunkweave.quality", code="not_calibrated")
+
+
+def check_documents(count: int, limits: LimitSettings) -> None:
+    """Refuse more documents than a request may have.
+
+    Raises:
+        HttpError: 400.
+    """
+    if count > limits.max_documents:
+        told = f"a request may have {limits.max_documents} documents, not {count}"
+        raise HttpError(400, told, param="documents", code="too_many_documents")
+
+
+def check_earlier(conversations: Conversations, conversation_id: str | None, salt: str, *, earlier: int) -> None:
+    """Earlier turns are kept here: what a client sends of them can only be held against that.
+
+    Raises:
+        HttpError: 409, the conversation here has had more or fewer than `earlier` questions.
+    """
+    if conversation_id is None or not earlier:
+        return
+    standing = conversations.standing((salt, conversation_id))
+    here = 0 if standing is None else standing.asked
+    if earlier != here:
+        told = (
+            f"the messages hold {earlier} earlier questions, but this conversation has had {here} here: "
+            f"send the last message alone to go on from those, or take a new conversation_id"
+        )
+        raise HttpError(409, told, param="messages", code="conversation_mismatch")
+
+
+def answer_tokens(asked: int | None, limits: LimitSettings) -> int:
+    """Most tokens of an answer.
+
+    Raises:
+        HttpError: 400, more are asked for than an answer may have.
+    """
+    most = limits.max_answer_tokens
+    if asked is not None and asked > most:
+        raise HttpError(400, f"max_tokens must be at most {most}, not {asked}", param="max_tokens")
+    return min(limits.default_answer_tokens, most) if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: the last message, and the instruction if one was given.
+
+    `earlier` questions of the same conversation were sent along with it.
+    """
+
+    text: str
+    system: str | None = None
+    earlier: int = 0
+
+
+def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
+    """Documents of a request as chunks of the prompt.
+
+    Raises:
+        HttpError: one has no text.
+    """
+    chunks = []
+    for place, one in enumerate(documents):
+        document = Document(text=one) if isinstance(one, str) else one
+        if not document.text.strip():
+            raise HttpError(400, f"documents[{place}] is empty", param=f"documents[{place}]")
+        text = f"{document.title}\n{document.text}" if document.title else document.text
+        chunks.append(Chunk(text, document.id or document.title or f"document {place}"))
+    return tuple(chunks)
+
+
+def question_of(body: ChatBody) -> Question:
+    """The system message, if there is one, is the instruction; the user's last message is the question.
+
+    Earlier turns may stand between them in a conversation that this server keeps. Without its id they are refused:
+    folded into the question they would make another prompt than the one that was meant.
+
+    Raises:
+        HttpError: there is no question, or messages that mean nothing here.
+    """
+    messages = list(body.messages)
+    system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
+    if not messages or messages[-1].role != "user":
+        raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
+    if any(message.role in ("system", "developer") for message in messages):
+        raise HttpError(400, "only the first message can be the system's", param="messages")
+    if not messages[-1].text.strip():
+        raise HttpError(400, "the question is empty", param=f"messages[{len(body.messages) - 1}].content")
+    earlier = messages[:-1]
+    if earlier and body.chunkweave.conversation_id is None:
+        told = "earlier turns need chunkweave.conversation_id: the server keeps them; or send the last message alone"
+        raise HttpError(400, told, param="messages[0]", code="unsupported_conversation")
+    return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))

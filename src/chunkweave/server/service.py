@@ -10,18 +10,16 @@ from pathlib import Path
 from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.server.admission import refuse_open_door, tenant_of
 from chunkweave.server.answering import Answering
+from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave.server.corpora import Corpora
-from chunkweave.server.keys import ANONYMOUS, KeyRing, Tenant
+from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.metrics import ServerMetrics
-from chunkweave.server.observer import Observer
-from chunkweave.server.pinned import PinBoard
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.observability import Observer, open_traces
+from chunkweave.server.pinned import PinnedChunks
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
-from chunkweave.server.traces import open_traces
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ class Parts:
     batching: AsyncEngine
     corpora: Corpora
     answering: Answering
-    pins: PinBoard
+    pins: PinnedChunks
     observer: Observer
 
 
@@ -114,7 +112,7 @@ class Service:
         """Whose request it is.
 
         Raises:
-            RefusalError: 401, a key is needed, and this is none.
+            HttpError: 401, a key is needed, and this is none.
         """
         return tenant_of(self.keys, key)
 
@@ -122,10 +120,10 @@ class Service:
         """The parts.
 
         Raises:
-            RefusalError: 503, they are not there yet, or any more.
+            HttpError: 503, they are not there yet, or any more.
         """
         if self.parts is None or not self.ready:
-            raise RefusalError(503, f"the server is not ready: {self.stage}", code="not_ready", retry_after_s=2)
+            raise HttpError(503, f"the server is not ready: {self.stage}", code="not_ready", retry_after_s=2)
         return self.parts
 
     @property
@@ -152,7 +150,7 @@ class Service:
         batching = AsyncEngine(engine, self.settings.batching.config())
         observer = self._observer(engine, batching)
         answering = Answering(engine, batching, corpora, self.limits, self.settings.limits, observer)
-        pins = PinBoard(engine, batching, self.settings.limits)
+        pins = PinnedChunks(engine, batching, self.settings.limits)
         self.parts = Parts(engine, batching, corpora, answering, pins, observer)
         if self.stage is not Stage.STOPPING:
             self._enter(Stage.READY)

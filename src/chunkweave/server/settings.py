@@ -1,16 +1,24 @@
-"""What a server may be told: every setting once, with its default and what it means."""
+"""Every setting of the server, once: its default, what it means, and where its value comes from."""
 
-from collections.abc import Iterator
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from enum import StrEnum
+from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.planning.calibration import Quality
+from chunkweave.planning.method import METHODS
+from chunkweave.planning.method_choice import checked_method, checked_ratio
 from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.server.logs import LogForm
+from chunkweave.tiers.blobs import without_secrets
 from chunkweave.units import parse_bytes
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -162,6 +170,13 @@ class CorpusSettings:
     data_dir: Path | None = setting(None, "Folder for corpora that are created over HTTP; in memory if left out.")
 
 
+class LogForm(StrEnum):
+    """How log lines look."""
+
+    JSON = "json"
+    PLAIN = "plain"
+
+
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
     """What is told of the server's work, and how woven answers are held against full prefill."""
@@ -232,3 +247,282 @@ def setting_fields(whole: type[Any] = Settings) -> Iterator[SettingField]:
             yield SettingField(
                 group, one.name, hints[one.name], one.default, one.metadata["meaning"], one.metadata["secret"]
             )
+
+
+PREFIX = "CHUNKWEAVE_"
+KEYS_VARIABLE = "CHUNKWEAVE_API_KEYS"
+FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+SettingsT = TypeVar("SettingsT")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[SettingsT]):
+    """Settings, and for each by name where its value came from: `default`, the file, a variable or a flag."""
+
+    settings: SettingsT
+    origins: Mapping[str, str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a setting: `name`, `value` (secrets masked), `origin`, `meaning`."""
+        rows = []
+        for one in setting_fields(type(self.settings)):
+            value = getattr(getattr(self.settings, one.group), one.name)
+            rows.append(
+                {
+                    "name": one.name,
+                    "value": shown(one, value),
+                    "origin": self.origins[one.name],
+                    "meaning": one.meaning,
+                }
+            )
+        return rows
+
+
+def shown(one: SettingField, value: Any) -> Any:
+    """A value as it may be printed: of a secret URL only what names no user, password or option."""
+    if one.secret and value is not None:
+        return without_secrets(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> Resolved[Settings]:
+    """The server's settings from all sources; see `resolve_as`."""
+    return resolve_as(Settings, flags, environment, file)
+
+
+def resolve_as(
+    whole: type[SettingsT], flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> Resolved[SettingsT]:
+    """Settings of a class made like `Settings` from all sources.
+
+    Args:
+        whole: the class; its groups can be made without arguments.
+        flags: values by name; None means not given.
+        environment: `CHUNKWEAVE_<NAME>` for each setting.
+        file: TOML, or YAML if it is called so; None = what `CHUNKWEAVE_CONFIG` names, if it is set.
+
+    Raises:
+        UsageError: a file that cannot be read, a setting that does not exist, or a value that is none; the message
+            says which and where.
+    """
+    if file is None and environment.get(FILE_VARIABLE):
+        file = Path(environment[FILE_VARIABLE])
+    written = {} if file is None else read_settings_file(file)
+    known = {one.name: one for one in setting_fields(whole)}
+    if unknown := sorted(set(written) - set(known)):
+        raise UsageError(f"{file}: no such settings: {', '.join(unknown)}; there are {', '.join(known)}")
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, one in known.items():
+        variable = PREFIX + name.upper()
+        value, origin = one.default, "default"
+        if name in written:
+            value, origin = _checked(one, written[name], str(file)), str(file)
+        if environment.get(variable):
+            value, origin = _parsed(one, environment[variable], variable), variable
+        if flags.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            value, origin = _checked(one, flags[name], flag), flag
+        values[name], origins[name] = value, origin
+    groups = {
+        group: kind(**{one.name: values[one.name] for one in known.values() if one.group == group})
+        for group, kind in groups_of(whole).items()
+    }
+    return Resolved(whole(**groups), origins)
+
+
+def unused_variables(environment: Mapping[str, str], whole: type[Any] = Settings) -> list[str]:
+    """Variables that look like settings of that class and are none: probably misspelt."""
+    known = {PREFIX + one.name.upper() for one in setting_fields(whole)} | {KEYS_VARIABLE, FILE_VARIABLE}
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The table that a TOML or YAML file holds.
+
+    Raises:
+        UsageError: it cannot be read, or is no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration file {path} cannot be read: {error}") from error
+    try:
+        data = _yaml(text) if path.suffix.lower() in (".yaml", ".yml") else tomllib.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path} is not {'YAML' if path.suffix.lower() != '.toml' else 'TOML'}: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no table of settings")
+    return {str(name).replace("-", "_"): value for name, value in data.items()}
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _plain_kind(kind: Any) -> tuple[Any, bool]:
+    """A type without its None, and whether it had one."""
+    if get_origin(kind) in (Union, types.UnionType):
+        rest = [one for one in get_args(kind) if one is not type(None)]
+        return rest[0], True
+    return (tuple, False) if get_origin(kind) is tuple else (kind, False)
+
+
+def _parsed(one: SettingField, text: str, origin: str) -> Any:
+    """A value written as text."""
+    kind, _ = _plain_kind(one.kind)
+    try:
+        if kind is bool:
+            return _WORDS[text.strip().lower()]
+        if kind is tuple:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"{origin}: {text!r} is no value of {one.name}: {one.meaning}") from error
+
+
+def _checked(one: SettingField, value: Any, origin: str) -> Any:
+    """A value that has a type already."""
+    kind, optional = _plain_kind(one.kind)
+    if value is None and optional:
+        return None
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is tuple and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise UsageError(f"{origin}: {value!r} is no value of {one.name}: {one.meaning}")
+    return value
+
+
+_ALONE = frozenset({"method", "recompute_ratio"})
+"""Keys of the connector that have a setting of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Which vLLM servers there are, and who gets what."""
+
+    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.")
+    upstream: tuple[str, ...] = setting(
+        (), "URL of a vLLM server that runs already, with the connector; repeatable, in the place of `replicas`."
+    )
+    report_socket: Path | None = setting(
+        None, "With upstream, where servers on this machine send reports (their CHUNKWEAVE_REPORT_SOCKET)."
+    )
+    connector: tuple[str, ...] = setting(
+        (), "KEY=VALUE of the connector's extra config, such as host_budget=16GiB; repeatable."
+    )
+    replica_env: tuple[str, ...] = setting(
+        (), "NUMBER:NAME=VALUE, a variable of one replica's environment (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
+    )
+    routing: str = setting(USUAL_ROUTING, f"Who gets a request: {', '.join(ROUTING)}.")
+    imbalance: float = setting(
+        USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, over the mean of all."
+    )
+    replica_requests: int = setting(32, "Requests with documents that one replica is given at once; others wait here.")
+    window: int = setting(32, "How often a waiting request may be passed over by ones of which more is cached.")
+    max_waiting: int = setting(256, "Requests that may wait; further ones get 503.")
+    deadline_s: float | None = setting(600.0, "Seconds that a request with documents may take.")
+    mirror_tokens: int = setting(
+        2_000_000, "Tokens that a replica's segment store is believed to hold, for routing and order."
+    )
+    speculate: bool = setting(True, "Prefill for what a search of a corpus has found so far, while nothing else waits.")
+    start_timeout_s: float = setting(1800.0, "Seconds that a vLLM server may take to start.")
+
+    def __post_init__(self) -> None:
+        make_routing(self.routing, self.imbalance)
+        for name in ("replicas", "replica_requests", "max_waiting", "mirror_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.window < 0:
+            raise UsageError(f"window must not be negative, not {self.window}")
+        for name in ("deadline_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} must be positive, not {value}")
+        if wrong := [url for url in self.upstream if not url.startswith(("http://", "https://"))]:
+            raise UsageError(f"upstream must be a URL such as http://host:8000, not {wrong[0]!r}")
+        self.connector_config()
+        self.environments()
+
+    def connector_config(self) -> dict[str, Any]:
+        """`connector` as the object that vLLM hands to it; values are read as JSON where they are any."""
+        config: dict[str, Any] = {}
+        for entry in self.connector:
+            key, found, value = entry.partition("=")
+            if not found or not key.isidentifier():
+                raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
+            if key in _ALONE:
+                raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
+            config[key] = _json_or_text(value)
+        return config
+
+    def environments(self) -> Mapping[int, dict[str, str]]:
+        """`replica_env` by the number of the replica."""
+        found: dict[int, dict[str, str]] = {}
+        for entry in self.replica_env:
+            number, colon, variable = entry.partition(":")
+            name, equals, value = variable.partition("=")
+            if not (colon and equals and name and number.isdecimal() and int(number) < self.replicas):
+                raise UsageError(
+                    f"replica_env must be NUMBER:NAME=VALUE with a number below {self.replicas}, not {entry!r}"
+                )
+            found.setdefault(int(number), {})[name] = value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseSettings:
+    """What a request with documents gets that does not say."""
+
+    method: str | None = setting(None, f"Reuse method of requests that name none: {', '.join(METHODS)}.")
+    quality: str | None = setting(None, "exact, balanced or fast, for requests that name neither this nor a method.")
+    recompute_ratio: float | None = setting(None, "Share of reused tokens that a method computes again.")
+    order: str = setting("free", "free or fixed: whether documents may be put in another order.")
+    ordering: str = setting("frequency", "How they are: original, frequency or tree-greedy.")
+
+    def __post_init__(self) -> None:
+        ChunkOrder.parse(self.order)
+        make_ordering(self.ordering)
+        if self.method is not None:
+            checked_method(self.method, METHODS)
+        if self.quality is not None:
+            Quality.parse(self.quality)
+        if self.recompute_ratio is not None:
+            checked_ratio(self.recompute_ratio)
+
+    def ordering_config(self) -> OrderingConfig:
+        """As an arranger takes it. What is kept is for the connector to say: nothing is promoted."""
+        return OrderingConfig(self.ordering, promotion_threshold=None, continuation_threshold=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """All settings of the front, in groups; a name occurs in one group only."""
+
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    reuse: ReuseSettings = field(default_factory=ReuseSettings)
+    listen: ListenSettings = field(default_factory=ListenSettings)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    corpora: CorpusSettings = field(default_factory=CorpusSettings)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return loads(value)
+    except JSONDecodeError:
+        return value

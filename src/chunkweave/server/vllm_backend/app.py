@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import chunkweave
-from chunkweave.front import routes
-from chunkweave.front.service import FrontService
-from chunkweave.server import refusals, routes_corpora
-from chunkweave.server.gate import Gate
+from chunkweave.server import routes as shared
+from chunkweave.server.auth import Gate
+from chunkweave.server.errors import install_error_handlers
+from chunkweave.server.vllm_backend import routes
+from chunkweave.server.vllm_backend.service import FrontService
 
 _WITHOUT_KEY = ("/health", "/ready", "/ping", "/version", "/metrics")
 """For whoever runs the server. `/metrics` asks for an admin's key itself."""
@@ -40,8 +41,8 @@ def create_front(service: FrontService) -> FastAPI:
         openapi_url=None,  # vLLM's own is handed through
     )
     app.state.service = service
-    for router in (routes.router, routes_corpora.router, routes.rest):
+    for router in (routes.router, shared.corpora, routes.rest):
         app.include_router(router)
-    refusals.install(app)
+    install_error_handlers(app)
     app.add_middleware(Gate, service=service, limits=service.settings.limits, but=_WITHOUT_KEY)
     return app

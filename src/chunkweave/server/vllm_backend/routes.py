@@ -10,19 +10,19 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 import chunkweave
-from chunkweave.front.answering import FrontAnswer
-from chunkweave.front.bodies import OURS, FrontBody, read_body
-from chunkweave.front.passing_through import PassedThrough, refuse_unless_allowed, salted
-from chunkweave.front.replies import ReplyShape
-from chunkweave.front.service import FrontParts, FrontService
-from chunkweave.front.upstream import Event
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
-from chunkweave.server.access import NEEDS_KEY, OfTenant
-from chunkweave.server.keys import Tenant, bearer
+from chunkweave.server.auth import Tenant, bearer
+from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import CONTENT_TYPE
-from chunkweave.server.observer import Asked
-from chunkweave.server.refusals import RefusalError
-from chunkweave.server.streams import EventStream, unless_gone
+from chunkweave.server.observability import RequestMeta
+from chunkweave.server.replies import EventStream, unless_gone
+from chunkweave.server.routes import NEEDS_KEY, OfTenant
+from chunkweave.server.vllm_backend.answering import FrontAnswer
+from chunkweave.server.vllm_backend.bodies import OURS, FrontBody, read_body
+from chunkweave.server.vllm_backend.passthrough import PassedThrough, refuse_unless_allowed, salted
+from chunkweave.server.vllm_backend.replies import ReplyShape
+from chunkweave.server.vllm_backend.service import FrontParts, FrontService
+from chunkweave.server.vllm_backend.upstream import Event
 
 router = APIRouter()
 rest = APIRouter()
@@ -129,7 +129,7 @@ async def _answered(
     body: FrontBody, request: Request, service: FrontService, parts: FrontParts, tenant: Tenant
 ) -> Response:
     model = body.model or service.flags.name
-    asked = Asked(request.state.request_id, tenant.name, request.headers.get("traceparent"))
+    asked = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     shape = ReplyShape(request.url.path == CHAT, model, body.with_usage, body.return_token_ids, body.logprobs_of_tokens)
     running = await unless_gone(request, parts.answering.start(tenant, body, asked, model=model))
     try:
@@ -139,7 +139,7 @@ async def _answered(
             await unless_gone(request, _to_the_end(running))
     except StopAsyncIteration:
         await running.aclose()
-        raise RefusalError(502, "vLLM answered nothing", code="replica_lost") from None
+        raise HttpError(502, "vLLM answered nothing", code="replica_lost") from None
     except BaseException:
         await running.aclose()
         raise
@@ -197,10 +197,10 @@ def _monitor(service: FrontService, tenant: Tenant) -> ShadowMonitor:
     _require_admin(tenant)
     found = service.require_ready().shadow
     if found is None:
-        raise RefusalError(404, "no answers are checked here: the front was started without shadow_every")
+        raise HttpError(404, "no answers are checked here: the front was started without shadow_every")
     return found
 
 
 def _require_admin(tenant: Tenant) -> None:
     if not tenant.admin:
-        raise RefusalError(403, "only an admin may see what all tenants do together", code="not_admin")
+        raise HttpError(403, "only an admin may see what all tenants do together", code="not_admin")

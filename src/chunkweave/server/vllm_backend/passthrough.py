@@ -9,11 +9,11 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chunkweave.front.fleet import Fleet, Replica
-from chunkweave.front.upstream import UpstreamLostError, handed_back
-from chunkweave.server.keys import Tenant
-from chunkweave.server.refusals import RefusalError
-from chunkweave.server.streams import ClientGoneError, unless_gone_from
+from chunkweave.server.auth import Tenant
+from chunkweave.server.errors import HttpError
+from chunkweave.server.replies import ClientGoneError, unless_gone_from
+from chunkweave.server.vllm_backend.fleet import Fleet, Replica
+from chunkweave.server.vllm_backend.upstream import UpstreamLostError, handed_back
 
 SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
@@ -42,11 +42,11 @@ def refuse_unless_allowed(path: str, tenant: Tenant) -> None:
     """Where there are tenants, only what keeps them apart is for all of them.
 
     Raises:
-        RefusalError: 403, this is for admins.
+        HttpError: 403, this is for admins.
     """
     if tenant.admin or path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/"):
         return
-    raise RefusalError(403, f"only an admin may use {path} here", code="not_admin")
+    raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
 
 
 def salted(path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
@@ -78,8 +78,8 @@ class PassedThrough(Response):
                     return
                 except _UnsentError as lost:
                     failed = lost.replica
-            raise RefusalError(502, "the vLLM server went away; its log says why", code="replica_lost")
-        except RefusalError as refusal:
+            raise HttpError(502, "the vLLM server went away; its log says why", code="replica_lost")
+        except HttpError as refusal:
             await refusal.response(scope, receive, send)
 
     async def _pass(self, replica: Replica, body: bytes, receive: Receive, send: Send) -> None:
@@ -130,5 +130,5 @@ async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def _lost_event() -> bytes:
     """What a stream that broke ends with."""
-    refusal = RefusalError(502, "the vLLM server went away", code="replica_lost")
+    refusal = HttpError(502, "the vLLM server went away", code="replica_lost")
     return b"data: " + json.dumps(refusal.body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -14,32 +14,29 @@ import httpx
 
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import ChunkweaveError
-from chunkweave.front.answering import FrontAnswering
-from chunkweave.front.exposition import fleet_figures, labelled
-from chunkweave.front.fleet import Fleet
-from chunkweave.front.prompting import Prompting, chooser_for, load_tokenizer
-from chunkweave.front.report_inbox import ReportInbox
-from chunkweave.front.settings import FrontSettings
-from chunkweave.front.shadow import FrontShadow
-from chunkweave.front.upstream import Upstream, UpstreamLostError
-from chunkweave.front.vllm_flags import VllmFlags
-from chunkweave.front.vllm_process import Launch, ProcessState, VllmProcess
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.scheduling.speculation import SpeculationCounts
-from chunkweave.server.admission import refuse_open_door, tenant_of
+from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave.server.corpora import Corpora
-from chunkweave.server.keys import ANONYMOUS, KeyRing, Tenant
+from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.metrics import ServerMetrics
-from chunkweave.server.observer import Observer
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.observability import Observer, open_traces
 from chunkweave.server.service import OnStage, Stage
+from chunkweave.server.settings import FrontSettings
 from chunkweave.server.threads import in_thread
-from chunkweave.server.traces import open_traces
+from chunkweave.server.vllm_backend.answering import FrontAnswering
+from chunkweave.server.vllm_backend.fleet import Fleet, fleet_samples, labelled
+from chunkweave.server.vllm_backend.process import Launch, ProcessState, VllmFlags, VllmProcess
+from chunkweave.server.vllm_backend.prompting import Prompting, chooser_for, load_tokenizer
+from chunkweave.server.vllm_backend.reports import ReportInbox
+from chunkweave.server.vllm_backend.shadow import FrontShadow
+from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.vllm.report_socket import VARIABLE
 
 logger = logging.getLogger(__name__)
+
 
 _USUAL_CONTEXT = 4096
 _POLL_S = 0.5
@@ -128,7 +125,7 @@ class FrontService:
         """Whose request it is.
 
         Raises:
-            RefusalError: 401, a key is needed, and this is none.
+            HttpError: 401, a key is needed, and this is none.
         """
         return tenant_of(self.keys, key)
 
@@ -136,10 +133,10 @@ class FrontService:
         """The parts.
 
         Raises:
-            RefusalError: 503, they are not there yet, or any more.
+            HttpError: 503, they are not there yet, or any more.
         """
         if self.parts is None or self.stage is not Stage.READY:
-            raise RefusalError(503, f"the server is not ready: {self.stage}", code="not_ready", retry_after_s=2)
+            raise HttpError(503, f"the server is not ready: {self.stage}", code="not_ready", retry_after_s=2)
         return self.parts
 
     async def metrics(self) -> bytes:
@@ -273,7 +270,7 @@ class FrontService:
             shadow=monitor,
             tenants=[tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None,
             speculation=self._speculations,
-            others=[lambda: fleet_figures(fleet, self._restarts(), self._retries())],
+            others=[lambda: fleet_samples(fleet, self._restarts(), self._retries())],
         )
         return Observer(metrics, open_traces(watch.otlp_endpoint))
 

@@ -1,23 +1,33 @@
-"""Prefills on a replica for chunks that a search has not confirmed yet (RAGCache §5.3, Algorithm 2)."""
+"""Searches corpora for questions and prefills on a replica meanwhile (RAGCache §5.3, Algorithm 2)."""
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.front.fleet import Fleet, Placed
-from chunkweave.front.prompting import Prepared, weave_params
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
+from chunkweave.retrieval.faiss_indexes import search_in_one_thread
+from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.pipeline import Pipelining
+from chunkweave.retrieval.search_thread import Found, SearchThread
 from chunkweave.scheduling.speculation import Action, Speculation
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.auth import Tenant
+from chunkweave.server.corpora import Corpora
+from chunkweave.server.errors import HttpError
+from chunkweave.server.threads import to_its_end
+from chunkweave.server.vllm_backend.fleet import Fleet, Placed
+from chunkweave.server.vllm_backend.prompting import Prepared, weave_params
 
 logger = logging.getLogger(__name__)
+
 
 Prepare = Callable[[Sequence[RetrievedChunk]], Awaitable[Prepared]]
 """Makes the question's request over chunks, the best first, for an answer of one token."""
@@ -104,7 +114,7 @@ class PrefillAhead:
                 self._fleet.served(placed, cached_tokens=None)
             finally:
                 self._fleet.leave(placed)
-        except (ChunkweaveError, RefusalError) as error:
+        except (ChunkweaveError, HttpError) as error:
             logger.debug("nothing is computed ahead: %s", error)
             return None
         except Exception:  # what nobody has asked for must not cost an answer
@@ -149,3 +159,58 @@ def _placed(task: "asyncio.Task[Placed | None]") -> Placed | None:
 
 def _names(chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
     return [chunk.name for chunk in chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """What a corpus had for a question, how long finding it took, and when that was over by `time.perf_counter`."""
+
+    chunks: tuple[RetrievedChunk, ...]
+    seconds: float
+    ended_s: float
+
+
+class Retriever:
+    """Searches one question at a time in each corpus. Belongs to the event loop's thread; close it."""
+
+    def __init__(self, corpora: Corpora, most_chunks: int) -> None:
+        """For requests of at most `most_chunks` chunks."""
+        self._corpora = corpora
+        self._most_chunks = most_chunks
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread)
+
+    async def retrieve(
+        self, tenant: Tenant, name: str, question: str, top_k: int | None, ahead: PrefillAhead | None
+    ) -> Retrieval:
+        """The best chunks of the corpus `name`; with `ahead` in stages, of which it is told.
+
+        Raises:
+            HttpError: there is no such corpus.
+            ChunkweaveError: what the corpus raises.
+        """
+        served = self._corpora.get(tenant, name)
+        async with self._corpora.locked(served):
+            corpus = served.corpus
+            k = min(self._most_chunks, usual_top_k(len(corpus)) if top_k is None else top_k)
+            if not k:
+                return Retrieval((), 0.0, 0.0)
+            search = SearchThread(self._threads, corpus, question, k, staged=lambda: ahead is not None)
+            try:
+                found = await _to_the_last(search, k, ahead)
+            finally:
+                search.cancel()
+                await to_its_end(search.left())
+        if ahead is not None:
+            await ahead.on_final(found.chunks)
+        return Retrieval(found.chunks, found.embed_s + found.search_s, found.at_s)
+
+    async def close(self) -> None:
+        """Give the threads up."""
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+
+async def _to_the_last(search: SearchThread, k: int, ahead: PrefillAhead | None) -> Found:
+    while not (found := await search.next()).last:
+        if ahead is not None and len(found.chunks) == k:  # a search does not end with fewer
+            await ahead.on_stage(found.chunks)
+    return found

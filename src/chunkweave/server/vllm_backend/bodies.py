@@ -6,10 +6,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.server.answering import Question
-from chunkweave.server.refusals import RefusalError, invalid_request
-from chunkweave.server.requests import ChatBody, Document, Message, ReuseField, StreamOptions, Text
-from chunkweave.server.turns import question_of
+from chunkweave.server.errors import HttpError, invalid_request
+from chunkweave.server.requests import (
+    ChatBody,
+    Document,
+    Message,
+    Question,
+    ReuseField,
+    StreamOptions,
+    Text,
+    question_of,
+)
 
 OURS = ("documents", FIELD)
 """A request with one of these is the front's; all others are handed through."""
@@ -108,7 +115,7 @@ class FrontChatBody(FrontBody):
         """The user's last message.
 
         Raises:
-            RefusalError: there is none, or messages that mean nothing here.
+            HttpError: there is none, or messages that mean nothing here.
         """
         body = ChatBody.model_construct(messages=self.messages, chunkweave=self.chunkweave)
         return question_of(body)
@@ -129,11 +136,11 @@ class FrontCompletionBody(FrontBody):
         """The one prompt.
 
         Raises:
-            RefusalError: it is empty.
+            HttpError: it is empty.
         """
         text = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
         if not text.strip():
-            raise RefusalError(400, "the prompt is empty", param="prompt")
+            raise HttpError(400, "the prompt is empty", param="prompt")
         return Question(text)
 
 
@@ -141,12 +148,12 @@ def read_body(data: Mapping[str, Any], *, chat: bool) -> FrontBody:
     """A body, checked.
 
     Raises:
-        RefusalError: 400; the message names the field.
+        HttpError: 400; the message names the field.
     """
     refused = (*_UNSUPPORTED, *(_UNSUPPORTED_IN_CHAT if chat else ()))
     if given := [name for name in refused if data.get(name) not in (None, [], {}, False)]:
         told = f"not supported with documents or chunkweave: {', '.join(given)}"
-        raise RefusalError(400, told, param=given[0], code="unsupported_field")
+        raise HttpError(400, told, param=given[0], code="unsupported_field")
     try:
         return (FrontChatBody if chat else FrontCompletionBody).model_validate(dict(data))
     except ValidationError as error:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunkweave.front.upstream import Event
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.server.vllm_backend.upstream import Event
 
 Choice = dict[str, Any]
 

@@ -1,27 +1,29 @@
-"""The replicas: who is up, who gets a request, and who waits before whom."""
+"""The vLLM servers: who is up, who gets a request, who waits before whom, and metrics of all."""
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.errors import QueueFullError
-from chunkweave.front.prompting import Prepared
-from chunkweave.front.settings import FleetSettings
-from chunkweave.front.upstream import Upstream, UpstreamLostError
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing, waiting_path
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.errors import HttpError
+from chunkweave.server.metrics import MetricSample
+from chunkweave.server.settings import FleetSettings
+from chunkweave.server.vllm_backend.prompting import Prepared
+from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger(__name__)
 
 
-class NoReplicaError(RefusalError):
+class NoReplicaError(HttpError):
     """No replica answers now."""
 
     def __init__(self) -> None:
@@ -246,3 +248,71 @@ def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
 
 def _failed(future: "asyncio.Future[None]") -> bool:
     return future.cancelled() or future.exception() is not None
+
+
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>.*)\})?(?P<rest>\s.*)")
+
+
+def labelled(expositions: Mapping[str, str]) -> str:
+    """Prometheus texts by the name of their server, as one text with the label `replica`.
+
+    Samples of one metric stand together, behind its description, as the format wants it.
+    """
+    about: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in expositions.items():
+        family, seen = "", set[str]()
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                if family not in about or family in seen:
+                    about.setdefault(family, []).append(line)
+                    seen.add(family)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(_with_label(line, replica))
+    lines = [line for family in samples for line in (*about.get(family, ()), *samples[family])]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> Iterator[MetricSample]:
+    """What the front knows of its replicas."""
+    replicas = fleet.replicas
+
+    def gauge(name: str, meaning: str, values: Mapping[str, float]) -> MetricSample:
+        return MetricSample(name, meaning, values, "replica")
+
+    yield gauge("replica_up", "Whether a vLLM server answers.", {one.name: float(one.up) for one in replicas})
+    yield gauge(
+        "replica_requests_running", "Requests given to a vLLM server.", {one.name: one.running for one in replicas}
+    )
+    yield gauge(
+        "replica_requests_waiting", "Requests that wait for one here.", {one.name: len(one.queue) for one in replicas}
+    )
+    yield gauge(
+        "replica_outstanding_tokens",
+        "Tokens that it has still to compute, as far as the front knows.",
+        {one.name: one.outstanding_tokens for one in replicas},
+    )
+    yield gauge(
+        "replica_mirror_tokens",
+        "Tokens that its segment store is believed to hold.",
+        {one.name: one.contents.tokens for one in replicas},
+    )
+    yield MetricSample(
+        "replica_requests",
+        "Requests with documents that it answered.",
+        {one.name: one.served for one in replicas},
+        "replica",
+        counter=True,
+    )
+    if restarts:
+        yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
+    yield MetricSample("request_retries", "Requests that were given to a second server.", {"": retries}, counter=True)
+
+
+def _with_label(line: str, replica: str) -> str:
+    found = _SAMPLE.fullmatch(line)
+    if found is None:
+        return line
+    labels = ",".join(filter(None, (f'replica="{replica}"', found["labels"])))
+    return f"{found['name']}{{{labels}}}{found['rest']}"

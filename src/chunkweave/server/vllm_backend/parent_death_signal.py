@@ -1,7 +1,7 @@
-"""Starts a command that is ended when the process that started it is gone, however that ended.
+"""Starts a command that gets SIGTERM when the process that started it is gone, however that ended.
 
-`python -m chunkweave.front.leash COMMAND...`. A vLLM server that nobody watches any more would keep its GPU. Linux
-only: elsewhere the command is started all the same, and a front that is killed leaves it behind.
+`python -m chunkweave.server.vllm_backend.parent_death_signal COMMAND...`. A vLLM server without its proxy would keep
+its GPU. Linux only: elsewhere the command is started all the same, and outlives a killed parent.
 """
 
 import ctypes

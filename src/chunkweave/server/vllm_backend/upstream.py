@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.errors import HttpError
 
 Event = dict[str, Any]
 """One event of vLLM's stream of a completion, parsed."""
@@ -63,7 +63,7 @@ class Upstream:
 
         Raises:
             UpstreamLostError: the server is gone, or ended the stream before its end.
-            RefusalError: it refused the request, in its own words.
+            HttpError: it refused the request, in its own words.
         """
         ended = False
         try:
@@ -140,7 +140,7 @@ def _checked(event: Any) -> Event:
 
     Raises:
         UpstreamLostError: the server says that it failed.
-        RefusalError: it says that the request is wrong.
+        HttpError: it says that the request is wrong.
     """
     if not isinstance(event, dict):
         raise UpstreamLostError("an event of vLLM is no object")
@@ -149,7 +149,7 @@ def _checked(event: Any) -> Event:
     return event
 
 
-def _refusal(status: int, body: bytes) -> ChunkweaveError | RefusalError:
+def _refusal(status: int, body: bytes) -> ChunkweaveError | HttpError:
     try:
         told = json.loads(body)
     except ValueError:
@@ -158,11 +158,11 @@ def _refusal(status: int, body: bytes) -> ChunkweaveError | RefusalError:
     return _refusal_of(error if isinstance(error, dict) else {}, status)
 
 
-def _refusal_of(error: Mapping[str, Any], status: int) -> ChunkweaveError | RefusalError:
+def _refusal_of(error: Mapping[str, Any], status: int) -> ChunkweaveError | HttpError:
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else status
     message = str(error.get("message") or "vLLM refused the request")
     if status >= 500:
         return UpstreamLostError(f"vLLM failed: {message}")
     param = error.get("param")
-    return RefusalError(status, message, param=param if isinstance(param, str) else None)
+    return HttpError(status, message, param=param if isinstance(param, str) else None)

@@ -1,4 +1,4 @@
-"""What a request is told when it is not answered: a status and a body in OpenAI's form, and nothing of the inside."""
+"""What a request that is not answered gets: a status, a body in OpenAI's form, and what the schema says of it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from chunkweave.errors import (
@@ -26,10 +27,11 @@ from chunkweave.errors import (
 
 logger = logging.getLogger(__name__)
 
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class RefusalError(HTTPException):
+class HttpError(HTTPException):
     """A request that is not answered, with all that its client is to know about it."""
 
     def __init__(
@@ -62,32 +64,32 @@ class RefusalError(HTTPException):
         return JSONResponse(self.body, self.status_code, dict(self.headers or {}))
 
 
-def refusal_of(error: Exception) -> RefusalError:
+def http_error_of(error: Exception) -> HttpError:
     """What a client is told about an error; what is not the client's doing is logged, and told without its message."""
-    if isinstance(error, RefusalError):
+    if isinstance(error, HttpError):
         return error
     if isinstance(error, PromptTooLongError):
-        return RefusalError(400, str(error), code="context_length_exceeded")
+        return HttpError(400, str(error), code="context_length_exceeded")
     if isinstance(error, UnknownDocumentError):
-        return RefusalError(404, str(error), code="document_not_found")
+        return HttpError(404, str(error), code="document_not_found")
     if isinstance(error, DuplicateDocumentError):
-        return RefusalError(409, str(error), code="document_exists")
+        return HttpError(409, str(error), code="document_exists")
     if isinstance(error, ConversationBusyError):
-        return RefusalError(409, str(error), param="chunkweave.conversation_id", code="conversation_busy")
+        return HttpError(409, str(error), param="chunkweave.conversation_id", code="conversation_busy")
     if isinstance(error, UsageError | DocumentError):
-        return RefusalError(400, str(error))
+        return HttpError(400, str(error))
     if isinstance(error, QueueFullError):
-        return RefusalError(503, "the server has too much to do; try again", code="overloaded", retry_after_s=1)
+        return HttpError(503, "the server has too much to do; try again", code="overloaded", retry_after_s=1)
     if isinstance(error, DeadlineError):
-        return RefusalError(504, "the request was not answered in time", code="timeout")
+        return HttpError(504, "the request was not answered in time", code="timeout")
     if isinstance(error, RequestAbortedError):
-        return RefusalError(503, "the server is stopping", code="stopping", retry_after_s=5)
+        return HttpError(503, "the server is stopping", code="stopping", retry_after_s=5)
     logger.error("a request failed", exc_info=error)
     what = "the corpus cannot be used now" if isinstance(error, CorpusError) else "the request failed"
-    return RefusalError(500, f"{what}; the server's log says why", code="internal_error")
+    return HttpError(500, f"{what}; the server's log says why", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Have an app answer every error in this form."""
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -96,14 +98,14 @@ def install(app: FastAPI) -> None:
 
 
 async def _http(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RefusalError):
+    if isinstance(error, HttpError):
         return error.response
     assert isinstance(error, HTTPException), "this handler is for that class"
-    return RefusalError(error.status_code, str(error.detail), headers=error.headers).response
+    return HttpError(error.status_code, str(error.detail), headers=error.headers).response
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:
-    return refusal_of(error).response
+    return http_error_of(error).response
 
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
@@ -111,19 +113,19 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
     return invalid_request(error.errors()).response
 
 
-def invalid_request(errors: Sequence[Mapping[str, Any]]) -> RefusalError:
+def invalid_request(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     """A 400 for the first thing that is wrong with a request's fields; unsupported ones are all named."""
     unsupported = [_place(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
     if unsupported:
         message = f"not supported: {', '.join(unsupported)}"
-        return RefusalError(400, message, param=unsupported[0], code="unsupported_field")
+        return HttpError(400, message, param=unsupported[0], code="unsupported_field")
     first = errors[0]
     place = _place(first["loc"])
     if first["type"] == "json_invalid":
-        return RefusalError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
+        return HttpError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
     message = str(first["msg"]).removeprefix("Value error, ")
     told = message if not place or place.rpartition(".")[2] in message else f"{place}: {message}"
-    return RefusalError(400, told, param=place or None)
+    return HttpError(400, told, param=place or None)
 
 
 def _place(loc: Sequence[int | str]) -> str:
@@ -132,3 +134,48 @@ def _place(loc: Sequence[int | str]) -> str:
     for step in loc[1:] if loc and loc[0] in ("body", "query", "path") else loc:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
     return text
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error, as OpenAI's."""
+
+    error: ErrorDetail
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+_MEANINGS = {
+    401: "no such API key",
+    400: "the request is wrong; the message names the field",
+    403: "not allowed",
+    404: "not found",
+    409: "it is there already",
+    413: "too large",
+    429: "too many requests; see Retry-After",
+    503: "not ready, too busy or stopping; see Retry-After",
+    504: "not answered in time",
+}
+
+_ALWAYS = (401, 413, 429)
+
+STREAMED: Responses = {
+    200: {
+        "description": "the answer; with `stream` as server-sent events",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
+
+
+def error_responses(*statuses: int) -> Responses:
+    """The errors that an endpoint may answer with; those of every endpoint (401, 413, 429) are added."""
+    told = {status: _MEANINGS[status] for status in {*statuses, *_ALWAYS}}
+    return {status: {"description": meaning, "model": ErrorBody} for status, meaning in sorted(told.items())}

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.front.fleet import Fleet, Placed
-from chunkweave.front.replies import Choice, WholeChoices
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
-from chunkweave.server.refusals import RefusalError
+from chunkweave.server.errors import HttpError
+from chunkweave.server.vllm_backend.fleet import Fleet, Placed
+from chunkweave.server.vllm_backend.replies import Choice, WholeChoices
 
 logger = logging.getLogger(__name__)
+
 
 _ALTERNATIVES = 20
 """As many as vLLM gives unless it was started with another `--max-logprobs`."""
@@ -84,7 +85,7 @@ class FrontShadow:
         while self._pending and self._fleet.running + self._fleet.waiting <= self.monitor.config.beside:
             try:
                 self.monitor.take(await self._check(self._pending.popleft()))
-            except (ChunkweaveError, RefusalError, KeyError, IndexError) as error:
+            except (ChunkweaveError, HttpError, KeyError, IndexError) as error:
                 logger.warning("a shadow check failed; no answer is concerned: %s", error)
                 self.monitor.fail()
 

@@ -13,32 +13,29 @@ from typing import Any, Self
 from chunkweave.config import SamplingParams
 from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
-from chunkweave.front.answer_report import Times, cached_tokens, reuse_report, shown_report
-from chunkweave.front.bodies import FrontBody
-from chunkweave.front.fleet import Fleet, Placed, Replica
-from chunkweave.front.prefill_ahead import FrontSpeculation, PrefillAhead, Prepare
-from chunkweave.front.prompting import Prepared, Prompting, weave_params
-from chunkweave.front.replies import Choice, Ending, WholeChoices
-from chunkweave.front.report_inbox import ReportInbox
-from chunkweave.front.retrieving import Retrieval, Retriever
-from chunkweave.front.settings import FrontSettings
-from chunkweave.front.shadow import FrontShadow
-from chunkweave.front.upstream import Event, UpstreamLostError
 from chunkweave.planning.method_choice import FIELD, MethodRequest
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.scheduling.speculation import Speculation
-from chunkweave.server.answering import chunks_of
+from chunkweave.server.auth import Tenant
 from chunkweave.server.corpora import Corpora
-from chunkweave.server.keys import Tenant
-from chunkweave.server.limits import Slot, TenantLimits
-from chunkweave.server.observer import Asked, Observer
-from chunkweave.server.refusals import RefusalError
-from chunkweave.server.replies import TenantCounts
-from chunkweave.server.request_checks import answer_tokens, check_documents, check_earlier, check_reuse
+from chunkweave.server.errors import HttpError
+from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
+from chunkweave.server.observability import Observer, RequestMeta
+from chunkweave.server.requests import answer_tokens, check_documents, check_earlier, check_reuse, chunks_of
+from chunkweave.server.settings import FrontSettings
 from chunkweave.server.threads import in_thread
+from chunkweave.server.vllm_backend.bodies import FrontBody
+from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
+from chunkweave.server.vllm_backend.prefill_ahead import FrontSpeculation, PrefillAhead, Prepare, Retrieval, Retriever
+from chunkweave.server.vllm_backend.prompting import Prepared, Prompting, weave_params
+from chunkweave.server.vllm_backend.replies import Choice, Ending, WholeChoices
+from chunkweave.server.vllm_backend.reports import ReportInbox, Times, cached_tokens, reuse_report, shown_report
+from chunkweave.server.vllm_backend.shadow import FrontShadow
+from chunkweave.server.vllm_backend.upstream import Event, UpstreamLostError
 from chunkweave.types import Chunk
 
 logger = logging.getLogger(__name__)
+
 
 _REPORT_S = 2.0
 _TRIES = 2
@@ -49,7 +46,7 @@ class Asking:
     """A request on its way: what is sent of it whichever replica gets it, and when it came."""
 
     tenant: Tenant
-    asked: Asked
+    asked: RequestMeta
     prepared: Prepared
     body: dict[str, Any]
     arrived_s: float
@@ -83,7 +80,7 @@ class FrontAnswer:
         """The next event with a choice.
 
         Raises:
-            RefusalError: vLLM refused the request, or two replicas failed.
+            HttpError: vLLM refused the request, or two replicas failed.
             ChunkweaveError: too many wait, the deadline has passed, or the front stops.
         """
         try:
@@ -92,7 +89,7 @@ class FrontAnswer:
         except TimeoutError:
             late = DeadlineError("the request was not answered in time")
             raise self._failed(RequestAbortedError("the front stops") if self._ended_by_us else late) from None
-        except (ChunkweaveError, RefusalError) as error:
+        except (ChunkweaveError, HttpError) as error:
             raise self._failed(error) from error
 
     def end(self) -> None:
@@ -132,7 +129,7 @@ class FrontAnswer:
                 logger.warning("a request was not answered: %s", error)
                 if last or self._first_s is not None:
                     told = "the vLLM server that answered this went away; its log says why"
-                    raise RefusalError(502, told, code="replica_lost") from error
+                    raise HttpError(502, told, code="replica_lost") from error
                 failed = None if self._placed is None else self._placed.replica
                 self._answering.retries += 1
 
@@ -238,11 +235,11 @@ class FrontAnswering:
         self.retriever = Retriever(corpora, settings.limits.max_documents)
         self._limits = limits
 
-    async def start(self, tenant: Tenant, body: FrontBody, asked: Asked, *, model: str) -> FrontAnswer:
+    async def start(self, tenant: Tenant, body: FrontBody, asked: RequestMeta, *, model: str) -> FrontAnswer:
         """Retrieve if need be, tokenize, and let the request be read.
 
         Raises:
-            RefusalError: too many requests or documents, a corpus that is not there, a conversation that is not here.
+            HttpError: too many requests or documents, a corpus that is not there, a conversation that is not here.
             ChunkweaveError: what `Prompting.prepare` raises.
         """
         try:
@@ -255,7 +252,7 @@ class FrontAnswering:
         except asyncio.CancelledError:
             self.observer.given_up(asked)
             raise
-        except (ChunkweaveError, RefusalError) as error:
+        except (ChunkweaveError, HttpError) as error:
             self.observer.failed(asked, error)
             raise
         self.running[answer] = None
@@ -265,7 +262,7 @@ class FrontAnswering:
         """VLLM's plug-in removes nothing by name: what no request asks for any more leaves by eviction."""
         return 0
 
-    async def _asking(self, tenant: Tenant, body: FrontBody, asked: Asked, model: str) -> Asking:
+    async def _asking(self, tenant: Tenant, body: FrontBody, asked: RequestMeta, model: str) -> Asking:
         arrived_s = time.perf_counter()
         limits, reuse = self.settings.limits, body.chunkweave
         check_documents(len(body.documents), limits)

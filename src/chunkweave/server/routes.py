@@ -1,0 +1,408 @@
+"""The endpoints of the server, and what their handlers depend on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from math import isfinite
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
+
+import chunkweave
+from chunkweave.chunking.documents import SplitConfig
+from chunkweave.retrieval.corpus import CorpusChange
+from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
+from chunkweave.server.answering import RunningAnswer
+from chunkweave.server.auth import Tenant, bearer
+from chunkweave.server.corpora import Corpora
+from chunkweave.server.errors import STREAMED, HttpError, error_responses
+from chunkweave.server.metrics import CONTENT_TYPE
+from chunkweave.server.observability import RequestMeta
+from chunkweave.server.replies import EventStream, ReplyForm, answer_events, unless_gone, whole_answer
+from chunkweave.server.requests import (
+    ChatBody,
+    ChunksBody,
+    ClearBody,
+    CompletionBody,
+    CorpusBody,
+    IngestBody,
+    IngestedDocument,
+    PromptBody,
+    Question,
+    SearchBody,
+    check_documents,
+    chunks_of,
+    question_of,
+)
+from chunkweave.server.service import Parts, Service
+from chunkweave.server.threads import in_thread, to_its_end
+from chunkweave.types import Chunk
+
+_scheme = HTTPBearer(auto_error=False, description="An API key, if the server was given any.")
+
+
+class Forgetful(Protocol):
+    """Removes the KV of chunks."""
+
+    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
+        """Of a tenant's chunks, from every tier; returns how many copies of segments there were."""
+
+
+class WithCorpora(Protocol):
+    """The parts of a server that has corpora."""
+
+    @property
+    def corpora(self) -> Corpora:
+        """Those of all tenants."""
+
+    @property
+    def answering(self) -> Forgetful:
+        """Told which chunks are gone."""
+
+
+def service_of(request: Request) -> Service:
+    """The service that the app was made for."""
+    service: Service = request.app.state.service
+    return service
+
+
+def parts_of(request: Request) -> Parts:
+    """The parts of a server that is ready."""
+    return service_of(request).require_ready()
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whose request it is; the gate has found out."""
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+AnyService = Annotated[Service, Depends(service_of)]
+ReadyParts = Annotated[Parts, Depends(parts_of)]
+CorpusParts = Annotated[WithCorpora, Depends(parts_of)]
+OfTenant = Annotated[Tenant, Depends(tenant_of)]
+NEEDS_KEY = [Security(_scheme)]
+"""For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
+
+
+completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
+
+
+@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
+async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
+    """Answer the user's message over `documents`, over what a corpus has about it, or over nothing."""
+    question = question_of(body)
+    return await _answered(question, body, request, service, parts, tenant)
+
+
+@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
+async def complete(
+    body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
+) -> Response:
+    """The same for one prompt: it is the question of a chat without a system message."""
+    if not body.question.strip():
+        raise HttpError(400, "the prompt is empty", param="prompt")
+    return await _answered(Question(body.question), body, request, service, parts, tenant)
+
+
+@completions.get("/models", responses=error_responses(503))
+async def models(service: AnyService) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(service)]}
+
+
+@completions.get("/models/{name}", responses=error_responses(404, 503))
+async def model(name: str, service: AnyService) -> dict[str, Any]:
+    """The model, if it is called so."""
+    _require_model(name, service)
+    return _model(service)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    name = service.settings.model.name
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
+
+
+def _require_model(name: str | None, service: Service) -> None:
+    if name not in (None, service.settings.model.name):
+        told = f"no model {name!r}: this server has {service.settings.model.name!r}"
+        raise HttpError(404, told, param="model", code="model_not_found")
+
+
+async def _answered(
+    question: Question, body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant
+) -> Response:
+    _require_model(body.model, service)
+    form = ReplyForm(isinstance(body, ChatBody), service.settings.model.name, body.with_usage)
+    asked = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
+    running = await unless_gone(request, parts.answering.start(tenant, question, body, asked))
+    if body.stream:
+        return await _streamed(running, form, request, service)
+    try:
+        answer = await unless_gone(request, whole_answer(running))
+    finally:
+        await running.aclose()
+    return JSONResponse(form.whole(answer, running.retrieved))
+
+
+async def _streamed(running: RunningAnswer, form: ReplyForm, request: Request, service: Service) -> Response:
+    """The answer as a stream, which closes it."""
+    try:
+        # Before the first piece there is still a status that can say what went wrong.
+        first = await unless_gone(request, anext(running))
+    except BaseException:
+        await running.aclose()
+        raise
+    stalled_s = service.settings.listen.stalled_s
+    return EventStream(running, answer_events(running, first, form), stalled_s=stalled_s)
+
+
+corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
+
+
+@corpora.get("", responses=error_responses(503))
+async def list_corpora(parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """The corpora that you may search."""
+    return {"object": "list", "data": [served.as_dict() for served in parts.corpora.all(tenant)]}
+
+
+@corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503))
+async def create_corpus(body: CorpusBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """Make an empty corpus."""
+    split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
+    return (await to_its_end(parts.corpora.create(tenant, body.name, split))).as_dict()
+
+
+@corpora.get("/{name}", responses=error_responses(404, 503))
+async def get_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """One corpus."""
+    return parts.corpora.get(tenant, name).as_dict()
+
+
+@corpora.delete("/{name}", responses=error_responses(403, 404, 503))
+async def delete_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove a corpus, and the KV of its chunks from every tier."""
+
+    async def work() -> int:
+        return await parts.answering.forget(tenant, await parts.corpora.delete(tenant, name))
+
+    return {"name": name, "object": "corpus", "deleted": True, "segments_removed": await to_its_end(work())}
+
+
+@corpora.get("/{name}/documents", responses=error_responses(404, 503))
+async def list_documents(
+    name: str, parts: CorpusParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
+) -> dict[str, Any]:
+    """The documents of a corpus, in the order in which they were added."""
+    async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
+        documents = served.corpus.documents
+    data = [
+        {"id": one.id, "title": one.title, "chunks": len(one.chunks), "metadata": dict(one.metadata)}
+        for one in documents[offset : offset + limit]
+    ]
+    return {"object": "list", "data": data, "total": len(documents), "has_more": offset + limit < len(documents)}
+
+
+@corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503))
+async def add_documents(name: str, body: IngestBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
+    documents = [_document(one) for one in body.documents]
+    return await _ingested(name, documents, body.update, parts, tenant)
+
+
+@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503))
+async def add_files(
+    name: str, files: Annotated[list[UploadFile], File()], parts: CorpusParts, tenant: OfTenant, update: bool = False
+) -> dict[str, Any]:
+    """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
+    documents: list[CorpusDocument] = []
+    for file in files:
+        data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
+        if not called:
+            raise HttpError(400, "an uploaded file has no name", param="files")
+        documents += await in_thread(partial(parse_corpus_documents, called, data))
+    return await _ingested(name, documents, update, parts, tenant)
+
+
+@corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503))
+async def delete_document(name: str, document: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove a document, and the KV of what no other document has from every tier."""
+    served = parts.corpora.get(tenant, name, to_change=True)
+
+    async def work() -> int:
+        change = await parts.corpora.remove(served, document)
+        return await _forget_gone(change, parts, tenant)
+
+    return {"id": document, "object": "document", "deleted": True, "segments_removed": await to_its_end(work())}
+
+
+@corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
+async def search(name: str, body: SearchBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+    """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
+    async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
+        k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
+        found = await in_thread(lambda: served.corpus.search(body.query, k)) if k else ()
+    return {"object": "list", "data": [one.as_dict() for one in found]}
+
+
+def _document(one: str | IngestedDocument) -> CorpusDocument:
+    document = IngestedDocument(text=one) if isinstance(one, str) else one
+    made = CorpusDocument(document.id or "", document.text, document.title, document.metadata)
+    return made if made.id else CorpusDocument(f"text-{made.digest[:16]}", made.text, made.title, made.metadata)
+
+
+async def _ingested(
+    name: str, documents: Sequence[CorpusDocument], update: bool, parts: WithCorpora, tenant: Tenant
+) -> dict[str, Any]:
+    served = parts.corpora.get(tenant, name, to_change=True)
+
+    async def work() -> dict[str, Any]:
+        change = await parts.corpora.ingest(served, documents, update=update)
+        removed = await _forget_gone(change, parts, tenant)
+        changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
+        return {
+            **{what: list(ids) for what, ids in changed.items()},
+            "segments_removed": removed,
+            "corpus": served.as_dict(),
+        }
+
+    return await to_its_end(work())
+
+
+async def _forget_gone(change: CorpusChange, parts: WithCorpora, tenant: Tenant) -> int:
+    return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
+
+
+cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
+
+
+@cache.get("", responses=error_responses(503))
+async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """What your answers reused so far; for admins also what all tiers hold and what the engine does."""
+    told: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
+    if tenant.admin:
+        told["store"] = asdict(await in_thread(lambda: parts.engine.store.stats))
+        told["engine"] = asdict(parts.batching.stats)
+    return told
+
+
+@cache.post("/warm", responses=error_responses(400, 404, 503))
+async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
+    chunks = await _chunks(body, parts, tenant)
+    computed = await unless_gone(request, parts.answering.warm(tenant, chunks, body.cache_salt))
+    return {"chunks": len(chunks), "computed": computed}
+
+
+@cache.post("/pin", responses=error_responses(400, 403, 404, 503))
+async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
+    chunks = await _chunks(body, parts, tenant)
+    return {"chunks": len(chunks), "segments_pinned": await parts.pins.pin(tenant, chunks, body.cache_salt)}
+
+
+@cache.post("/unpin", responses=error_responses(400, 404, 503))
+async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Take pins back."""
+    chunks = await _chunks(body, parts, tenant)
+    return {"chunks": len(chunks), "chunks_unpinned": await parts.pins.unpin(tenant, chunks, body.cache_salt)}
+
+
+@cache.post("/clear", responses=error_responses(400, 403, 404, 503))
+async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
+    if body.everything:
+        if not tenant.admin:
+            raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+        before = len(parts.engine.store)
+        await in_thread(parts.engine.store.clear)
+        return {"segments_removed": before}
+    chunks = await _chunks(body, parts, tenant)
+    return {"segments_removed": await parts.answering.forget(tenant, (chunk.text for chunk in chunks), body.cache_salt)}
+
+
+async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Chunk]:
+    """The chunks that a command is about.
+
+    Raises:
+        HttpError: none are named, or a corpus that is not there.
+    """
+    if body.corpus is not None:
+        async with parts.corpora.locked(parts.corpora.get(tenant, body.corpus)) as served:
+            return served.corpus.chunks()
+    if not body.documents:
+        raise HttpError(400, "name documents or a corpus", param="documents")
+    check_documents(len(body.documents), parts.answering.settings)
+    return chunks_of(body.documents)
+
+
+operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
+
+
+@operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
+async def metrics(request: Request, service: AnyService, parts: ReadyParts) -> Response:
+    """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
+    _require_admin(service.tenant_of(bearer(request.headers)))
+    return Response(await in_thread(parts.observer.metrics.exposition), media_type=CONTENT_TYPE)
+
+
+@operation.get("/v1/shadow", responses=error_responses(403, 404, 503))
+async def shadow(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """What holding woven answers against full prefill has shown. For admins."""
+    return _shown(_monitor(parts, tenant).stats)
+
+
+@operation.post("/v1/shadow/switch-on", responses=error_responses(403, 404, 503))
+async def switch_on(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Weave again after the shadow check has switched weaving off. For admins."""
+    monitor = _monitor(parts, tenant)
+    monitor.switch_on()
+    return _shown(monitor.stats)
+
+
+def _shown(stats: ShadowStats) -> dict[str, Any]:
+    """JSON-able: an infinite divergence is null."""
+    fields = asdict(stats).items()
+    return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in fields}
+
+
+def _monitor(parts: Parts, tenant: Tenant) -> ShadowMonitor:
+    _require_admin(tenant)
+    if parts.engine.shadow is None:
+        raise HttpError(404, "no answers are checked here: the server was started without shadow_every")
+    return parts.engine.shadow
+
+
+def _require_admin(tenant: Tenant) -> None:
+    if not tenant.admin:
+        raise HttpError(403, "only an admin may see what all tenants do together", code="not_admin")
+
+
+open_to_all = APIRouter(tags=["operation"])
+
+
+@open_to_all.get("/health")
+async def health() -> dict[str, str]:
+    """200 as long as the process answers at all."""
+    return {"status": "ok"}
+
+
+@open_to_all.get("/ready", responses={503: {"description": "not yet, or not any more; `stage` says how far it is"}})
+async def ready(service: AnyService) -> JSONResponse:
+    """200 if requests are answered, else 503."""
+    is_ready = service.ready
+    return JSONResponse({"ready": is_ready, "stage": str(service.stage)}, 200 if is_ready else 503)
+
+
+@open_to_all.get("/version")
+async def version() -> dict[str, Any]:
+    """The version of chunkweave."""
+    return {"version": chunkweave.__version__}
