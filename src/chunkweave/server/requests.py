@@ -272,11 +272,11 @@ def check_earlier(conversations: Conversations, conversation_id: str | None, sal
     """
     if conversation_id is None or not earlier:
         return
-    standing = conversations.standing((salt, conversation_id))
-    here = 0 if standing is None else standing.asked
-    if earlier != here:
+    state = conversations.state((salt, conversation_id))
+    turns = 0 if state is None else state.turn_count
+    if earlier != turns:
         told = (
-            f"the messages hold {earlier} earlier questions, but this conversation has had {here} here: "
+            f"the messages hold {earlier} earlier questions, but this conversation has had {turns} here: "
             f"send the last message alone to go on from those, or take a new conversation_id"
         )
         raise HttpError(409, told, param="messages", code="conversation_mismatch")
