@@ -288,6 +288,17 @@ OWN = ReuseConfig(0.4, alpha=2.5)
             Why.ASKED_FOR,
             {"recompute_ratio": 0.2},
         ),
+        (MethodRequest(), MethodRequest("cachecraft", alpha=0.5), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 0.5}),
+        (MethodRequest(), MethodRequest("epic", alpha=0.5), None, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        (MethodRequest(), MethodRequest(alpha=0.5, check_layers=(2,)), None, "prefix", Why.EXACT, {}),
+        (
+            MethodRequest.of("cachecraft", None),
+            MethodRequest(alpha=0.5),
+            None,
+            "cachecraft",
+            Why.ASKED_FOR,
+            {"alpha": 0.5},
+        ),
     ],
 )
 def test_a_method_wins_then_a_target_then_the_record_then_exactness(
@@ -307,6 +318,60 @@ def test_a_target_that_no_method_reaches_is_answered_exactly():
     assert chooser.choose(MethodRequest.of(None, "fast")).method == "cacheblend"
 
 
+def test_a_request_says_at_which_layers_a_named_method_checks():
+    for usual, method_request in (
+        (MethodRequest(), MethodRequest("cacheblend", check_layers=(2, 3))),
+        (MethodRequest("cacheblend"), MethodRequest(check_layers=(2, 3))),
+    ):
+        assert MethodChooser(usual, OWN).choose(method_request).reuse == replace(OWN, check_layers=(2, 3))
+
+
+def test_the_parameter_of_a_calibrated_method_can_be_given_without_naming_it():
+    record = make_record(targets={Quality.BALANCED: Target(0.98, {"cachecraft": 1.0}, "cachecraft")})
+    choice = MethodChooser(record=record).choose(MethodRequest(alpha=0.5))
+    assert (choice.method, choice.why, dict(choice.parameters)) == ("cachecraft", Why.ASKED_FOR, {"alpha": 0.5})
+    choice = MethodChooser(record=record).choose(MethodRequest(recompute_ratio=0.2))
+    assert (choice.method, choice.why, dict(choice.parameters)) == ("cachecraft", Why.CALIBRATED, {"alpha": 1.0})
+
+
+def test_a_request_is_read_by_its_fields():
+    fields = {"method": "cacheblend", "recompute_ratio": 1, "check_layers": [1, 4], "alpha": 2, "order": "free"}
+    assert MethodRequest.of_fields(fields) == MethodRequest("cacheblend", None, 1.0, (1, 4), 2.0)
+    assert MethodRequest.of_fields({"quality": "fast"}) == MethodRequest(quality=Quality.FAST)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"method": "magic"}, "unknown reuse method 'magic'; there are: full, prefix"),
+        ({"quality": 3}, "unknown quality 3; there are: exact, balanced, fast"),
+        ({"recompute_ratio": "0.1"}, "recompute_ratio must be a number between 0 and 1, not '0.1'"),
+        ({"alpha": True}, "alpha must be a number, not True"),
+        ({"alpha": 10**400}, "alpha must be a number"),
+        ({"alpha": -1}, "alpha must be a number from 0 on, not -1"),
+        ({"check_layers": 1}, "check_layers must be a list of layer numbers"),
+        ({"check_layers": [1.0]}, "check_layers must be a whole number, not 1.0"),
+        ({"check_layers": [0]}, "check_layers must be ascending layer numbers from 1 on"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_refused(fields, said):
+    with pytest.raises(UsageError, match=said):
+        MethodRequest.of_fields(fields)
+
+
+def test_layers_that_a_model_lacks_are_refused():
+    MethodRequest(check_layers=(1, 7)).refuse_layers_beyond(8)
+    MethodRequest("cacheblend").refuse_layers_beyond(1)
+    with pytest.raises(UsageError, match="layer 8 is to be checked, but the model has 8 layers"):
+        MethodRequest(check_layers=(1, 8)).refuse_layers_beyond(8)
+
+
+def test_what_sets_how_much_is_recomputed_is_known_to_be_given():
+    assert MethodRequest("cacheblend", recompute_ratio=0.0).sets_budget
+    assert MethodRequest("cachecraft", alpha=0.0).sets_budget
+    assert not MethodRequest("cacheblend", check_layers=(1,)).sets_budget
+
+
 def test_calibrated_settings_replace_the_engines_own():
     choice = MethodChooser(MethodRequest(), OWN, RECORD).choose(MethodRequest.of(None, "balanced"))
     assert choice.reuse == ReuseConfig(0.3, (1, 2), focus=False)
@@ -319,6 +384,16 @@ def test_calibrated_settings_replace_the_engines_own():
         (MethodRequest.of(None, "fast"), None, "'fast' needs a calibration record"),
         (MethodRequest.of("cacheblend", "exact"), RECORD, "contradict"),
         (MethodRequest.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
+        (
+            MethodRequest(quality=Quality.FAST, alpha=2.0),
+            RECORD,
+            "'fast' sets what is recomputed: give no alpha with it",
+        ),
+        (MethodRequest(None, Quality.FAST, 0.2, (1,)), RECORD, "give no recompute_ratio, check_layers with it"),
+        (MethodRequest(alpha=2.0), RECORD, "alpha can only be given with a method: what was calibrated has its own"),
+        (MethodRequest(check_layers=(1,)), RECORD, "check_layers can only be given with a method"),
+        (MethodRequest("cachecraft", alpha=-1.0), RECORD, "alpha must be a number from 0 on"),
+        (MethodRequest("cacheblend", check_layers=(0,)), RECORD, "ascending layer numbers"),
         (MethodRequest.of("epic", None, 1.5), RECORD, "between 0 and 1"),
         (MethodRequest.of(None, None, 1.5), None, "between 0 and 1"),
     ],

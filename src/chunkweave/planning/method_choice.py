@@ -1,6 +1,6 @@
 """Which method answers a request: what was asked for, what a calibration found, or the exact one."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.calibration import CalibrationRecord, Quality
-from chunkweave.planning.method import RATIO, parameter_of
+from chunkweave.planning.method import METHODS, RATIO, parameter_of
 
 EXACT_METHOD = "prefix"
 """What answers unless something else was asked for or calibrated: nothing can go wrong with it."""
@@ -30,20 +30,64 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MethodRequest:
-    """What a caller says about the method; every part may be left open."""
+    """What a caller says about the method; every part may be left open.
+
+    `recompute_ratio`, `check_layers` and `alpha` are those of `ReuseConfig`. A method that takes one of them gets it
+    instead of the configured value; for the others it changes nothing, as the report's `parameters` show.
+    """
 
     method: str | None = None
     quality: Quality | None = None
     recompute_ratio: float | None = None
+    check_layers: tuple[int, ...] | None = None
+    alpha: float | None = None
 
     @classmethod
-    def of(cls, method: str | None, quality: str | None, recompute_ratio: float | None = None) -> "MethodRequest":
+    def of(
+        cls,
+        method: str | None,
+        quality: str | None,
+        recompute_ratio: float | None = None,
+        check_layers: Sequence[int] | None = None,
+        alpha: float | None = None,
+    ) -> "MethodRequest":
         """With the quality by its name.
 
         Raises:
             UsageError: there is no such quality.
         """
-        return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio)
+        layers = None if check_layers is None else tuple(check_layers)
+        return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio, layers, alpha)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "MethodRequest":
+        """From the fields of a request as JSON has them; keys that do not concern the method are left out.
+
+        Raises:
+            UsageError: a value has the wrong type or is out of range.
+        """
+        return cls(**{name: read(fields[name]) for name, read in _FIELDS.items() if name in fields})
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The fields of `ReuseConfig` that are given."""
+        names = ("recompute_ratio", "check_layers", "alpha")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def sets_budget(self) -> bool:
+        """Whether it says how much is to be recomputed, so that the loading controller must not raise it."""
+        return self.recompute_ratio is not None or self.alpha is not None
+
+    def refuse_layers_beyond(self, num_layers: int) -> None:
+        """Refuse check layers that a model with `num_layers` lacks.
+
+        Raises:
+            UsageError: there is such a layer.
+        """
+        if self.check_layers and max(self.check_layers) >= num_layers:
+            layer = max(self.check_layers)
+            raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +122,43 @@ class MethodChooser:
     record: CalibrationRecord | None = None
     how_to_calibrate: str = "chunkweave calibrate"
 
-    def choose(self, method_request: MethodRequest) -> MethodChoice:
+    def choose(self, request: MethodRequest) -> MethodChoice:
         """What answers a request.
 
         A named method wins over a target. A target resolves to what the record says, with the settings that were
         calibrated; where no method reached it, to the exact one. With nothing named at all it is `balanced` if there
-        is a record, else exact. A ratio replaces the one that the chosen method would get, if it takes one.
+        is a record, else exact. Parameters replace those that a named method would get. A calibrated one takes only the
+        parameter that was calibrated, and only if no target was named.
 
         Raises:
-            UsageError: a target without a record; quality `exact` with an approximate method; a target with a ratio;
-                a ratio outside [0, 1].
+            UsageError: a target without a record; quality `exact` with an approximate method; parameters with a target
+                or for another method than the calibrated one; a parameter out of range.
         """
-        if method_request.method is None and method_request.quality is None:
-            method_request = replace(self.usual, recompute_ratio=method_request.recompute_ratio)
-        ratio = method_request.recompute_ratio
-        reuse = self.reuse if ratio is None else replace(self.reuse, recompute_ratio=ratio)
-        if method_request.method is not None:
-            if method_request.quality is Quality.EXACT and method_request.method not in EXACT_METHODS:
-                raise UsageError(
-                    f"quality 'exact' and method {method_request.method!r} contradict each other: give one of them"
-                )
-            return MethodChoice(method_request.method, reuse, Why.ASKED_FOR)
-        if method_request.quality is Quality.EXACT or (method_request.quality is None and self.record is None):
+        method, quality = request.method, request.quality
+        if method is None and quality is None:
+            method, quality = self.usual.method, self.usual.quality
+        given = request.parameters
+        reuse = replace(self.reuse, **given)
+        if method is not None:
+            if quality is Quality.EXACT and method not in EXACT_METHODS:
+                raise UsageError(f"quality 'exact' and method {method!r} contradict each other: give one of them")
+            return MethodChoice(method, reuse, Why.ASKED_FOR)
+        if quality is Quality.EXACT or (quality is None and self.record is None):
             return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
-        if method_request.quality is not None and ratio is not None:
-            raise UsageError(
-                f"quality {method_request.quality.value!r} sets what is recomputed: give no recompute_ratio with it"
-            )
-        found = self._calibrated(method_request.quality)
+        if quality is not None and given:
+            raise UsageError(f"quality {quality.value!r} sets what is recomputed: give no {', '.join(given)} with it")
+        found = self._calibrated(quality)
         if found is None:
             return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
-        method, told = found
-        if ratio is not None and parameter_of(method) == RATIO:
-            return MethodChoice(method, replace(told, recompute_ratio=ratio), Why.ASKED_FOR)
-        return MethodChoice(method, told, Why.CALIBRATED)
+        method, calibrated = found
+        own = parameter_of(method)
+        if others := given.keys() - {own, RATIO}:
+            raise UsageError(
+                f"{', '.join(sorted(others))} can only be given with a method: what was calibrated has its own"
+            )
+        if own in given:
+            return MethodChoice(method, replace(calibrated, **{own: given[own]}), Why.ASKED_FOR)
+        return MethodChoice(method, calibrated, Why.CALIBRATED)
 
     def _calibrated(self, quality: Quality | None) -> tuple[str, ReuseConfig] | None:
         if self.record is None:
@@ -140,7 +187,7 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
         raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def checked_method(value: Any, methods: Collection[str]) -> str:
+def checked_method(value: Any, methods: Collection[str] = METHODS) -> str:
     """A reuse method's name, if it is one of `methods`.
 
     Raises:
@@ -149,6 +196,17 @@ def checked_method(value: Any, methods: Collection[str]) -> str:
     if not isinstance(value, str) or value not in methods:
         raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(methods)}")
     return value
+
+
+def checked_quality(value: Any) -> Quality:
+    """A quality by its name.
+
+    Raises:
+        UsageError: there is no such quality.
+    """
+    if not isinstance(value, str):
+        raise UsageError(f"unknown quality {value!r}; there are: {', '.join(Quality)}")
+    return Quality.parse(value)
 
 
 def checked_ratio(value: Any) -> float:
@@ -162,6 +220,35 @@ def checked_ratio(value: Any) -> float:
     return float(value)
 
 
+def checked_alpha(value: Any) -> float:
+    """Cache-Craft's alpha.
+
+    Raises:
+        UsageError: it is no number from 0 on.
+    """
+    return ReuseConfig(alpha=checked_number(value, "alpha")).alpha
+
+
+def checked_layers(value: Any) -> tuple[int, ...]:
+    """CacheBlend's check layers.
+
+    Raises:
+        UsageError: it is no list of ascending layer numbers from 1 on.
+    """
+    return ReuseConfig(check_layers=checked_layer_numbers(value, "check_layers")).check_layers
+
+
+def checked_layer_numbers(value: Any, name: str) -> tuple[int, ...]:
+    """A list of whole numbers.
+
+    Raises:
+        UsageError: it is none; the message calls it `name`.
+    """
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name} must be a list of layer numbers")
+    return tuple(checked_whole(layer, name) for layer in value)
+
+
 def checked_whole(value: Any, name: str) -> int:
     """A whole number.
 
@@ -171,3 +258,27 @@ def checked_whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{name} must be a whole number, not {value!r}")
     return value
+
+
+def checked_number(value: Any, name: str) -> float:
+    """A number.
+
+    Raises:
+        UsageError: it is none, or too large for one; the message calls it `name`.
+    """
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float):
+            return float(value)
+    except OverflowError:
+        pass
+    raise UsageError(f"{name} must be a number, not {value!r}")
+
+
+_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "method": checked_method,
+    "quality": checked_quality,
+    "recompute_ratio": checked_ratio,
+    "check_layers": checked_layers,
+    "alpha": checked_alpha,
+}
+"""The fields of `MethodRequest`, and what reads each."""
