@@ -14,14 +14,14 @@ from chunkweave.planning.calibration import CalibrationRecord, Quality, Target
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse, told
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse, to_params
 
 BOS = 1
 IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)
 
 
-def read(params, ids=IDS, *, salt="", bos=BOS, defaults=None, fingerprint="model") -> WeaveRequest:
-    return parse(params, ids, fingerprint=fingerprint, salt=salt, bos=bos, defaults=defaults or Defaults())
+def read(params, ids=IDS, *, salt="", start=(BOS,), defaults=None, fingerprint="model") -> WeaveRequest:
+    return parse(params, ids, fingerprint=fingerprint, salt=salt, start=start, defaults=defaults or Defaults())
 
 
 def kinds(request: WeaveRequest) -> list[tuple[str, tuple[int, ...]]]:
@@ -39,25 +39,25 @@ def test_parts_cover_the_prompt_around_the_chunks():
 
 
 def test_chunks_may_fill_the_prompt():
-    assert kinds(read({"chunks": [[0, 9]]}, bos=None)) == [(PartKind.CHUNK, IDS)]
+    assert kinds(read({"chunks": [[0, 9]]}, start=())) == [(PartKind.CHUNK, IDS)]
 
 
 def test_without_bos_at_the_beginning_nothing_is_start():
     assert kinds(read({"chunks": [[2, 4]]}, IDS[1:]))[0] == (PartKind.SYSTEM, (11, 12))
-    assert kinds(read({"chunks": [[2, 4]]}, bos=None))[0] == (PartKind.SYSTEM, (1, 11))
+    assert kinds(read({"chunks": [[2, 4]]}, start=()))[0] == (PartKind.SYSTEM, (1, 11))
 
 
 def test_start_is_what_prompts_usually_begin_with():
-    two = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", bos=BOS, usual=(1, 11), defaults=Defaults())
+    two = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", start=(1, 11), defaults=Defaults())
     assert kinds(two)[:2] == [(PartKind.START, (1, 11)), (PartKind.SYSTEM, (12,))]
-    none = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", bos=BOS, usual=(), defaults=Defaults())
+    none = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", start=(), defaults=Defaults())
     assert kinds(none)[0] == (PartKind.SYSTEM, (1, 11, 12))
 
 
 def test_behind_the_usual_start_a_chunk_has_the_id_that_our_own_engine_gives_it():
-    for usual, ids in (((BOS,), IDS), ((), IDS[1:])):
-        params = {"chunks": [[len(usual), len(ids)]]}
-        request = parse(params, ids, fingerprint="model", salt="s", bos=BOS, usual=usual, defaults=Defaults())
+    for start, ids in (((BOS,), IDS), ((), IDS[1:])):
+        params = {"chunks": [[len(start), len(ids)]]}
+        request = parse(params, ids, fingerprint="model", salt="s", start=start, defaults=Defaults())
         assert request.prompt.parts[-1].id == chunk_id("model", "s", IDS[1:])
     other = read({"chunks": [[0, 8]]}, IDS[1:], salt="s")
     assert other.prompt.parts[-1].id != chunk_id("model", "s", IDS[1:])
@@ -210,9 +210,9 @@ def test_no_json_raises_anything_else(params):
 
 def test_a_layer_that_the_model_has_not_is_refused_where_that_is_known():
     params = {"chunks": [[3, 6]], "check_layers": [2, 4]}
-    assert parse(params, IDS, fingerprint="model", salt="", bos=BOS, defaults=Defaults(), num_layers=5)
+    assert parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=5)
     with pytest.raises(UsageError, match="layer 4 is to be checked, but the model has 4 layers"):
-        parse(params, IDS, fingerprint="model", salt="", bos=BOS, defaults=Defaults(), num_layers=4)
+        parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=4)
 
 
 def test_wrong_defaults_are_refused_at_start():
@@ -279,7 +279,7 @@ def test_every_method_can_be_asked_for(method):
     assert (request.method, request.choice.why) == (method, Why.ASKED_FOR)
 
 
-def test_what_methods_are_told():
+def test_the_parameters_of_methods():
     query = {"tail": None, "layers": [0, 2], "over_heads": "sum", "factor": "stored", "widen": 2, "rounds": 2}
     request = read({"chunks": [[3, 6]], "method": "query", "alpha": 2, "focus": False, "query": query})
     assert request.reuse == ReuseConfig(
@@ -306,8 +306,8 @@ def test_what_methods_are_told():
         ReuseConfig(query=QueryConfig(layers=WatchedLayers.LATE, factor=DeviationFactor.MEASURED, first_tokens=2)),
     ],
 )
-def test_what_is_told_arrives(reuse):
-    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": "query", **told(reuse)}))
+def test_what_is_sent_arrives(reuse):
+    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": "query", **to_params(reuse)}))
     assert read(params).reuse == reuse
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.vllm.environment import ENVIRONMENT, ROOT
-from tests.vllm.serving import Ask
+from tests.vllm.serving import LookupOrder
 
 START_S = 600
 ANSWER_S = 300
@@ -54,13 +54,13 @@ class Process:
         """Until it answers."""
         assert self._next(START_S) == "ready"
 
-    def answer(self, *asks: Ask, salt: str | None = None) -> list[dict[str, Any]]:
+    def answer(self, *asks: LookupOrder, salt: str | None = None) -> list[dict[str, Any]]:
         """All at once: `tokens`, `log_probs` of the first one, and the `report` of each."""
         self.send(*asks, salt=salt)
         return self.receive()
 
-    def send(self, *asks: Ask, salt: str | None = None) -> None:
-        """Ask, and do not wait."""
+    def send(self, *asks: LookupOrder, salt: str | None = None) -> None:
+        """LookupOrder, and do not wait."""
         line = [asdict(ask) for ask in asks]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"asks": line, "salt": salt}).encode() + b"\n")
@@ -126,7 +126,7 @@ def main() -> None:
             if "call" in asked:
                 tell(served.worker(asked["call"], *asked["args"]))
                 continue
-            asks = [Ask(**ask) for ask in asked["asks"]]
+            asks = [LookupOrder(**ask) for ask in asked["asks"]]
             salt = {} if asked["salt"] is None else {"cache_salt": asked["salt"]}
             prompts = [TokensPrompt(prompt_token_ids=list(ask.ids), **salt) for ask in asks]
             outputs = served.llm.generate(prompts, [sampling(ask) for ask in asks], use_tqdm=False)

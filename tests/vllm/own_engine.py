@@ -37,7 +37,7 @@ class OwnEngine:
     def prompt(self, given: Given) -> Prompt:
         params = {"chunks": given.spans}
         fingerprint = self.bench.loaded.fingerprint
-        return parse(params, given.ids, fingerprint=fingerprint, salt="", bos=BOS, defaults=Defaults()).prompt
+        return parse(params, given.ids, fingerprint=fingerprint, salt="", start=(BOS,), defaults=Defaults()).prompt
 
     def precompute(self, scenario: Scenario) -> None:
         """What the scenario's chunks were computed in, one prompt after the other."""

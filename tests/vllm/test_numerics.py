@@ -137,7 +137,7 @@ def own(way) -> Bench:
 def as_prompt(given: Given, own: Bench) -> Prompt:
     params = {"chunks": given.spans}
     fingerprint = own.loaded.fingerprint
-    return parse(params, given.ids, fingerprint=fingerprint, salt="", bos=BOS, defaults=Defaults()).prompt
+    return parse(params, given.ids, fingerprint=fingerprint, salt="", start=(BOS,), defaults=Defaults()).prompt
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The connector that vLLM makes: one in the scheduler, one in each worker. A facade: the two sides do the work."""
+"""The connector that vLLM makes, one in the scheduler and one in each worker, where its two halves do the work."""
 
 import logging
 from typing import Any
@@ -17,8 +17,8 @@ from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.stock_layers import LayerModules, StockLayers
-from chunkweave.vllm.weave_queue import agreement_here
+from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
@@ -27,9 +27,12 @@ logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below
 class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types
     """Brings chunks' KV into vLLM's blocks, by plans of chunkweave's reuse methods.
 
-    `kv_connector_extra_config` holds what `PluginSettings` reads: where segments are kept, how weaves share a step, and
-    what requests get that do not say. In `cache_dir`, or beside the model, a calibration record is looked for.
+    `kv_connector_extra_config` holds what `PluginSettings` reads. A calibration record is looked for in `cache_dir` and
+    beside the model.
     """
+
+    _scheduler: ConnectorScheduler
+    """Only in vLLM's scheduler; `_worker` only in a worker, and there only if it weaves."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -37,22 +40,18 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._settings = PluginSettings.from_config(extra, most_tokens=most_tokens)
         self._reports = ReportSender()
-        self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
+        self._unwoven: list[WeaveOrder] = []
         self._blocks_failed: set[int] = set()
         self._results: StepResults | None = None
-        self._unwoven: list[WeaveOrder] = []
         if role is KVConnectorRole.SCHEDULER:
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-            bos = getattr(vllm_config.model_config.hf_config, "bos_token_id", None)
             fingerprint = model_fingerprint(vllm_config)
-            layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
             self._scheduler = ConnectorScheduler(
                 fingerprint,
-                bos,
+                usual_start(vllm_config.model_config),
                 _defaults(self._settings, vllm_config, fingerprint),
-                layers,
-                usual=usual_start(vllm_config.model_config),
+                getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
             )
 
@@ -63,21 +62,17 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        assert self._scheduler is not None
         self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Holdings]) -> None:
         """At start-up: what every worker holds, by rank."""
-        assert self._scheduler is not None
         self._scheduler.begin_with(metadata)
 
     def get_handshake_metadata(self) -> Holdings | None:
@@ -85,19 +80,15 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         return None if self._worker is None else self._worker.holdings()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        assert self._scheduler is not None
         return self._scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._scheduler is not None
         self._scheduler.note(connector_output.kv_connector_worker_meta, connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
         report = self._scheduler.finished(request)
         self._reports.send(request.request_id, report)
         return False, report
@@ -106,18 +97,14 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         """The caches exist: look the model over, try it, and switch weaving on, or log why not."""
         try:
             check_supported(loaded_model(), self._vllm_config, self._kv_cache_config)
-            modules = LayerModules(StockLayers(loaded_model(), self._vllm_config, self._kv_cache_config))
-            check(modules)
+            layers = StockLayers(loaded_model(), self._vllm_config, self._kv_cache_config)
+            check(layers)
         except ModelError as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             return
-        self._worker = ConnectorWorker(
-            modules,
-            model_fingerprint(self._vllm_config),
-            self._settings,
-            agreement_here(),
-        )
-        logger.info("chunkweave weaves: %s passed the start-up gate", type(loaded_model()).__name__)
+        ranks = RankAgreement() if self._vllm_config.parallel_config.tensor_parallel_size > 1 else Alone()
+        self._worker = ConnectorWorker(layers, model_fingerprint(self._vllm_config), self._settings, ranks)
+        logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
 
     def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:
         if self._worker is not None:
@@ -137,20 +124,20 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
-            return None, self._give_back() or None
-        self._worker.forget(finished_req_ids)
-        arrived, self._blocks_failed, results = self._worker.take_outcome()
-        self._results = results if results.has_news else None
+            arrived, self._blocks_failed, results = self._without_weaving()
+        else:
+            self._worker.forget(finished_req_ids)
+            arrived, self._blocks_failed, results = self._worker.take_outcome()
+        self._results = results or None
         return None, arrived or None
 
-    def _give_back(self) -> set[str]:
-        """Weaves ordered of a worker that weaves nothing, to have their chunks captured: vLLM computes them."""
+    def _without_weaving(self) -> tuple[set[str], set[int], StepResults]:
+        """Report the weaves as failed that were ordered (to capture chunks), so that vLLM computes the requests."""
         orders, self._unwoven = self._unwoven, []
         size = self._vllm_config.cache_config.block_size
-        self._blocks_failed = {block for order in orders for block in order.block_ids[order.first // size :]}
         failed = {order.request_id for order in orders}
-        self._results = StepResults(failed=failed) if failed else None
-        return failed
+        blocks = (order.blocks_to_fill(size) for order in orders)
+        return failed, set().union(*blocks), StepResults(failed=set(failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._blocks_failed

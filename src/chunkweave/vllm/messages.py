@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other, once a step."""
+"""What scheduler and workers send each other, once a step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,6 +24,10 @@ class WeaveOrder:
     first: int
     stop: int
 
+    def blocks_to_fill(self, block_size: int) -> set[int]:
+        """The blocks that the positions from `first` on lie in."""
+        return set(self.block_ids[self.first // block_size :])
+
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
@@ -41,7 +45,7 @@ class SaveOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LookupOrder:
     """Find out whether a tier that others fill too has something of a prompt; the request waits for that."""
 
     request_id: str
@@ -62,7 +66,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
 
     weaves: list[WeaveOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
-    asks: list[Ask] = field(default_factory=list)
+    lookups: list[LookupOrder] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     idle: bool = False
 
@@ -71,8 +75,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
     """Workers to scheduler: what came into the stores or left them, reports of finished weaves, and failed ones.
 
-    `copies` says by how many more ranks (or fewer) something of a chunk is held now, `answered` how many have been told
-    what shared tiers have for a request.
+    `copies` says by how many more ranks (or fewer) something of a chunk is held now, `answered` on how many ranks the
+    remote lookup of a request has ended.
     """
 
     copies: Counter[ChunkId] = field(default_factory=Counter)
@@ -80,8 +84,7 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     failed: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def has_news(self) -> bool:
+    def __bool__(self) -> bool:
         """Whether there is anything to send: most steps bring nothing."""
         return bool(self.copies or self.reports or self.failed or self.answered)
 

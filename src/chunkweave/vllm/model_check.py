@@ -21,7 +21,7 @@ from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.paged_kv import BlockTable
-from chunkweave.vllm.stock_layers import LayerModules, StockLayers
+from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave import WeaveJob
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -35,13 +35,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
 
 
-def check(modules: LayerModules) -> None:
+def check(layers: StockLayers) -> None:
     """Try both on blocks whose contents are put back afterwards.
 
     Raises:
         UnsupportedModelError: one does not hold; the message says which, and how far off it is.
     """
-    layers = modules.layers
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
     if last < 2 * blocks:
@@ -51,13 +50,12 @@ def check(modules: LayerModules) -> None:
     slots = torch.cat([table.slots(everywhere) for table in tables])
     ids = torch.arange(_TOKENS) * 7919 % 251 + 3
     with layers.paged.preserved(slots), torch.inference_mode():
-        _check_all_active(modules, tables[0], ids)
-        _check_shift(modules, tables, ids)
+        _check_all_active(layers, tables[0], ids)
+        _check_shift(layers, tables, ids)
 
 
-def _check_all_active(modules: LayerModules, table: BlockTable, ids: torch.Tensor) -> None:
+def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor) -> None:
     """Recompute ratio 1: the KV of the last layer against that of vLLM's forward, with its kernels and with ours."""
-    layers = modules.layers
     positions = torch.arange(len(ids), device=layers.device)
     slots, last = table.slots(positions), layers.num_layers - 1
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, table))
@@ -70,13 +68,12 @@ def _check_all_active(modules: LayerModules, table: BlockTable, ids: torch.Tenso
     }
     for way, a_pass in ways.items():
         plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (a_pass,))
-        WeaveJob(modules, table, plan, (), part.token_ids, first=0, stop=len(ids)).run()
+        WeaveJob(layers, table, plan, (), part.token_ids, first=0, stop=len(ids)).run()
         _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
 
 
-def _check_shift(modules: LayerModules, tables: list[BlockTable], ids: torch.Tensor) -> None:
+def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tensor) -> None:
     """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
-    layers = modules.layers
     here = torch.arange(len(ids), device=layers.device)
     there = here + _SHIFT
     layers.forward(ids.to(layers.device), here, layers.activate(here, tables[0]))
@@ -95,7 +92,7 @@ def _check_shift(modules: LayerModules, tables: list[BlockTable], ids: torch.Ten
     )
     source = SegmentKV(torch.stack(stored).cpu())
     job = WeaveJob(
-        modules, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
+        layers, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
     )
     job.run()
     for layer, wanted in enumerate(expected):

@@ -1,8 +1,8 @@
-"""The half of the connector that lives with vLLM's scheduler: whom to weave, what to save, whose blocks to keep apart.
+"""The connector's half in vLLM's scheduler: which requests to weave, what to save, whose blocks to keep apart.
 
 It plans nothing: what is stored, and where, the workers know. It keeps a mirror of the chunks that they reported as
-stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself. Where others fill a tier
-too, a request with chunks that the mirror lacks waits until the workers have asked that tier.
+stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself. Where other servers fill a
+tier too, a request with chunks that the mirror lacks waits until the workers have looked them up there.
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import Any
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.vllm.messages import Ask, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.messages import Holdings, LookupOrder, SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -26,27 +26,26 @@ class _Tracked:
 
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
-    `asked` counts the workers that are still to say what shared tiers have of it. `ends` are the positions where its
-    stored parts end, ascending.
+    `lookups` counts the workers whose remote lookup has not ended. `parts` are those that can be stored, in order.
     """
 
     request: WeaveRequest
-    ends: tuple[int, ...] = field(init=False)
+    parts: tuple[StoredPart, ...] = field(init=False)
     local: int = 0
     saved: int = 0
     woven: bool = False
     in_flight: bool = False
     failed: bool = False
-    asked: int = 0
+    lookups: int = 0
     report: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
-        self.ends = tuple(part.span.stop for part in self.request.stored_parts())
+        self.parts = tuple(self.request.stored_parts())
 
     @property
     def all_saved(self) -> bool:
-        """Whether nothing of its prompt is to be saved any more: what most steps of its life find."""
-        return max(self.saved, self.local) >= self.ends[-1]
+        """Whether nothing of its prompt is to be saved any more: true for most steps of its life."""
+        return max(self.saved, self.local) >= self.parts[-1].span.stop
 
 
 class ConnectorScheduler:
@@ -55,23 +54,21 @@ class ConnectorScheduler:
     def __init__(
         self,
         fingerprint: str,
-        bos: int | None,
+        start: tuple[int, ...],
         defaults: Defaults,
         num_layers: int | None = None,
         *,
-        usual: tuple[int, ...] | None = None,
         ranks: int = 1,
     ) -> None:
-        """`fingerprint` is the model's, part of every chunk id; `bos` its beginning-of-sequence token, if any.
+        """`fingerprint` is the model's, part of every chunk id; `start` is what prompts begin with, see `parse`.
 
-        `usual` is what prompts usually begin with, see `parse`; `ranks` how many workers share the heads.
+        `ranks` is how many workers share the heads.
         """
         self._fingerprint = fingerprint
-        self._bos = bos
-        self._usual = usual
-        self._ranks = ranks
+        self._start = start
         self._defaults = defaults
         self._num_layers = num_layers
+        self._ranks = ranks
         self._manager: Any = None
         self._requests: dict[str, _Tracked] = {}
         self._stored = StoredMirror(ranks)
@@ -84,16 +81,16 @@ class ConnectorScheduler:
         self._manager = manager
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
-        """What the workers hold from earlier on, by rank. Without a word from all of them nobody is asked anything."""
+        """What the workers hold from earlier on, by rank. Unless all of them weave, nothing is looked up in tiers."""
         for one in holdings.values():
             self._stored.add(one.chunks)
         self._shared = len(holdings) == self._ranks and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
-        """A request came in. One that says nothing of chunks is none of ours and stays as it is.
+        """A request came in. One without a field of ours stays as it is.
 
-        What a request says wrong is logged and told in its answer, and it is served without reuse: raising here would
-        end the engine.
+        A wrong field is logged and reported with the answer, and the request is served without reuse: raising here
+        would end the engine.
         """
         given = request.kv_transfer_params
         params = given.get(FIELD) if isinstance(given, Mapping) else None
@@ -105,8 +102,7 @@ class ConnectorScheduler:
                 request.prompt_token_ids or (),
                 fingerprint=self._key(request),
                 salt=request.cache_salt or "",
-                bos=self._bos,
-                usual=self._usual,
+                start=self._start,
                 defaults=self._defaults,
                 num_layers=self._num_layers,
             )
@@ -120,22 +116,21 @@ class ConnectorScheduler:
         request.block_hashes.clear()
         request.update_block_hashes()
         tracked = self._requests[request.request_id] = _Tracked(woven)
-        if self._shared and any(part.id not in self._stored for part in woven.stored_parts()):
-            self._orders.asks.append(Ask(request.request_id, woven.prompt))
-            tracked.asked = self._ranks
+        if self._shared and any(part.id not in self._stored for part in tracked.parts):
+            self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
+            tracked.lookups = self._ranks
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens beyond `computed` the workers can bring into its blocks; None while they are being asked."""
+        """How many tokens beyond `computed` the workers can bring into its blocks; None during a remote lookup."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
-        if tracked.asked:
+        if tracked.lookups:
             return None
         tracked.local = computed
         if tracked.failed:
             return 0
-        stop = self._weavable_stop(tracked.request)
-        tokens: int = min(stop, request.num_tokens - 1) - computed
+        tokens: int = min(self._weavable_stop(tracked), request.num_tokens - 1) - computed
         return max(0, tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -144,8 +139,8 @@ class ConnectorScheduler:
         if tracked is None or not external_tokens:
             return
         stop = tracked.local + external_tokens
-        order = WeaveOrder(request.request_id, tracked.request, self._blocks_of(blocks), tracked.local, stop)
-        self._orders.weaves.append(order)
+        block_ids = tuple(blocks.get_block_ids()[0])
+        self._orders.weaves.append(WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop))
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
 
@@ -159,25 +154,23 @@ class ConnectorScheduler:
 
     def note(self, results: StepResults | None, arrived: set[str]) -> None:
         """Take in what the workers report, and which requests have their KV."""
-        for request_id in arrived:
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.in_flight = False
+        for request_id in arrived & self._requests.keys():
+            self._requests[request_id].in_flight = False
         if results is None:
             return
         self._stored.note(results.copies)
         for request_id in results.answered.keys() & self._requests.keys():
-            self._requests[request_id].asked -= results.answered[request_id]
+            self._requests[request_id].lookups -= results.answered[request_id]
         for request_id in results.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.failed, tracked.woven, tracked.saved = True, False, 0
-        for request_id, report in results.reports.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.report is None:  # later ones, after preemption, tell of the rest only
-                tracked.report = report
+        for request_id in results.reports.keys() & self._requests.keys():
+            tracked = self._requests[request_id]
+            if tracked.report is None:  # later ones, after preemption, are of the rest only
+                tracked.report = results.reports[request_id]
 
     def finished(self, request: Any) -> dict[str, object] | None:
-        """A request ended, whichever way; its weave is called off. Returns what its answer is to carry."""
+        """A request ended, whichever way; its weave is cancelled. Returns the report for its answer."""
         refused = self._refused.pop(request.request_id, None)
         if refused is not None:
             return {FIELD: {"error": refused}}
@@ -186,8 +179,8 @@ class ConnectorScheduler:
             return None
         if tracked.in_flight:
             self._orders.cancelled.append(request.request_id)
-        prompt = tracked.request.prompt
-        unwoven = {"method": "prefix", "prompt_tokens": len(prompt), "computed_tokens": len(prompt) - tracked.local}
+        tokens = len(tracked.request.prompt)
+        unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - tracked.local}
         return {FIELD: tracked.report or unwoven}
 
     def _key(self, request: Any) -> str:
@@ -195,17 +188,16 @@ class ConnectorScheduler:
         adapter = getattr(request, "lora_request", None)
         return self._fingerprint if adapter is None else f"{self._fingerprint}+lora:{adapter.lora_name}"
 
-    def _weavable_stop(self, request: WeaveRequest) -> int:
-        """Where the last part ends of which something is stored; what follows vLLM computes itself.
+    def _weavable_stop(self, tracked: _Tracked) -> int:
+        """Where the last part ends of which something is stored; vLLM computes what follows itself.
 
         What is captured is computed where attention can be looked at, so that it is woven though nothing is stored; and
         `full` means vLLM's own prefill.
         """
-        if request.method == "full":
+        if tracked.request.method == "full":
             return 0
-        if request.capture:
-            return max((part.span.stop for part in request.stored_parts()), default=0)
-        return max((part.span.stop for part in request.stored_parts() if part.id in self._stored), default=0)
+        capture = tracked.request.capture
+        return max((part.span.stop for part in tracked.parts if capture or part.id in self._stored), default=0)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -217,7 +209,8 @@ class ConnectorScheduler:
             if tracked is None or tracked.all_saved:
                 continue
             computed = start + output.num_scheduled_tokens[request_id]
-            done = [end for end in tracked.ends if max(tracked.saved, tracked.local) < end <= computed]
+            saved_to = max(tracked.saved, tracked.local)
+            done = [part.span.stop for part in tracked.parts if saved_to < part.span.stop <= computed]
             if not done:
                 continue
             blocks = tuple(self._manager.get_block_ids(request_id)[0])
@@ -225,7 +218,3 @@ class ConnectorScheduler:
             saves.append(SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact))
             tracked.saved = max(done)
         return saves
-
-    @staticmethod
-    def _blocks_of(blocks: Any) -> tuple[int, ...]:
-        return tuple(blocks.get_block_ids()[0])

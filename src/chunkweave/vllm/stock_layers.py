@@ -4,7 +4,7 @@ The trick that needs no kernel and no model code of ours: each run of consecutiv
 attention backend as a request of its own that shares the real block table. Its causal mask then is exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +31,9 @@ from chunkweave.vllm.paged_kv import BlockTable, PagedKV, Rotation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveSet:
-    """Positions that go through a layer together, `[tokens]` ascending, with what attention needs to know of them.
+    """Positions that go through a layer together, `[tokens]` ascending, with their attention metadata.
 
-    `pieces` are at most as many rows each as the backend was sized for, with their metadata by layer name.
+    `pieces` are at most as many rows each as the backend was sized for, with metadata and slots by layer name.
     """
 
     positions: torch.Tensor
@@ -41,41 +41,42 @@ class ActiveSet:
 
 
 class StockLayers:
-    """The decoder of a model that vLLM has loaded, for one worker."""
+    """The decoder of a model that vLLM has loaded, for one worker: this rank's share of the heads.
+
+    `run` is vLLM's whole layer with its own kernels. Those return no attention weights and cannot hide keys: where
+    either is needed, the project's layer loop drives the same modules as `DecoderLayers` (`embed`, `qkv`, `rotate`,
+    `finish`) and attends with `attention`.
+
+    `geometry` is the whole model's, `own_geometry` has this rank's heads, `ranks` combines over all of them.
+    """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Look the model and the configuration over, and learn the cache's layout; the KV caches must be bound.
+        """Learn the KV cache's layout; the caches must be bound, and `check_supported` must have passed.
 
         Raises:
-            UnsupportedModelError: they have a feature that weaving cannot handle; the message names it.
+            UnsupportedModelError: the layout or the rotation is one that weaving cannot handle.
         """
         self._config = vllm_config
         self._body = model.model
         self._layers = list(model.model.layers)
-        self.geometry = geometry_of(vllm_config.model_config.hf_config)
-        self._attentions = [layer.self_attn.attn for layer in self._layers]
+        self.num_layers = len(self._layers)
+        attentions = [layer.self_attn.attn for layer in self._layers]
         group = kv_cache_config.kv_cache_groups[0]
-        self.paged = PagedKV(self._attentions, group.kv_cache_spec.block_size)
-        self.rotation = Rotation(self._layers[0].self_attn.rotary_emb)
+        self.paged = PagedKV(attentions, group.kv_cache_spec.block_size)
+        self.device, self.dtype = self.paged.device, self.paged.dtype
+        first = self._layers[0].self_attn
+        self.rotation = Rotation(first.rotary_emb)
+        self.rotate = self.rotation.forward
         spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
-        builder = self._attentions[0].get_attn_backend().get_builder_cls()
-        self._names = [attention.layer_name for attention in self._attentions]
-        self._builder = builder(spec, self._names, vllm_config, self.paged.device)
+        builder = attentions[0].get_attn_backend().get_builder_cls()
+        self._names = [attention.layer_name for attention in attentions]
+        self._builder = builder(spec, self._names, vllm_config, self.device)
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """VLLM's decoder layers."""
-        return self._layers
-
-    @property
-    def device(self) -> torch.device:
-        """Where hidden states and KV are."""
-        return self.paged.device
+        self._query_scale = float(first.scaling) * int(first.head_dim) ** 0.5
+        self.geometry: Geometry = geometry_of(vllm_config.model_config.hf_config)
+        self.own_geometry = replace(self.geometry, num_heads=int(first.num_heads), num_kv_heads=self.paged.shape[0])
+        self.ranks: Ranks = ALONE if get_tensor_model_parallel_world_size() == 1 else TensorParallelRanks()
+        self.attention = make_attention(AttentionKernel.AUTO, self.own_geometry, dtype=self.dtype, device=self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -85,16 +86,11 @@ class StockLayers:
     def activate(self, positions: torch.Tensor, table: BlockTable) -> ActiveSet:
         """Prepare a set of positions, `[tokens]` ascending, of the request with that table."""
         pieces = []
-        for rows in self.pieces(len(positions)):
+        for rows in self._pieces(len(positions)):
             metadata = self._builder.build(0, _runs(positions[rows], table))
             slots = table.slots(positions[rows])
             pieces.append((rows, dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, slots)))
         return ActiveSet(positions, tuple(pieces))
-
-    def pieces(self, rows: int) -> Iterator[slice]:
-        """That many rows in pieces of at most as many as vLLM was sized for."""
-        for start in range(0, rows, self._most_rows):
-            yield slice(start, min(start + self._most_rows, rows))
 
     def run(
         self, layer: int, active: ActiveSet, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -105,12 +101,19 @@ class StockLayers:
         """
         done = []
         for rows, metadata, slots in active.pieces:
-            with self.context(metadata, slots, rows.stop - rows.start):
+            with self._context(metadata, slots, rows.stop - rows.start):
                 part = None if residual is None else residual[rows]
                 done.append(self._layers[layer](active.positions[rows], hidden[rows], part))
         if len(done) == 1:
             return done[0]  # type: ignore[no-any-return]
         return torch.cat([one for one, _ in done]), torch.cat([other for _, other in done])
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
+        """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up check compares with."""
+        ((rows, metadata, slots),) = active.pieces
+        with self._context(metadata, slots, rows.stop):
+            hidden: torch.Tensor = self._body(token_ids, positions, None, None)
+        return hidden
 
     def keys_values(
         self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -122,25 +125,30 @@ class StockLayers:
         else:
             normed, _ = block.input_layernorm(hidden.clone(), residual.clone())
         _, keys, values = self._projected(layer, normed)
-        return self._keys(layer, keys), self._by_head(values)
+        return self._by_head(layer, "k_norm", keys), self._by_head(layer, None, values)
 
-    def qkv(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`, before RoPE.
+    def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says."""
+        queries, keys, values = self._projected(layer, self._layers[layer].input_layernorm(hidden))
+        queries = self._by_head(layer, "q_norm", queries)
+        scaled = queries if self._query_scale == 1.0 else queries * self._query_scale
+        return scaled, self._by_head(layer, "k_norm", keys), self._by_head(layer, None, values)
 
-        `normed` `[tokens, hidden]` is behind the layer's first norm.
-        """
-        queries, keys, values = self._projected(layer, normed)
-        queries = self._by_head(queries)
-        norm = getattr(self._layers[layer].self_attn, "q_norm", None)
-        queries = queries if norm is None else norm(queries.contiguous())
-        return queries, self._keys(layer, keys), self._by_head(values)
+    def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""
+        block = self._layers[layer]
+        done = []
+        for rows in self._pieces(len(hidden)):
+            with self._context({}, {}, rows.stop - rows.start):
+                out, _ = block.self_attn.o_proj(attended[rows])
+                normed, residual = block.post_attention_layernorm(out, hidden[rows])
+                done.append(block.mlp(normed) + residual)
+        return done[0] if len(done) == 1 else torch.cat(done)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
-        """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up gate compares with."""
-        ((rows, metadata, slots),) = active.pieces
-        with self.context(metadata, slots, rows.stop):
-            hidden: torch.Tensor = self._body(token_ids, positions, None, None)
-        return hidden
+    def _pieces(self, rows: int) -> Iterator[slice]:
+        """That many rows in pieces of at most as many as vLLM was sized for."""
+        for start in range(0, rows, self._most_rows):
+            yield slice(start, min(start + self._most_rows, rows))
 
     def _projected(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         attention = self._layers[layer].self_attn
@@ -148,17 +156,16 @@ class StockLayers:
         parts: tuple[torch.Tensor, ...] = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         return parts
 
-    def _keys(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        keys = self._by_head(keys)
-        norm = getattr(self._layers[layer].self_attn, "k_norm", None)
-        normed: torch.Tensor = keys if norm is None else norm(keys.contiguous())
+    def _by_head(self, layer: int, norm_name: str | None, states: torch.Tensor) -> torch.Tensor:
+        """`[tokens, heads * head_dim]` -> `[tokens, heads, head_dim]`, by the layer's norm of that name, if any."""
+        head_dim = self.paged.shape[1]
+        by_head = states.reshape(len(states), states.shape[-1] // head_dim, head_dim)
+        norm = None if norm_name is None else getattr(self._layers[layer].self_attn, norm_name, None)
+        normed: torch.Tensor = by_head if norm is None else norm(by_head.contiguous())
         return normed
 
-    def _by_head(self, states: torch.Tensor) -> torch.Tensor:
-        return states.reshape(len(states), states.shape[-1] // self.paged.shape[1], self.paged.shape[1])
-
     @contextmanager
-    def context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
+    def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
         """What vLLM's modules expect around them; attention needs `metadata` and `slots` by layer name."""
         with set_forward_context(metadata, self._config, num_tokens=tokens, slot_mapping=slots, skip_compiled=True):
             yield
@@ -185,61 +192,6 @@ def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata
         positions=positions,
         seq_lens_cpu_upper_bound=lengths.cpu(),
     )
-
-
-class LayerModules:
-    """`DecoderLayers` over the layers of a model that vLLM has loaded, this rank's share of their heads.
-
-    `layers` are the same layers with vLLM's own kernels. `geometry` is the whole model's, `own_geometry` has this
-    rank's heads; `attention` is what attends, `ranks` what combines what they see.
-    """
-
-    def __init__(self, layers: StockLayers) -> None:
-        self.layers = layers
-        self._blocks = layers.blocks
-        attention: Any = self._blocks[0].self_attn
-        self._heads, self._dim = int(attention.num_heads), int(attention.head_dim)
-        self._scale = float(attention.scaling) * self._dim**0.5
-        kv_heads = layers.paged.shape[0]
-        self.geometry: Geometry = layers.geometry
-        self.own_geometry = replace(layers.geometry, num_heads=self._heads, num_kv_heads=kv_heads)
-        self.ranks = ranks_here()
-        self.attention = make_attention(
-            AttentionKernel.AUTO, self.own_geometry, dtype=layers.paged.dtype, device=layers.device
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers.paged.dtype
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids `[tokens]` -> `[tokens, hidden]`."""
-        return self.layers.embed(token_ids)
-
-    def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values before RoPE of this rank's heads; queries scaled as the contract has it."""
-        q, k, v = self.layers.qkv(layer, self._blocks[layer].input_layernorm(hidden))
-        return q if self._scale == 1.0 else q * self._scale, k, v
-
-    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE by the model's own angles."""
-        return self.layers.rotation.forward(states, positions)
-
-    def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""
-        block = self._blocks[layer]
-        done = []
-        for rows in self.layers.pieces(len(hidden)):
-            with self.layers.context({}, {}, rows.stop - rows.start):
-                out, _ = block.self_attn.o_proj(attended[rows])
-                normed, residual = block.post_attention_layernorm(out, hidden[rows])
-                done.append(block.mlp(normed) + residual)
-        return done[0] if len(done) == 1 else torch.cat(done)
-
-
-def ranks_here() -> Ranks:
-    """Those of this worker's model."""
-    return ALONE if get_tensor_model_parallel_world_size() == 1 else TensorParallelRanks()
 
 
 class TensorParallelRanks:

@@ -1,4 +1,4 @@
-"""What the scheduler is told of a worker's store after each step."""
+"""What the scheduler knows of the workers' stores, and how it gets to know it."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -9,51 +9,96 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.store.index import ChunkNews
 from chunkweave.types import ChunkId
 
-if TYPE_CHECKING:
-    from chunkweave.vllm.messages import Ask, StepResults
+if TYPE_CHECKING:  # they need vLLM
+    from chunkweave.vllm.messages import LookupOrder, StepResults
 
 MOST_CHUNKS = 4096
-"""Most chunks that the scheduler is told of in one step: what is left follows in the next."""
+"""Most changed chunks in the results of one step: the rest follows in the next."""
+
+_THREADS = 4
+
+
+class RemoteLookups:
+    """Looks up in shared tiers, on threads, what the scheduler knows nothing of. Called from one thread."""
+
+    def __init__(
+        self, probe: Callable[[Prompt], None], timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """No lookup has begun.
+
+        Args:
+            probe: looks a prompt's chunks up in the shared tiers; afterwards the store knows what was found.
+            timeout_s: maximum wait for a lookup before its request is prefilled normally; the call itself may take
+                longer.
+            clock: seconds, monotonic.
+        """
+        self._probe = probe
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(_THREADS, "chunkweave-lookup")
+        self._running: dict[str, tuple[float, Future[None]]] = {}
+
+    def begin(self, orders: "Iterable[LookupOrder]") -> None:
+        """Look up for requests that wait."""
+        for order in orders:
+            self._running[order.request_id] = (self._clock(), self._executor.submit(self._probe, order.prompt))
+
+    def answered(self) -> set[str]:
+        """Requests whose lookup has ended, or took too long; each once."""
+        if not self._running:
+            return set()
+        late_s = self._clock() - self._timeout_s
+        done = {name for name, (begun_s, lookup) in self._running.items() if lookup.done() or begun_s < late_s}
+        for name in done:
+            self._running.pop(name)[1].cancel()
+        return done
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do something else that may wait for a tier."""
+        self._executor.submit(work)
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class StoreEvents:
-    """Pairs what came and went with the questions that it answers. Called from one thread.
+    """One worker's side: the changes of its store and the ended lookups, step by step. Called from one thread.
 
-    A request goes on with what the scheduler knows when it hears that its question is answered. So an answer is told
-    only with all that it brought, or after it: one that comes in while news are being taken waits for the next ones.
+    A request goes on with what the scheduler knows once its lookup has ended. So the end of a lookup is sent with the
+    chunks that it found, or after them, never before.
     """
 
     def __init__(
         self, changed: Callable[[int], ChunkNews], answered: Callable[[], set[str]], most: int = MOST_CHUNKS
     ) -> None:
-        """Nothing is told yet.
+        """Nothing is sent yet.
 
         Args:
-            changed: takes what is new of at most so many chunks.
-            answered: takes the requests whose question is answered; what was found for them `changed` sees from then
-                on.
+            changed: takes the changes of at most so many chunks.
+            answered: takes the requests whose lookup has ended; `changed` includes what was found from then on.
             most: chunks a step.
         """
         self._changed = changed
         self._answered = answered
         self._most = most
-        self._untold: set[str] = set()
+        self._unsent: set[str] = set()
 
-    def tell(self, results: "StepResults") -> None:
-        """Add what is new."""
-        self._untold |= self._answered()
-        news = self._changed(self._most)
-        results.copies.update(dict.fromkeys(news.came, 1))
-        results.copies.update(dict.fromkeys(news.went, -1))
-        if not news.more:
-            results.answered.update(self._untold)
-            self._untold.clear()
+    def add_to(self, results: "StepResults") -> None:
+        """Add what has changed since the last step."""
+        self._unsent |= self._answered()
+        changes = self._changed(self._most)
+        results.copies.update(dict.fromkeys(changes.came, 1))
+        results.copies.update(dict.fromkeys(changes.went, -1))
+        if not changes.more:
+            results.answered.update(self._unsent)
+            self._unsent.clear()
 
 
 class StoredMirror:
-    """On how many ranks something of a chunk is stored. What is not on all of them is good for nothing.
+    """The scheduler's side: on how many ranks something of a chunk is stored. It can be used if it is on all.
 
-    Ranks tell of changes at different times, so they are counted, not compared.
+    Ranks report changes at different times, so they are counted, not compared.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -62,7 +107,7 @@ class StoredMirror:
         self._copies: dict[ChunkId, int] = {}
 
     def __contains__(self, chunk: ChunkId | None) -> bool:
-        """Whether every rank has told that it holds something of it."""
+        """Whether every rank has reported that it holds something of it."""
         return chunk is not None and self._copies.get(chunk, 0) >= self._ranks
 
     def note(self, changes: Mapping[ChunkId, int]) -> None:
@@ -77,50 +122,3 @@ class StoredMirror:
     def add(self, chunks: Iterable[ChunkId]) -> None:
         """One rank more holds these."""
         self.note(dict.fromkeys(chunks, 1))
-
-
-_THREADS = 4
-
-
-class RemoteLookups:
-    """Asks on threads of its own, and says which requests need wait no longer. Called from one thread."""
-
-    def __init__(
-        self, probe: Callable[[Prompt], None], timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Nobody is asked yet.
-
-        Args:
-            probe: asks for what a prompt's chunks may have; what it finds is known to the store afterwards.
-            timeout_s: after so long a request need not wait, whatever the tiers may say later: a call may take as long
-                as their deadline.
-            clock: seconds, monotonic.
-        """
-        self._probe = probe
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._executor = ThreadPoolExecutor(_THREADS, "chunkweave-ask")
-        self._under_way: dict[str, tuple[float, Future[None]]] = {}
-
-    def begin(self, asks: "Iterable[Ask]") -> None:
-        """Ask for requests that wait."""
-        for ask in asks:
-            self._under_way[ask.request_id] = (self._clock(), self._executor.submit(self._probe, ask.prompt))
-
-    def answered(self) -> set[str]:
-        """Requests whose question is answered, or took too long; each once."""
-        if not self._under_way:
-            return set()
-        late_s = self._clock() - self._timeout_s
-        done = {name for name, (asked_s, answer) in self._under_way.items() if answer.done() or asked_s < late_s}
-        for name in done:
-            self._under_way.pop(name)[1].cancel()
-        return done
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Do something else that may wait for a tier."""
-        self._executor.submit(work)
-
-    def close(self) -> None:
-        """Give up what was not answered."""
-        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,9 @@
-"""The half of the connector that lives in each worker: the segment store, the weaves under way, what is saved."""
+"""The connector's half in each worker: the segment store, the weaves that run, and what is saved."""
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,45 +16,31 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import SegmentId, Span
+from chunkweave.types import SegmentId
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import BlockTable
 from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.stock_layers import LayerModules
+from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
-from chunkweave.vllm.weave_queue import Agreement, Alone, NotWoven, QueuedWeave, WeaveQueue
+from chunkweave.vllm.weave_queue import Alone, NotWoven, PreparedWeave, QueuedWeave, WeaveQueue
 
 logger = logging.getLogger("vllm.chunkweave")
-
 
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
 
 _EXPIRE_S = 60.0
-"""How often the store is gone through for what has outlived its time."""
+"""How often the store is searched for what has outlived its time."""
 
-_Same = tuple[str, tuple[SegmentId, ...]]
+_ChoiceKey = tuple[str, tuple[SegmentId, ...]]
 """Requests of the same chunks and method, woven from the same segments, choose the same positions.
 
-What is exact does not count: stored or computed, it is the same.
+Exact parts do not count: stored or computed, their KV is the same.
 """
-
-
-@dataclass(slots=True)
-class _Woven:
-    """A request whose KV was or is being woven: its plan, kept so that a preempted request is woven the same again.
-
-    `pinned` keeps the plan's segments in the store until the request is finished, and says where each goes. Before the
-    position `exact_to` nothing of its KV is approximate.
-    """
-
-    plan: Plan
-    pinned: PlannedSegments
-    exact_to: int
 
 
 @dataclass(slots=True)
@@ -69,33 +55,30 @@ class _Outcome:
 class ConnectorWorker:
     """Owns store and weaves of one worker. Called from the worker's thread only.
 
-    Every rank of a tensor-parallel group is given the same orders in the same order, and does the same: what its tiers,
-    its threads or its clock say for it alone, `WeaveQueue` first agrees on with the others.
+    Every rank of a tensor-parallel group gets the same orders in the same order, and does the same: before it uses what
+    depends on its own tiers, threads or clock, `WeaveQueue` agrees on that with the other ranks.
     """
 
     def __init__(
-        self,
-        modules: LayerModules,
-        fingerprint: str,
-        settings: PluginSettings,
-        ranks: Agreement | None = None,
+        self, layers: StockLayers, fingerprint: str, settings: PluginSettings, ranks: Alone | None = None
     ) -> None:
         """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone)."""
         ranks = Alone() if ranks is None else ranks
-        self._modules, self._layers = modules, modules.layers
-        self._geometry = modules.geometry
-        self._settings = settings
-        self._step_work = settings.step_tokens * self._geometry.num_layers
+        self._layers = layers
+        self._num_layers = layers.geometry.num_layers
+        self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
         self._follower = self._store.follow_chunks()
-        self._asks = RemoteLookups(self._store.probe, settings.ask_timeout_s)
-        self._news = StoreEvents(self._follower.take, self._asks.answered)
+        self._lookups = RemoteLookups(self._store.probe, settings.ask_timeout_s)
+        self._events = StoreEvents(self._follower.take, self._lookups.answered)
         slow = any(level.background for level in self._store.levels)
-        self._queue: WeaveQueue[_Woven] = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
-        self._woven: dict[str, _Woven] = {}
-        self._choices: OrderedDict[_Same, Choices] = OrderedDict()
+        self._queue = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
+        self._woven: dict[str, PreparedWeave] = {}
+        """Kept until a request is finished, so that a preempted one is woven the same again."""
+        self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
         self._outcome = _Outcome()
+        self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
 
     def holdings(self) -> Holdings:
@@ -103,13 +86,13 @@ class ConnectorWorker:
         return Holdings(self._follower.take().came, self._store.shared)
 
     def step(self, orders: StepOrders) -> None:
-        """Call off what is cancelled, then weave on: a whole request if nothing else is to do, else `step_tokens`.
+        """Cancel what is to be cancelled, then weave: a whole request in an idle step, else about `step_tokens`.
 
-        A whole weave is less work than the prefill slice that vLLM would run in the same place, so a request that
-        comes in meanwhile waits no longer than it does without the plug-in. Nothing here waits for a slow tier: while
-        segments of one request are read, another one is woven.
+        A whole weave is less work than the prefill slice that vLLM would run in its place, so a request that comes in
+        meanwhile waits no longer than without the plug-in. Nothing here waits for a slow tier: while segments of one
+        request are read, another one is woven.
         """
-        self._asks.begin(orders.asks)
+        self._lookups.begin(orders.lookups)
         self._expire()
         for order in orders.weaves:
             self._queue.add(order, self._woven.get(order.request_id))
@@ -128,25 +111,25 @@ class ConnectorWorker:
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
             parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
-            self._save_parts(order.request_id, parts, order.block_ids, exact_to)
+            self._insert(order.request_id, self._read(parts, order.block_ids, exact_to))
 
     def forget(self, finished: Collection[str]) -> None:
-        """Requests that have ended need no plan any more."""
+        """Drop the plans of requests that have ended."""
         for request_id in finished:
             woven = self._woven.pop(request_id, None)
             if woven is not None:
                 woven.pinned.close()
 
     def take_outcome(self) -> tuple[set[str], set[int], StepResults]:
-        """Requests whose KV has arrived, blocks that hold nothing of use, and what the scheduler is told."""
+        """Requests whose KV has arrived, blocks whose KV is not valid, and what the scheduler gets to know."""
         outcome, self._outcome = self._outcome, _Outcome()
-        self._news.tell(outcome.results)
+        self._events.add_to(outcome.results)
         return outcome.arrived, outcome.broken_blocks, outcome.results
 
     def close(self) -> None:
-        """Write what is still to be written, and give up the store."""
+        """Write what is still to be written, and close the store."""
         self._queue.close()
-        self._asks.close()
+        self._lookups.close()
         self.forget(tuple(self._woven))
         self._store.close()
 
@@ -154,7 +137,7 @@ class ConnectorWorker:
         """What is stored for an order's prompt. From any thread."""
         return self._store.lookup(order.request.prompt)
 
-    def plan(self, order: WeaveOrder, found: PromptLookup) -> _Woven:
+    def plan(self, order: WeaveOrder, found: PromptLookup) -> PreparedWeave:
         """Plan with what was found, pin it, and begin to read. From any thread.
 
         Raises:
@@ -162,25 +145,26 @@ class ConnectorWorker:
         """
         method = make_method(order.request.method, order.request.reuse)
         while found.hits or order.request.capture:
-            plan = method.plan(found, self._geometry)
-            plan.validate(self._geometry.num_layers)
+            plan = method.plan(found, self._layers.geometry)
+            plan.validate(self._num_layers)
             try:
-                pinned = PlannedSegments(self._store, plan, self._geometry.num_layers)
+                pinned = PlannedSegments(self._store, plan, self._num_layers)
             except SegmentLost as lost:
                 found = without(found, [SegmentId(lost.segment)])
                 continue
             approximate = [0] if order.first else [span.start for span in plan.spans(KVSource.REUSED)]
-            return _Woven(plan, pinned, min(approximate, default=plan.prompt_tokens))
+            return PreparedWeave(plan, pinned, min(approximate, default=plan.prompt_tokens))
         raise NotWoven("nothing of it is stored")
 
-    def _weave(self, weave: QueuedWeave[_Woven], work: float) -> int:
+    def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
         order, done = weave.order, 0
         try:
             if weave.error is not None:
                 raise weave.error
             if weave.job is None:
-                weave.job = self._begin(weave)
+                assert weave.planned is not None
+                weave.job = self._begin(order, weave.planned)
             done = weave.job.run(weave.layers, work)
             if weave.job.done:
                 self._queue.remove(order.request_id)
@@ -190,110 +174,84 @@ class ConnectorWorker:
             self._fail(order, error)
         return done
 
-    def _begin(self, weave: QueuedWeave[_Woven]) -> WeaveJob:
-        order = weave.order
-        assert weave.planned is not None
-        woven = self._woven[order.request_id] = weave.planned
+    def _begin(self, order: WeaveOrder, woven: PreparedWeave) -> WeaveJob:
+        self._woven[order.request_id] = woven
+        request, plan, sources = order.request, woven.plan, woven.pinned.sources
+        captured: CapturedParts | None = None
+        if request.capture:
+            captured = CapturedParts(
+                self._layers, request.prompt, plan, sources, self._store, request.reuse.capture, first=order.first
+            )
         return WeaveJob(
-            self._modules,
+            self._layers,
             BlockTable(order.block_ids, self._layers.paged),
-            woven.plan,
-            woven.pinned.sources,
-            order.request.prompt.token_ids,
+            plan,
+            sources,
+            request.prompt.token_ids,
             first=order.first,
             stop=order.stop,
-            captured=self._captured(order, woven),
-            chosen=self._choices.get(_same(order.request, woven.plan)),
-        )
-
-    def _captured(self, order: WeaveOrder, woven: _Woven) -> CapturedParts | None:
-        if not order.request.capture:
-            return None
-        return CapturedParts(
-            self._modules,
-            order.request.prompt,
-            woven.plan,
-            woven.pinned.sources,
-            self._store,
-            order.request.reuse.capture,
-            first=order.first,
+            captured=captured,
+            chosen=self._choices.get(_choice_key(request, plan)),
         )
 
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
-        self._remember(order, job)
+        plan = woven.plan
+        if not order.first:  # for requests like it of which vLLM's own cache has a part
+            self._remember(_choice_key(order.request, plan), job.chosen)
         self._outcome.arrived.add(order.request_id)
-        self._outcome.results.reports[order.request_id] = _report(woven.plan, order, job, self._geometry.num_layers)
+        self._outcome.results.reports[order.request_id] = _report(plan, order, job, self._num_layers)
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
-        for part in woven.plan.parts:
+        for part in plan.parts:
             if part.segment is not None:
                 unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
                 self._store.note_reuse(part.segment, unscored if part.fix is None else part.fix.impact)
-        fresh = {part.span for part in woven.plan.parts if part.kv_source is KVSource.COMPUTED}
+        fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
-            self._save_captured(order.request_id, job.captured, woven.exact_to)
+            self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
             for part in order.request.stored_parts()
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
-        self._save_parts(order.request_id, parts, order.block_ids, woven.exact_to)
+        self._insert(order.request_id, self._read(parts, order.block_ids, woven.exact_to))
 
-    def _remember(self, order: WeaveOrder, job: WeaveJob) -> None:
-        """Keep what a whole weave chose, for requests like it of which a part lies in vLLM's own cache."""
-        if order.first:
-            return
-        key = _same(order.request, self._woven[order.request_id].plan)
-        self._choices[key] = job.chosen
+    def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
+        self._choices[key] = chosen
         self._choices.move_to_end(key)
         if len(self._choices) > _CHOICES:
             self._choices.popitem(last=False)
 
-    def _save_parts(
-        self, request_id: str, parts: Sequence[StoredPart], block_ids: tuple[int, ...], exact_to: int
-    ) -> None:
-        """Copy parts out of a request's blocks into the store; what cannot be stored costs time later.
-
-        Those that end at `exact_to` or before are exact.
-        """
-        if not parts:
-            return
+    def _insert(self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]]) -> None:
+        """Store segments as they are read or captured; what cannot be stored costs time later."""
         try:
-            table = BlockTable(block_ids, self._layers.paged)
-            for part in parts:
-                kv = self._read(table, part.span)
-                exact = part.span.stop <= exact_to
-                record = SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes)
+            for record, kv in segments:
                 self._store.insert(record, kv)
         except Exception:  # a cache may cost time, never the engine
             logger.exception("what request %s computed is not stored", request_id)
 
-    def _save_captured(self, request_id: str, captured: CapturedParts, exact_to: int) -> None:
-        """Store what was captured, with what it attended to."""
-        try:
-            for record, kv in captured.segments(exact_to):
-                self._store.insert(record, SegmentKV(kv.kv.cpu()))
-        except Exception:  # a cache may cost time, never the engine
-            logger.exception("what request %s computed is not stored", request_id)
-
-    def _read(self, table: BlockTable, span: Span) -> SegmentKV:
-        """A part's KV from its blocks, keys turned back to before RoPE."""
-        positions = torch.arange(span.start, span.stop, device=self._layers.device)
-        slots = table.slots(positions)
-        shape = (self._geometry.num_layers, 2, len(span), *self._layers.paged.shape)
-        kv = torch.empty(shape, dtype=self._layers.paged.dtype)
-        for layer in range(self._geometry.num_layers):
-            keys, values = self._layers.paged.read(layer, slots)
-            kv[layer, 0] = self._layers.rotation.inverse(keys, positions)
-            kv[layer, 1] = values
-        return SegmentKV(kv)
+    def _read(
+        self, parts: Iterable[StoredPart], block_ids: tuple[int, ...], exact_to: int
+    ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """Copies of parts in a request's blocks, keys before RoPE; those that end at `exact_to` or before are exact."""
+        paged, device = self._layers.paged, self._layers.device
+        for part in parts:
+            positions = torch.arange(part.span.start, part.span.stop, device=device)
+            slots = BlockTable(block_ids, paged).slots(positions)
+            copy = torch.empty((self._num_layers, 2, len(part.span), *paged.shape), dtype=paged.dtype)
+            for layer in range(self._num_layers):
+                keys, values = paged.read(layer, slots)
+                copy[layer, 0] = self._layers.rotation.inverse(keys, positions)
+                copy[layer, 1] = values
+            kv, exact = SegmentKV(copy), part.span.stop <= exact_to
+            yield SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
 
     def _expire(self) -> None:
-        if self._settings.store.ttl_s is not None and time.monotonic() - self._expired_s > _EXPIRE_S:
+        if self._expires and time.monotonic() - self._expired_s > _EXPIRE_S:
             self._expired_s = time.monotonic()
-            self._asks.run(self._store.expire)
+            self._lookups.run(self._store.expire)
 
     def _fail(self, order: WeaveOrder, error: Exception) -> None:
         if isinstance(error, NotWoven):
@@ -306,19 +264,17 @@ class ConnectorWorker:
         self.forget([order.request_id])
         self._outcome.arrived.add(order.request_id)
         self._outcome.results.failed.add(order.request_id)
-        first = order.first // self._layers.paged.block_size
-        self._outcome.broken_blocks |= set(order.block_ids[first:])
+        self._outcome.broken_blocks |= order.blocks_to_fill(self._layers.paged.block_size)
 
 
-def _same(request: WeaveRequest, plan: Plan) -> _Same:
+def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
     woven_from = (part.segment for part in plan.parts if part.kv_source is KVSource.REUSED)
     return request.salt(None), tuple(segment for segment in woven_from if segment is not None)
 
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:
     """Tokens by KV source, with the fields of the project's `ReuseReport`."""
-    reused, recomputed = plan.tokens(KVSource.REUSED), job.recomputed
-    exact = plan.tokens(KVSource.EXACT)
+    reused, exact, recomputed = plan.tokens(KVSource.REUSED), plan.tokens(KVSource.EXACT), job.recomputed
     return {
         "method": plan.method,
         "why": str(order.request.choice.why),

@@ -20,7 +20,7 @@ from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord,
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.vllm.request import told
+from chunkweave.vllm.request import to_params
 
 _NO_REUSE = "full"
 
@@ -139,7 +139,7 @@ def weave_params(prompt: Prompt, choice: MethodChoice) -> dict[str, Any] | None:
     if not spans or choice.method == _NO_REUSE:
         return None
     start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
-    return {"chunks": spans, "start_tokens": start, "method": choice.method, **told(choice.reuse)}
+    return {"chunks": spans, "start_tokens": start, "method": choice.method, **to_params(choice.reuse)}
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:

@@ -56,7 +56,7 @@ def step(scheduled=(), cached=()):
 
 @pytest.fixture
 def side() -> ConnectorScheduler:
-    made = ConnectorScheduler("model", BOS, Defaults())
+    made = ConnectorScheduler("model", (BOS,), Defaults())
     made.bind_kv_cache_manager(FakeManager())
     return made
 
@@ -240,7 +240,7 @@ def test_what_ranks_say_is_added_up():
 
 
 def test_a_chunk_counts_once_every_rank_has_told_of_it():
-    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
+    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     stored_chunks(side, 0)
@@ -252,42 +252,42 @@ def test_a_chunk_counts_once_every_rank_has_told_of_it():
 
 
 def test_what_the_tiers_held_at_start_up_counts():
-    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
+    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     first, second, _ = (part.id for part in side._requests["a"].request.stored_parts())
     side.begin_with({0: Holdings(frozenset({first, second}), False), 1: Holdings(frozenset({first}), False)})
     assert side.matched(request, 0) == 41
-    assert not side.orders(step()).asks
+    assert not side.orders(step()).lookups
 
 
-def test_where_others_fill_a_tier_a_request_waits_until_it_was_asked():
-    side = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
+def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
+    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     side.begin_with(dict.fromkeys((0, 1), Holdings(frozenset(), True)))
     request = FakeRequest(CHUNKS)
     side.add(request)
-    (ask,) = side.orders(step()).asks
-    assert (ask.request_id, ask.prompt.token_ids) == ("a", tuple(IDS))
+    (lookup,) = side.orders(step()).lookups
+    assert (lookup.request_id, lookup.prompt.token_ids) == ("a", tuple(IDS))
     assert side.matched(request, 0) is None
     side.note(StepResults(answered=Counter(a=1)), set())
     assert side.matched(request, 0) is None
     chunk = next(side._requests["a"].request.stored_parts()).id
     side.note(StepResults(copies=Counter({chunk: 2}), answered=Counter(a=1, gone=2)), set())
     assert side.matched(request, 0) == 41
-    assert not side.orders(step()).asks
+    assert not side.orders(step()).lookups
 
 
-def test_nobody_is_asked_for_what_is_known_or_where_a_worker_weaves_nothing():
-    known = ConnectorScheduler("model", BOS, Defaults())
+def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
+    known = ConnectorScheduler("model", (BOS,), Defaults())
     known.begin_with({0: Holdings(frozenset(), True)})
     stored_chunks(known, 0, 1, 2)
     known.orders(step())
     known.add(FakeRequest(CHUNKS))
-    assert not known.orders(step()).asks
-    half = ConnectorScheduler("model", BOS, Defaults(), ranks=2)
+    assert not known.orders(step()).lookups
+    half = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     half.begin_with({0: Holdings(frozenset(), True)})
     half.add(FakeRequest(CHUNKS))
-    assert not half.orders(step()).asks
+    assert not half.orders(step()).lookups
     assert half.matched(FakeRequest(CHUNKS), 0) == 0
 
 

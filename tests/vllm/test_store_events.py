@@ -8,13 +8,13 @@ from chunkweave.vllm.store_events import StoreEvents
 FOUND = ChunkId("found")
 
 
-def told(news: StoreEvents) -> StepResults:
+def sent(events: StoreEvents) -> StepResults:
     results = StepResults()
-    news.tell(results)
+    events.add_to(results)
     return results
 
 
-def test_an_answer_that_comes_in_while_news_are_taken_is_told_with_the_next():
+def test_a_lookup_that_ends_while_changes_are_taken_is_sent_with_the_next():
     answers: set[str] = set()
     follower = ChunkFollower(lambda _: True)
 
@@ -24,29 +24,29 @@ def test_an_answer_that_comes_in_while_news_are_taken_is_told_with_the_next():
         return taken
 
     def taken(limit: int) -> ChunkNews:
-        news = follower.take(limit)
-        if not follower_touched:  # the probe ends right behind the news
+        changes = follower.take(limit)
+        if not follower_touched:  # the probe ends right behind the changes
             follower_touched.append(FOUND)
             follower.touched(FOUND)
             answers.add("a")
-        return news
+        return changes
 
     follower_touched: list[ChunkId] = []
-    news = StoreEvents(taken, answered)
-    first, second = told(news), told(news)
-    assert not first.has_news
+    events = StoreEvents(taken, answered)
+    first, second = sent(events), sent(events)
+    assert not first
     assert second.copies == {FOUND: 1}
     assert second.answered == {"a": 1}
-    assert not told(news).has_news
+    assert not sent(events)
 
 
-def test_an_answer_waits_for_news_that_do_not_fit_into_a_step():
+def test_the_end_of_a_lookup_waits_for_changes_that_do_not_fit_into_a_step():
     follower = ChunkFollower(lambda _: True)
     chunks = [ChunkId(name) for name in "abcde"]
     for chunk in chunks:
         follower.touched(chunk)
     answers = [{"request"}]
-    news = StoreEvents(follower.take, lambda: answers.pop() if answers else set(), most=2)
-    steps = [told(news) for _ in range(3)]
+    events = StoreEvents(follower.take, lambda: answers.pop() if answers else set(), most=2)
+    steps = [sent(events) for _ in range(3)]
     assert [sorted(step.copies) for step in steps] == [chunks[:2], chunks[2:4], chunks[4:]]
     assert [step.answered for step in steps] == [{}, {}, {"request": 1}]

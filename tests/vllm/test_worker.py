@@ -13,7 +13,7 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
-from chunkweave.vllm.messages import Ask, SaveOrder, StepOrders, WeaveOrder
+from chunkweave.vllm.messages import LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.worker import ConnectorWorker
@@ -75,9 +75,8 @@ def side(paged, monkeypatch):
     monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(FakeJob, "given", [])
     rotation = SimpleNamespace(inverse=lambda keys, _: keys)
-    layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation)
-    modules = SimpleNamespace(layers=layers, geometry=GEOMETRY)
-    made = ConnectorWorker(modules, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
+    layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation, geometry=GEOMETRY)
+    made = ConnectorWorker(layers, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
     yield made
     made.close()
 
@@ -90,7 +89,7 @@ class FakeCaptured:
     broken: ClassVar[bool] = False
     exact_to: ClassVar[list] = []
 
-    def __init__(self, _modules, _prompt, _plan, _sources, _store, _config, *, first) -> None:
+    def __init__(self, _layers, _prompt, _plan, _sources, _store, _config, *, first) -> None:
         self.part = list(request().stored_parts())[-1]
         self.spans = frozenset({self.part.span})
 
@@ -110,7 +109,7 @@ class FakeCaptured:
 
 def request(method: str = "cacheblend", **more) -> WeaveRequest:
     params = {"chunks": [[10, 20], [20, 35]], "method": method, **more}
-    return parse(params, IDS, fingerprint="model", salt="", bos=None, defaults=Defaults())
+    return parse(params, IDS, fingerprint="model", salt="", start=(), defaults=Defaults())
 
 
 def hold(side: ConnectorWorker, context: tuple = ()) -> None:
@@ -246,32 +245,32 @@ def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
     assert not caplog.records
 
 
-def test_the_scheduler_is_told_of_changes_only_and_of_answers(side):
+def test_the_scheduler_gets_changes_only_and_answers(side):
     hold(side)
     chunks = {part.id for part in list(request().stored_parts())[1:]}
     assert side.holdings().chunks == chunks
-    assert not side.take_outcome()[2].has_news
+    assert not side.take_outcome()[2]
     side._store.clear()
-    side.step(StepOrders(asks=[Ask("asked", request().prompt)]))
+    side.step(StepOrders(lookups=[LookupOrder("waiting", request().prompt)]))
     copies, answered = Counter(), Counter()
     for _ in range(2000):
-        told = side.take_outcome()[2]
-        copies.update(told.copies)
-        answered.update(told.answered)
+        sent = side.take_outcome()[2]
+        copies.update(sent.copies)
+        answered.update(sent.answered)
         if answered:
             break
         time.sleep(0.002)
-    assert (copies, answered) == (dict.fromkeys(chunks, -1), {"asked": 1})
+    assert (copies, answered) == (dict.fromkeys(chunks, -1), {"waiting": 1})
 
 
 def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
     hold(side)
     extra = {"cache_dir": str(tmp_path), "step_tokens": 1}
-    before = ConnectorWorker(side._modules, "model", PluginSettings.from_config(extra, {}))
+    before = ConnectorWorker(side._layers, "model", PluginSettings.from_config(extra, {}))
     for record in side._store.records():
         before._store.insert(record, side._store.get(record.id))
     before.close()
-    after = ConnectorWorker(side._modules, "model", PluginSettings.from_config(extra, {}))
+    after = ConnectorWorker(side._layers, "model", PluginSettings.from_config(extra, {}))
     assert after.holdings().shared
     after.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
     arrived: set[str] = set()
