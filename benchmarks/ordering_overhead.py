@@ -26,7 +26,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.ordering.arrangement import AccessTable, Arranger
 from chunkweave.ordering.ordering import ORDERINGS, ChunkOrder, OrderingConfig, Unordered, make_ordering
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 SYSTEM = ChunkId("system")

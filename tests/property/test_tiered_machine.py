@@ -74,9 +74,9 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(limit=st.sampled_from([1, 2, None]))
     def take_news(self, limit: int | None) -> None:
         news = self.follower.take(limit)
-        assert news.came.isdisjoint(self.told)
-        assert news.went <= self.told
-        self.told = (self.told | news.came) - news.went
+        assert news.added.isdisjoint(self.told)
+        assert news.removed <= self.told
+        self.told = (self.told | news.added) - news.removed
         if not news.more:
             assert self.told == {record.chunk_id for level in self.store.levels for record in level.store.records()}
 

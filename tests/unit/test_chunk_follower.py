@@ -1,6 +1,6 @@
 """What is told of chunks that come and go: each change once, at the price of changes alone."""
 
-from chunkweave.store.index import ChunkFollower, ChunkNews
+from chunkweave.store.index import ChunkChanges, ChunkFollower
 from chunkweave.types import ChunkId
 
 A, B, C = ChunkId("a"), ChunkId("b"), ChunkId("c")
@@ -16,9 +16,9 @@ def made(*held: ChunkId) -> tuple[ChunkFollower, set[ChunkId]]:
 
 def test_what_is_there_comes_first_and_only_once():
     follower, _ = made(A, B)
-    assert follower.take() == ChunkNews(frozenset({A, B}))
+    assert follower.take() == ChunkChanges(frozenset({A, B}))
     follower.touched(A)  # another variant of it
-    assert follower.take() == ChunkNews()
+    assert follower.take() == ChunkChanges()
 
 
 def test_what_went_is_told_if_its_coming_was():
@@ -27,11 +27,11 @@ def test_what_went_is_told_if_its_coming_was():
     for chunk in (A, B):
         follower.touched(chunk)
     store.clear()  # B came and went in between
-    assert follower.take() == ChunkNews(went=frozenset({A}))
-    assert follower.take() == ChunkNews()
+    assert follower.take() == ChunkChanges(removed=frozenset({A}))
+    assert follower.take() == ChunkChanges()
 
 
 def test_as_many_at_a_time_as_asked_for():
     follower, _ = made(A, B, C)
-    assert follower.take(2) == ChunkNews(frozenset({A, B}), more=True)
-    assert follower.take(2) == ChunkNews(frozenset({C}))
+    assert follower.take(2) == ChunkChanges(frozenset({A, B}), more=True)
+    assert follower.take(2) == ChunkChanges(frozenset({C}))

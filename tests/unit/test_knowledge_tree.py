@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.trees.knowledge_tree import KnowledgeTree, PathMatch
+from chunkweave.trees.prefix_trie import KnowledgeTree, PathMatch
 
 TIERS = ("device", "host", "disk")
 paths = st.text("ab", min_size=1, max_size=4)
@@ -50,9 +50,6 @@ def test_it_agrees_with_a_dict_of_placements(moves, asked):
     assert match.tokens_by_tier == fastest
     for path, tiers in placement.items():
         assert tree.placement(path) == tiers
-        for tier in TIERS:
-            has_child = any(tier in placement.get(path + key, ()) for key in "ab")
-            assert tree.is_leaf(path, tier) == (tier in tiers and not has_child)
     for tier in TIERS:
         assert sorted("".join(path) for path in tree.paths(tier)) == sorted(
             p for p, t in placement.items() if tier in t
@@ -61,18 +58,6 @@ def test_it_agrees_with_a_dict_of_placements(moves, asked):
 
 def test_an_unknown_path_matches_nothing():
     assert KnowledgeTree(TIERS).match("ab") == PathMatch()
-
-
-def test_a_parent_becomes_a_leaf_when_its_last_child_leaves_the_tier():
-    tree = KnowledgeTree(TIERS)
-    for path in ("s", "sa", "sb"):
-        tree.placed(path, "device", 1)
-    tree.displaced("sa", "device")
-    assert not tree.is_leaf("s", "device")
-    tree.placed("sb", "host", 1)
-    tree.displaced("sb", "device")
-    assert tree.is_leaf("s", "device"), "a child on the host does not keep it"
-    assert tree.match("sb").tokens_by_tier == {"device": 1, "host": 1}
 
 
 def test_the_hottest_nodes_are_the_most_used_with_their_ancestors():
@@ -96,28 +81,6 @@ def test_names_that_mean_nothing_are_refused():
         KnowledgeTree(TIERS).placed("a", "tape", 1)
     with pytest.raises(UsageError):
         KnowledgeTree(TIERS).placed("", "host", 1)
-
-
-@given(moves)
-def test_a_follower_knows_every_placement(moves):
-    tree = KnowledgeTree(TIERS)
-    early: set[tuple[str, str]] = set()
-    late: set[tuple[str, str]] = set()
-
-    def into(known):
-        return lambda path, tier, tokens: (known.discard if tokens is None else known.add)(("".join(path), tier))
-
-    tree.follow(into(early))
-    for number, (place, path, tier) in enumerate(moves):
-        if number == 10:
-            tree.follow(into(late))
-        if place:
-            tree.placed(path, tier, len(path))
-        else:
-            tree.displaced(path, tier)
-    placed = {("".join(path), tier) for tier in TIERS for path in tree.paths(tier)}
-    assert early == placed
-    assert len(moves) <= 10 or late == placed
 
 
 def test_places_are_walked_as_far_as_something_is_stored():

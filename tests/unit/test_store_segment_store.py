@@ -498,9 +498,7 @@ def _let_inexact_in(store: Store) -> None:
 
 
 def _orphan(store: Store) -> None:
-    paths = store._ledger.catalog._paths
-    paths.remove(_record("A"))
-    paths._waiting.setdefault((), {})[ChunkId("A")] = _id("A")
+    store._ledger.catalog._paths._nodes[_id("A")].value = None
 
 
 def _break_budget(store: Store) -> None:

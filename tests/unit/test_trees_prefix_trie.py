@@ -1,4 +1,4 @@
-"""The trie: paths, prefixes, and subtrees that leave as a whole."""
+"""The trie: paths, prefixes, and free nodes that stay only while something below them is held."""
 
 import pytest
 
@@ -9,90 +9,99 @@ from chunkweave.trees.prefix_trie import PrefixTrie
 def _trie(*paths: str) -> PrefixTrie[str, str]:
     trie: PrefixTrie[str, str] = PrefixTrie()
     for path in paths:
-        assert trie.attach(path, path.upper())
+        trie.grow(path).value = path.upper()
     trie.check()
     return trie
 
 
-def test_longest_prefix_stops_at_the_first_key_that_is_not_held() -> None:
+def _let_go(trie: PrefixTrie[str, str], path: str) -> None:
+    node = trie.find(path)
+    assert node is not None
+    node.value = None
+    trie.prune(node)
+    trie.check()
+
+
+def _held(trie: PrefixTrie[str, str]) -> dict[str, str | None]:
+    return {"".join(node.path): node.value for node in trie.held()}
+
+
+def test_the_prefix_stops_at_the_first_key_that_is_not_held() -> None:
     trie = _trie("a", "ab", "abc", "b", "bc")
-    assert trie.longest_prefix("abx") == ["A", "AB"]
-    assert trie.longest_prefix("abcd") == ["A", "AB", "ABC"]
-    assert trie.longest_prefix("xab") == []
-    assert trie.longest_prefix("") == []
+    assert list(trie.prefix("abx")) == ["A", "AB"]
+    assert list(trie.prefix("abcd")) == ["A", "AB", "ABC"]
+    assert list(trie.prefix("xab")) == []
+    assert list(trie.prefix("")) == []
 
 
-def test_a_path_is_refused_while_its_parent_is_missing() -> None:
-    trie = _trie("a")
-    assert not trie.attach("abc", "ABC")
-    assert "abc" not in trie
-    assert "ab" not in trie
-    assert len(trie) == 1
+def test_what_lies_below_a_free_node_is_on_no_prefix_until_that_is_held() -> None:
+    trie = _trie("a", "abc")
+    assert list(trie.prefix("abc")) == ["A"]
+    assert _held(trie) == {"a": "A", "abc": "ABC"}
+    trie.grow("ab").value = "AB"
+    assert list(trie.prefix("abc")) == ["A", "AB", "ABC"]
 
 
 def test_a_key_may_repeat_in_a_path() -> None:
     trie = _trie("a", "aa", "aaa")
-    assert trie.longest_prefix("aaaa") == ["A", "AA", "AAA"]
-    assert len(trie) == 3
+    assert list(trie.prefix("aaaa")) == ["A", "AA", "AAA"]
+    assert len(_held(trie)) == 3
 
 
-def test_attaching_a_held_path_changes_its_value_and_keeps_what_is_below() -> None:
+def test_a_held_path_changes_its_value_and_keeps_what_is_below() -> None:
     trie = _trie("a", "ab")
-    assert trie.attach("a", "new")
-    assert trie.longest_prefix("ab") == ["new", "AB"]
-    assert len(trie) == 2
+    trie.grow("a").value = "new"
+    assert list(trie.prefix("ab")) == ["new", "AB"]
+    assert _held(trie) == {"a": "new", "ab": "AB"}
 
 
-def test_detach_returns_the_whole_subtree_parents_first_and_nothing_else() -> None:
+def test_an_inner_node_that_is_let_go_is_found_again_with_all_below_it() -> None:
     trie = _trie("a", "ab", "abc", "abd", "ac")
-    left = trie.detach("ab")
-    assert left[0] == (("a", "b"), "AB")
-    assert {"".join(path): value for path, value in left} == {"ab": "AB", "abc": "ABC", "abd": "ABD"}
-    assert {"".join(path) for path, _ in trie.items()} == {"a", "ac"}
-    assert trie.detach("ab") == []
-    trie.check()
+    _let_go(trie, "ab")
+    assert _held(trie) == {"a": "A", "abc": "ABC", "abd": "ABD", "ac": "AC"}
+    assert list(trie.prefix("abc")) == ["A"]
+    trie.grow("ab").value = "AB"
+    assert list(trie.prefix("abd")) == ["A", "AB", "ABD"]
 
 
-def test_detaching_a_root_leaves_the_other_roots() -> None:
-    trie = _trie("a", "ab", "b")
-    assert len(trie.detach("a")) == 2
-    assert list(trie.items()) == [(("b",), "B")]
-    trie.check()
+def test_letting_go_of_the_last_reason_for_a_node_drops_it_and_nothing_else() -> None:
+    trie = _trie("abc", "b")
+    _let_go(trie, "abc")
+    assert trie.find("a") is None
+    assert _held(trie) == {"b": "B"}
 
 
-def test_inner_means_held_and_continued() -> None:
-    trie = _trie("a", "ab")
-    assert trie.is_inner("a")
-    assert not trie.is_inner("ab")
-    assert not trie.is_inner("x")
-    assert trie.get("ab") == "AB"
-    assert trie.get("x") is None
-
-
-def test_the_root_has_no_value() -> None:
-    trie = _trie("a")
-    with pytest.raises(ValueError, match="root"):
-        trie.attach("", "root")
-    assert "" not in trie
+def test_held_nodes_come_parents_first_and_from_the_top_that_is_given() -> None:
+    trie = _trie("a", "ab", "abc", "abd", "ac")
+    top = trie.find("ab")
+    assert top is not None
+    below = list(trie.held(top))
+    assert below[0] is top
+    assert {node.value for node in below} == {"AB", "ABC", "ABD"}
+    assert trie.find("x") is None
 
 
 def test_a_path_deeper_than_the_recursion_limit() -> None:
-    trie: PrefixTrie[int, int] = PrefixTrie()
+    trie: PrefixTrie[int, bool] = PrefixTrie()
     depth = 3000
-    for i in range(depth):
-        assert trie.attach(range(i + 1), i)
+    for end in range(1, depth + 1):
+        trie.grow(range(end)).value = True
     trie.check()
-    assert len(trie.longest_prefix(range(depth + 1))) == depth
-    assert len(trie.detach([0])) == depth
-    assert len(trie) == 0
+    assert len(list(trie.prefix(range(depth + 1)))) == depth
+    deepest = trie.grow(range(depth))
+    assert deepest.path == tuple(range(depth))
+    for node in tuple(trie.held()):
+        node.value = False
+    trie.prune(deepest)
+    assert not trie.root.children
 
 
-def test_check_notices_a_wrong_count_and_a_misfiled_node() -> None:
+def test_check_notices_a_free_end_and_a_misfiled_node() -> None:
     trie = _trie("a", "ab")
-    trie._size += 1
-    with pytest.raises(StoreError, match="counts 3"):
+    trie.grow("abc")
+    with pytest.raises(StoreError, match="nothing below"):
         trie.check()
     trie = _trie("a", "b")
-    trie._roots["a"].children["b"] = trie._roots["b"]
+    trie.root.children["a"].children["b"] = trie.root.children["b"]
     with pytest.raises(StoreError, match="wrong parent"):
         trie.check()

@@ -1,6 +1,6 @@
 """An answer never reaches the scheduler before what it brought."""
 
-from chunkweave.store.index import ChunkFollower, ChunkNews
+from chunkweave.store.index import ChunkChanges, ChunkFollower
 from chunkweave.types import ChunkId
 from chunkweave.vllm.messages import StepResults
 from chunkweave.vllm.store_events import StoreEvents
@@ -23,7 +23,7 @@ def test_a_lookup_that_ends_while_changes_are_taken_is_sent_with_the_next():
         answers.clear()
         return taken
 
-    def taken(limit: int) -> ChunkNews:
+    def taken(limit: int) -> ChunkChanges:
         changes = follower.take(limit)
         if not follower_touched:  # the probe ends right behind the changes
             follower_touched.append(FOUND)

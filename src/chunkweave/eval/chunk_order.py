@@ -15,11 +15,10 @@ from chunkweave.eval.simulator.trace import Arrival, Part, PathRecords, key_of, 
 from chunkweave.eval.simulator.workloads import bundled_token_count
 from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.ordering.ordering import Unordered, make_ordering
+from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.tree_cache import TreeCache, TreeTier
-from chunkweave.trees.chunk_prefix_tree import promoted_length
-from chunkweave.trees.knowledge_tree import KnowledgeTree
-from chunkweave.trees.prefix_trie import PrefixTrie
+from chunkweave.trees.prefix_trie import KnowledgeTree, PrefixTrie
 from chunkweave.types import ChunkId
 
 
@@ -42,17 +41,17 @@ def overlap_of(requests: Sequence[Sequence[Hashable]], progress: Callable[[int, 
     >>> overlap_of([[1, 4, 5, 6, 7], [1, 2, 3, 4, 5]])
     Overlap(prefix=0.2, total=0.6, seen=0.6)
     """
-    paths: PrefixTrie[Hashable, None] = PrefixTrie()
+    paths: PrefixTrie[Hashable, bool] = PrefixTrie()
     earlier = EarlierSets()
     prefix, total, seen = [], [], []
     for number, request in enumerate(requests):
         chunks = dict.fromkeys(request)
         if number and chunks:
-            prefix.append(len(paths.longest_prefix(request)) / len(request))
+            prefix.append(sum(paths.prefix(request)) / len(request))
             total.append(earlier.most_shared(dict.fromkeys(chunks, 1)) / len(chunks))
             seen.append(sum(chunk in earlier for chunk in chunks) / len(chunks))
-        for end in range(len(paths.longest_prefix(request)) + 1, len(request) + 1):
-            paths.attach(request[:end], None)
+        for end in range(sum(paths.prefix(request)) + 1, len(request) + 1):
+            paths.grow(request[:end]).value = True
         earlier.add(chunks)
         if progress is not None:
             progress(number + 1, len(requests))

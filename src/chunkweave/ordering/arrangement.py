@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, Unordered, make_ordering
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 KeyT = TypeVar("KeyT", bound=Hashable)

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Protocol
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.trees.knowledge_tree import TreePlace
+from chunkweave.trees.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
 

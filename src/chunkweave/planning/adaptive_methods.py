@@ -1,6 +1,6 @@
 """Methods around another one: more recomputation where loading is slow, longer exact prefixes where they come back."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from chunkweave.planning.method import Budget, ReuseMethod, make_method
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
-from chunkweave.trees.chunk_prefix_tree import promoted_length
 from chunkweave.types import ChunkId, Geometry, SegmentId
 
 
@@ -110,6 +109,21 @@ class PrefixGrowingMethod:
         plan = self._method.plan(lookup, geometry)
         kept = self._promotion.kept
         return plan if kept is None else admitting(plan, lookup, kept)
+
+
+def promoted_length(hot: Sequence[bool], stored: int) -> int:
+    """How many chunks of a path may be held: those `stored`, and the run of `hot` ones that goes on from there.
+
+    CRAFT §4.2: a prefix is promoted if all its chunks reached the threshold; one that is reused is extended by the next
+    chunk if that did. What is held already stays, whatever its count has become.
+
+    >>> promoted_length([False, True, True, False, True], stored=1)
+    3
+    """
+    length = stored
+    while length < len(hot) and hot[length]:
+        length += 1
+    return length
 
 
 def admitting(plan: Plan, lookup: PromptLookup, hot: Set[ChunkId]) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
-from chunkweave.trees.prefix_watch import PrefixWatch
+from chunkweave.trees.prefix_trie import PrefixWatch
 from chunkweave.types import ChunkId
 
 RequestT = TypeVar("RequestT", bound=Hashable)

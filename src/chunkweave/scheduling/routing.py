@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 Path = tuple[ChunkId, ...]

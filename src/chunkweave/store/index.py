@@ -11,9 +11,8 @@ from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.trees.knowledge_tree import KnowledgeTree
-from chunkweave.trees.prefix_trie import PrefixTrie, TrieNode
-from chunkweave.types import ChunkId, Context, SegmentId, Span
+from chunkweave.trees.prefix_trie import KnowledgeTree, PrefixTrie, TrieNode
+from chunkweave.types import ChunkId, SegmentId, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,109 +152,75 @@ class ChunkIndex:
 
 
 class PathIndex:
-    """A trie of exact segments, and a waiting room for those whose ancestors are not all stored.
+    """A trie of exact segments by the path of chunk ids that each continues: finds the longest exact prefix.
 
-    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes
-    (RAGCache §5.1, DESIGN §3.4). Every exact record given to `add` is either in the trie or waits under
-    its context, and none waits whose parent is in the trie: a missing parent brings its children back.
-    Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
+    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes (RAGCache §5.1,
+    DESIGN §3.4). A segment whose ancestors are not all stored is in the trie but not on an exact prefix; it is again
+    when they return. Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._trie: PrefixTrie[ChunkId, SegmentId] = PrefixTrie()
         self._nodes: dict[SegmentId, TrieNode[ChunkId, SegmentId]] = {}
-        self._waiting: dict[Context, dict[ChunkId, SegmentId]] = {}
 
     def __contains__(self, segment: SegmentId) -> bool:
-        """Whether a segment is in the trie, so that an exact prefix may run over it."""
-        return segment in self._nodes
+        """Whether an exact prefix may run over a segment: it and all its ancestors are stored exactly."""
+        node = self._nodes.get(segment)
+        while node is not None and node.value:
+            node = node.parent
+        return node is self._trie.root
 
     def add(self, record: SegmentRecord) -> None:
-        """Index an exact record that is not indexed yet; waiting children of it join."""
-        if not record.exact:
-            return
-        if not self._attach(_path(record), record.id):
-            self._waiting.setdefault(record.context, {})[record.chunk_id] = record.id
-            return
-        arrived = [_path(record)]
-        while arrived:
-            path = arrived.pop()
-            for chunk, segment in self._waiting.pop(path, {}).items():
-                self._attach((*path, chunk), segment)
-                arrived.append((*path, chunk))
+        """Index an exact record that is not indexed yet."""
+        if record.exact:
+            node = self._nodes[record.id] = self._trie.grow((*record.context, record.chunk_id))
+            node.value = record.id
 
     def remove(self, record: SegmentRecord) -> None:
-        """Forget a record; its descendants leave the trie with it and wait for its return."""
-        if not record.exact:
-            return
-        siblings = self._waiting.get(record.context, {})
-        if siblings.pop(record.chunk_id, None) is not None:
-            if not siblings:
-                del self._waiting[record.context]
-            return
-        _, *below = self._trie.detach(_path(record))
-        del self._nodes[record.id]
-        for path, segment in below:
-            del self._nodes[segment]
-            self._waiting.setdefault(path[:-1], {})[path[-1]] = segment
+        """Forget a record; no exact prefix runs over its descendants until it returns."""
+        if record.exact:
+            node = self._nodes.pop(record.id)
+            node.value = None
+            self._trie.prune(node)
 
     def longest_exact_prefix(self, chunks: Iterable[ChunkId]) -> list[SegmentId]:
         """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
-        return self._trie.longest_prefix(chunks)
+        return list(self._trie.prefix(chunks))
 
     def has_children(self, segment: SegmentId) -> bool:
-        """Whether exact segments in the trie continue this one."""
+        """Whether an exact prefix may run over this segment and on to one that continues it."""
         node = self._nodes.get(segment)
-        return node is not None and bool(node.children)
+        return node is not None and any(child.value for child in node.children.values()) and segment in self
 
     def check(self, records: Mapping[SegmentId, SegmentRecord]) -> None:
-        """Audit trie and waiting room against all stored `records`.
+        """Audit the trie against all stored `records`.
 
         Raises:
-            StoreError: they disagree, or an inexact or orphaned segment is in the trie.
+            StoreError: they disagree.
         """
         self._trie.check()
-        inside = {segment: path for path, segment in self._trie.items()}
-        waiting = {
-            segment: (*context, chunk) for context, ids in self._waiting.items() for chunk, segment in ids.items()
-        }
-        exact = {segment: _path(record) for segment, record in records.items() if record.exact}
-        if not all(self._waiting.values()):
-            raise StoreError("path index: an empty waiting room was kept")
-        if len(inside) != len(self._trie) or inside.keys() & waiting.keys() or inside | waiting != exact:
-            raise StoreError("path index: trie and waiting room are not the exact records, each once, at its own path")
-        if {segment: self._trie.node(path) for segment, path in inside.items()} != self._nodes:
+        held = tuple(self._trie.held())
+        if len(held) != len(self._nodes) or {node.value: node for node in held} != self._nodes:
             raise StoreError("path index: a segment is not known by its own trie node")
-        for context in self._waiting:
-            if not context or context in self._trie:
-                raise StoreError(f"path index: segments wait under {context!r}, which is held")
-
-    def _attach(self, path: tuple[ChunkId, ...], segment: SegmentId) -> bool:
-        attached = self._trie.attach(path, segment)
-        node = self._trie.node(path) if attached else None
-        if node is not None:
-            self._nodes[segment] = node
-        return attached
-
-
-def _path(record: SegmentRecord) -> tuple[ChunkId, ...]:
-    return (*record.context, record.chunk_id)
+        exact = {segment: (*record.context, record.chunk_id) for segment, record in records.items() if record.exact}
+        if {segment: node.path for segment, node in self._nodes.items()} != exact:
+            raise StoreError("path index: it does not hold exactly the exact records, each at its own path")
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkNews:
-    """Chunks of which now something is stored, and those of which nothing is any more; `more` is still to be told."""
+class ChunkChanges:
+    """Chunks of which something is stored now, and chunks of which nothing is any more. `more` changes may follow."""
 
-    came: frozenset[ChunkId] = frozenset()
-    went: frozenset[ChunkId] = frozenset()
+    added: frozenset[ChunkId] = frozenset()
+    removed: frozenset[ChunkId] = frozenset()
     more: bool = False
 
 
 class ChunkFollower:
-    """Remembers what it has told of; costs as much as changes, not as much as is stored. Thread-safe.
+    """Reports which chunks come and go. It costs as much as what changes, not as what is stored. Thread-safe.
 
-    Stores only say that something about a chunk changed, under their own lock; whether it is held is asked when the
-    news are taken. So nothing can be miscounted by a change that was interrupted.
+    Stores only say, under their own lock, that something of a chunk changed. Whether the chunk is held is asked when
+    the changes are taken, so that an interrupted change cannot be miscounted.
     """
 
     def __init__(self, holds: Callable[[ChunkId], bool]) -> None:
@@ -263,27 +228,27 @@ class ChunkFollower:
         self._holds = holds
         self._lock = Lock()
         self._touched: dict[ChunkId, None] = {}
-        self._told: set[ChunkId] = set()
+        self._reported: set[ChunkId] = set()
 
     def touched(self, chunk: ChunkId) -> None:
         """A segment of that chunk came or went."""
         with self._lock:
             self._touched[chunk] = None
 
-    def take(self, limit: int | None = None) -> ChunkNews:
+    def take(self, limit: int | None = None) -> ChunkChanges:
         """What changed since the last call, of at most `limit` chunks, those first that changed first. One caller."""
         with self._lock:
             if not self._touched:
-                return ChunkNews()
+                return ChunkChanges()
             taken = tuple(islice(self._touched, limit))
             # A dict whose first entries were deleted one by one is slow to begin: a new one instead.
             self._touched = dict.fromkeys(islice(self._touched, len(taken), None))
             more = bool(self._touched)
         held = frozenset(filter(self._holds, taken))
-        came, went = held - self._told, (frozenset(taken) - held) & self._told
-        self._told |= came
-        self._told -= went
-        return ChunkNews(came, went, more)
+        added, removed = held - self._reported, (frozenset(taken) - held) & self._reported
+        self._reported |= added
+        self._reported -= removed
+        return ChunkChanges(added, removed, more)
 
 
 class Catalog:
@@ -303,8 +268,8 @@ class Catalog:
         self._tier = ""
         self._follower: ChunkFollower | None = None
 
-    def tell(self, follower: ChunkFollower) -> None:
-        """From now on `follower` hears of the chunks whose records change; first of those that are here."""
+    def report_to(self, follower: ChunkFollower) -> None:
+        """From now on `follower` is told of the chunks whose records change; first of those that are here."""
         self._follower = follower
         self._changed(self._records.values())
 

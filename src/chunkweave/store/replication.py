@@ -5,7 +5,7 @@ from functools import partial
 from chunkweave.store.records import segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import PayloadT
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 

@@ -18,7 +18,7 @@ from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLi
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.tier_store import Level, TieredStats
 from chunkweave.store.writer import BackgroundWriter, Write, WriterStats
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
@@ -312,14 +312,14 @@ class TieredStore(Generic[PayloadT]):
         return any(level.store.probes for level in self._slow)
 
     def follow_chunks(self) -> ChunkFollower:
-        """What tells from now on which chunks come and go, beginning with all that are stored. One at a time."""
+        """Reports from now on which chunks come and go, beginning with all that are stored. One follower at a time."""
 
         def holds(chunk: ChunkId) -> bool:
             return any(level.store.records_of(chunk) for level in self.levels)
 
         follower = ChunkFollower(holds)
         for level in self.levels:
-            level.store.tell(follower)
+            level.store.report_to(follower)
         return follower
 
     def probe(self, prompt: Prompt) -> None:

@@ -16,7 +16,7 @@ from chunkweave.store.lease import Claim, Lease, Pins, UnderWay
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tier import ClosableTier, DatedTier, DescribedPayload, PayloadT, SharedTier, Tier
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
@@ -564,10 +564,10 @@ class SegmentStore(Generic[PayloadT]):
         with self._ledger.settled():
             self._ledger.catalog.show_in(tree, tier)
 
-    def tell(self, follower: ChunkFollower) -> None:
-        """From now on `follower` hears of the chunks whose segments change here; first of those that are here."""
+    def report_to(self, follower: ChunkFollower) -> None:
+        """From now on `follower` is told of the chunks whose segments change here; first of those that are here."""
         with self._ledger.settled():
-            self._ledger.catalog.tell(follower)
+            self._ledger.catalog.report_to(follower)
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
         """Stored segments with the part's id and token ids, most recently used first."""

@@ -9,7 +9,7 @@ from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.index import Catalog
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.replication import missing_replicas
-from chunkweave.trees.knowledge_tree import KnowledgeTree
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 

@@ -1,138 +1,340 @@
-"""A trie over hashable keys in which every node carries a value and none stands without its ancestors."""
+"""A trie over hashable keys, and what is kept in one: RAGCache's knowledge tree, and who waits for which paths."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from threading import RLock
 from typing import Generic, TypeVar
 
-from chunkweave.errors import StoreError
+from chunkweave.errors import StoreError, UsageError
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
+WatcherT = TypeVar("WatcherT", bound=Hashable)
 
 
 class TrieNode(Generic[KeyT, ValueT]):
-    """A held path: its last key, its value, and its links. Only the trie changes them."""
+    """The end of a path. A node is held if its value is true; a free one only connects what is held below it."""
 
     __slots__ = ("children", "key", "parent", "value")
 
-    def __init__(self, key: KeyT, value: ValueT, parent: "TrieNode[KeyT, ValueT] | None") -> None:
+    def __init__(self, key: KeyT, parent: "TrieNode[KeyT, ValueT] | None") -> None:
         self.key = key
-        self.value = value
         self.parent = parent
         self.children: dict[KeyT, TrieNode[KeyT, ValueT]] = {}
+        self.value: ValueT | None = None
+
+    @property
+    def path(self) -> tuple[KeyT, ...]:
+        """The keys from the root to this node."""
+        keys = []
+        node = self
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        return tuple(reversed(keys))
 
 
 class PrefixTrie(Generic[KeyT, ValueT]):
-    """Values by path, every prefix of a held path being held too.
+    """Values by path. The same key may occur in a path more than once; the root is the empty path.
 
-    With chunk ids as keys and segments as values this is the shape of RAGCache's knowledge tree
-    (RAGCache §5.1) and the path index of DESIGN §3.4. A path is a non-empty sequence of keys; the same
-    key may occur in it more than once. Nothing here is recursive, so depth has no limit. Not thread-safe.
+    Set a node's value to hold its path; to let go of it, set a false value and `prune` the node. Nothing here is
+    recursive, so depth has no limit. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._roots: dict[KeyT, TrieNode[KeyT, ValueT]] = {}
-        self._size = 0
+        self.root: TrieNode[KeyT, ValueT] = TrieNode(None, None)  # type: ignore[arg-type]
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __contains__(self, path: Sequence[KeyT]) -> bool:
-        return self.node(path) is not None
-
-    def node(self, path: Sequence[KeyT]) -> TrieNode[KeyT, ValueT] | None:
-        """The node at `path`, good until it is detached; None if the path is not held."""
-        node: TrieNode[KeyT, ValueT] | None = None
-        children = self._roots
+    def find(self, path: Iterable[KeyT]) -> TrieNode[KeyT, ValueT] | None:
+        """The node at `path`, free or held; None if there is none."""
+        node = self.root
         for key in path:
-            node = children.get(key)
-            if node is None:
+            child = node.children.get(key)
+            if child is None:
                 return None
-            children = node.children
+            node = child
         return node
 
-    def get(self, path: Sequence[KeyT]) -> ValueT | None:
-        """The value at `path`, or None if it is not held."""
-        node = self.node(path)
-        return None if node is None else node.value
+    def grow(self, path: Iterable[KeyT]) -> TrieNode[KeyT, ValueT]:
+        """The node at `path`; free ones are made where there are none."""
+        node = self.root
+        for key in path:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = TrieNode(key, node)
+            node = child
+        return node
 
-    def longest_prefix(self, keys: Iterable[KeyT]) -> list[ValueT]:
-        """Values of the longest held prefix of `keys`, first key first."""
-        return [node.value for node in self._descend(keys)]
+    def prune(self, node: TrieNode[KeyT, ValueT]) -> None:
+        """Drop a free node that has nothing below it, and the ancestors that it was the last reason for."""
+        while not node.value and not node.children and node.parent is not None:
+            del node.parent.children[node.key]
+            node = node.parent
 
-    def is_inner(self, path: Sequence[KeyT]) -> bool:
-        """Whether `path` is held and so is something below it."""
-        node = self.node(path)
-        return node is not None and bool(node.children)
+    def prefix(self, keys: Iterable[KeyT]) -> Iterator[ValueT]:
+        """Values along the longest prefix of `keys` of which every node is held, first key first."""
+        children = self.root.children
+        for key in keys:
+            node = children.get(key)
+            if node is None or not node.value:
+                return
+            yield node.value
+            children = node.children
 
-    def attach(self, path: Sequence[KeyT], value: ValueT) -> bool:
-        """Hold `value` at `path`; False, and no change, if the parent of `path` is not held.
-
-        A path that is held already gets the new value and keeps what is below it.
-
-        Raises:
-            ValueError: `path` is empty.
-        """
-        if not path:
-            raise ValueError("the root of a trie carries no value")
-        *above, key = path
-        parent = self.node(above) if above else None
-        if above and parent is None:
-            return False
-        siblings = self._roots if parent is None else parent.children
-        if key in siblings:
-            siblings[key].value = value
-        else:
-            siblings[key] = TrieNode(key, value, parent)
-            self._size += 1
-        return True
-
-    def detach(self, path: Sequence[KeyT]) -> list[tuple[tuple[KeyT, ...], ValueT]]:
-        """Drop `path` and all below it; returns what left, parents before children (empty if not held)."""
-        top = self.node(path)
-        if top is None:
-            return []
-        left = list(_walk(tuple(path), top))
-        siblings = self._roots if top.parent is None else top.parent.children
-        del siblings[top.key]
-        self._size -= len(left)
-        return left
-
-    def items(self) -> Iterator[tuple[tuple[KeyT, ...], ValueT]]:
-        """Every held path with its value, parents before children."""
-        for key, root in self._roots.items():
-            yield from _walk((key,), root)
+    def held(self, top: TrieNode[KeyT, ValueT] | None = None) -> Iterator[TrieNode[KeyT, ValueT]]:
+        """All held nodes, from `top` down if given, parents before children."""
+        pending = [self.root if top is None else top]
+        while pending:
+            node = pending.pop()
+            if node.value:
+                yield node
+            pending.extend(node.children.values())
 
     def check(self) -> None:
         """Audit the links between nodes.
 
         Raises:
-            StoreError: a node is filed under another key or parent than its own, or the count is wrong.
+            StoreError: a node is filed under another key or parent than its own, or a free one connects nothing.
         """
-        found = 0
-        pending: list[TrieNode[KeyT, ValueT] | None] = [None]
+        pending = [self.root]
         while pending:
             parent = pending.pop()
-            for key, node in (self._roots if parent is None else parent.children).items():
+            for key, node in parent.children.items():
                 if node.key != key or node.parent is not parent:
                     raise StoreError(f"trie node {node.key!r} is filed under {key!r} or has a wrong parent")
-                found += 1
+                if not node.value and not node.children:
+                    raise StoreError(f"trie node {node.path} is free and has nothing below it")
                 pending.append(node)
-        if found != self._size:
-            raise StoreError(f"the trie counts {self._size} nodes and has {found}")
 
-    def _descend(self, keys: Iterable[KeyT]) -> Iterator[TrieNode[KeyT, ValueT]]:
-        children = self._roots
-        for key in keys:
-            node = children.get(key)
-            if node is None:
+
+@dataclass(frozen=True, slots=True)
+class PathMatch:
+    """How far a path is stored: its first `nodes` keys, `tokens` tokens together.
+
+    `tokens_by_tier` says from where they would be read: each node counts for the fastest tier that holds it.
+    """
+
+    nodes: int = 0
+    tokens: int = 0
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+class _Tiers(set[str]):
+    """The tiers that hold a node, with the node's tokens and how often it was used."""
+
+    __slots__ = ("tokens", "uses")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+        self.uses = 0
+
+
+class TreePlace(Generic[KeyT]):
+    """A place in a tree to walk down from, node by node.
+
+    Looks without the tree's lock: what it says may be overtaken by the time it is read, so it is a hint.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: TrieNode[KeyT, _Tiers]) -> None:
+        self._node = node
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the node alone; 0 at the root."""
+        return self._node.value.tokens if self._node.value is not None else 0
+
+    def child(self, key: KeyT) -> "TreePlace[KeyT] | None":
+        """The stored node of `key` right below; None if nothing is stored there."""
+        node = self._node.children.get(key)
+        return TreePlace(node) if node is not None and node.value else None
+
+    def children_among(self, keys: Iterable[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
+        """The stored nodes right below that are among `keys`, in their order."""
+        nodes = self._node.children
+        if not nodes:
+            return []
+        return [(key, TreePlace(node)) for key in keys if (node := nodes.get(key)) is not None and node.value]
+
+
+class KnowledgeTree(Generic[KeyT]):
+    """On which tiers each stored chunk lies, by path (RAGCache §5.1, Figure 8).
+
+    A node is a chunk behind the chunks before it; the parts that begin prompts, mostly the system part, are the
+    children of the root, which is no part itself. A node may lie on several tiers (a host copy outlives the device's)
+    or on none: then it is free, and is remembered only while something below it is placed. A path is stored as far as
+    every node of it lies somewhere.
+
+    The tree holds no payload and decides nothing: whoever moves payloads reports it by `placed` and `displaced`. It
+    tells schedulers how much of a prompt is stored, and where, without touching a store, and calls subscribers when
+    that may have changed. Thread-safe; subscribers are called without its lock, in the thread that moved the payload,
+    and must be quick.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        """A tree over `tiers`, named from fast to slow.
+
+        Raises:
+            UsageError: there is none, or one occurs twice.
+        """
+        if not tiers or len(set(tiers)) < len(tiers):
+            raise UsageError(f"a knowledge tree needs tiers of different names, not {tuple(tiers)}")
+        self.tiers = tuple(tiers)
+        self._lock = RLock()
+        self._trie: PrefixTrie[KeyT, _Tiers] = PrefixTrie()
+        self._listeners: tuple[Callable[[tuple[KeyT, ...]], None], ...] = ()
+        self._placed = 0
+
+    def __len__(self) -> int:
+        """Nodes that lie on some tier."""
+        return self._placed
+
+    def subscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
+        """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
+        self._listeners = (*self._listeners, listener)
+
+    def unsubscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
+        """Call `listener` no more; one that does not listen is ignored."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+
+    def at(self, path: Iterable[KeyT]) -> TreePlace[KeyT] | None:
+        """The place at the end of `path` (the root's, if it is empty); None if it is not stored as far as that."""
+        node = self._trie.root
+        for key in path:
+            child = node.children.get(key)
+            if child is None or not child.value:
+                return None
+            node = child
+        return TreePlace(node)
+
+    def match(self, keys: Iterable[KeyT]) -> PathMatch:
+        """How far the path `keys` is stored, O(its length): RAGCache's prefix matching."""
+        nodes = tokens = 0
+        by_tier: dict[str, int] = {}
+        with self._lock:
+            for placed in self._trie.prefix(keys):
+                nodes += 1
+                tokens += placed.tokens
+                tier = next(tier for tier in self.tiers if tier in placed)
+                by_tier[tier] = by_tier.get(tier, 0) + placed.tokens
+        return PathMatch(nodes, tokens, by_tier)
+
+    def stored_tokens(self, keys: Iterable[KeyT]) -> int:
+        """Tokens of the longest stored prefix of `keys`."""
+        with self._lock:
+            return sum(placed.tokens for placed in self._trie.prefix(keys))
+
+    def placement(self, path: Sequence[KeyT]) -> frozenset[str]:
+        """Tiers that hold the node at `path`; empty if it is free or unknown."""
+        with self._lock:
+            node = self._trie.find(path)
+            return frozenset(node.value or ()) if node is not None else frozenset()
+
+    def used(self, keys: Iterable[KeyT]) -> None:
+        """A request has used the stored prefix of `keys`: one more use of each node of it."""
+        with self._lock:
+            for placed in self._trie.prefix(keys):
+                placed.uses += 1
+
+    def hottest(self, number: int, tier: str) -> list[tuple[KeyT, ...]]:
+        """The `number` most used nodes that `tier` holds down from the root without a gap, parents before children.
+
+        A node is used at most as often as its parent, so these are upper nodes, and their ancestors are among them.
+        """
+        found: list[tuple[KeyT, ...]] = []
+        order = count()
+        frontier: list[tuple[int, int, TrieNode[KeyT, _Tiers]]] = []
+        with self._lock:
+            node = self._trie.root
+            while len(found) < number:
+                for child in node.children.values():
+                    if child.value is not None and tier in child.value:
+                        heapq.heappush(frontier, (-child.value.uses, next(order), child))
+                if not frontier:
+                    break
+                _, _, node = heapq.heappop(frontier)
+                found.append(node.path)
+        return found
+
+    def placed(self, path: Sequence[KeyT], tier: str, tokens: int) -> None:
+        """`tier` holds the node at `path` now; it has `tokens` tokens. Said twice it changes nothing.
+
+        Raises:
+            UsageError: the path is empty, or there is no such tier.
+        """
+        if not path or tier not in self.tiers:
+            raise UsageError(f"no node of the knowledge tree: {tuple(path)} on {tier!r}")
+        with self._lock:
+            node = self._trie.grow(path)
+            placed = node.value
+            if placed is None:
+                placed = node.value = _Tiers()
+            appeared = not placed
+            placed.tokens = tokens
+            placed.add(tier)
+            self._placed += appeared
+        if appeared:
+            self._notify(path)
+
+    def displaced(self, path: Sequence[KeyT], tier: str) -> None:
+        """`tier` holds the node at `path` no longer. Said of what is not there it changes nothing."""
+        with self._lock:
+            node = self._trie.find(path)
+            if node is None or node.value is None or tier not in node.value:
                 return
-            yield node
-            children = node.children
+            node.value.remove(tier)
+            vanished = not node.value
+            self._placed -= vanished
+            self._trie.prune(node)
+        if vanished:
+            self._notify(path)
+
+    def paths(self, tier: str) -> Iterator[tuple[KeyT, ...]]:
+        """Paths of all nodes that `tier` holds, parents before children; a snapshot."""
+        with self._lock:
+            return iter([node.path for node in self._trie.held() if node.value is not None and tier in node.value])
+
+    def check(self) -> None:
+        """Audit links and counts.
+
+        Raises:
+            StoreError: they disagree, or a free node is remembered for nothing.
+        """
+        with self._lock:
+            self._trie.check()
+            if sum(1 for _ in self._trie.held()) != self._placed:
+                raise StoreError(f"the knowledge tree counts {self._placed} placed nodes and has others")
+
+    def _notify(self, path: Sequence[KeyT]) -> None:
+        for listener in self._listeners:
+            listener(tuple(path))
 
 
-def _walk(path: tuple[KeyT, ...], top: TrieNode[KeyT, ValueT]) -> Iterator[tuple[tuple[KeyT, ...], ValueT]]:
-    pending = [(path, top)]
-    while pending:
-        here, node = pending.pop()
-        yield here, node.value
-        pending.extend(((*here, key), child) for key, child in node.children.items())
+class PrefixWatch(Generic[KeyT, WatcherT]):
+    """Watchers by path. A change of a node concerns those whose path runs through it. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._trie: PrefixTrie[KeyT, set[WatcherT]] = PrefixTrie()
+
+    def add(self, path: Sequence[KeyT], watcher: WatcherT) -> None:
+        """`watcher` is concerned by every prefix of `path`."""
+        node = self._trie.grow(path)
+        if node.value is None:
+            node.value = set()
+        node.value.add(watcher)
+
+    def remove(self, path: Sequence[KeyT], watcher: WatcherT) -> None:
+        """Undo an `add`; unknown watchers are ignored."""
+        node = self._trie.find(path)
+        if node is not None and node.value is not None:
+            node.value.discard(watcher)
+            self._trie.prune(node)
+
+    def below(self, path: Sequence[KeyT]) -> Iterator[WatcherT]:
+        """Everyone whose path begins with `path`."""
+        top = self._trie.find(path)
+        for node in self._trie.held(top) if top is not None else ():
+            yield from node.value or ()

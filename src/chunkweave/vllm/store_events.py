@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.store.index import ChunkNews
+from chunkweave.store.index import ChunkChanges
 from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:  # they need vLLM
@@ -70,7 +70,7 @@ class StoreEvents:
     """
 
     def __init__(
-        self, changed: Callable[[int], ChunkNews], answered: Callable[[], set[str]], most: int = MOST_CHUNKS
+        self, changed: Callable[[int], ChunkChanges], answered: Callable[[], set[str]], most: int = MOST_CHUNKS
     ) -> None:
         """Nothing is sent yet.
 
@@ -88,8 +88,8 @@ class StoreEvents:
         """Add what has changed since the last step."""
         self._unsent |= self._answered()
         changes = self._changed(self._most)
-        results.copies.update(dict.fromkeys(changes.came, 1))
-        results.copies.update(dict.fromkeys(changes.went, -1))
+        results.copies.update(dict.fromkeys(changes.added, 1))
+        results.copies.update(dict.fromkeys(changes.removed, -1))
         if not changes.more:
             results.answered.update(self._unsent)
             self._unsent.clear()

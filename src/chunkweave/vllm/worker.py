@@ -83,7 +83,7 @@ class ConnectorWorker:
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
-        return Holdings(self._follower.take().came, self._store.shared)
+        return Holdings(self._follower.take().added, self._store.shared)
 
     def step(self, orders: StepOrders) -> None:
         """Cancel what is to be cancelled, then weave: a whole request in an idle step, else about `step_tokens`.
