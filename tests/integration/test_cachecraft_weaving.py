@@ -169,12 +169,12 @@ def test_variants_with_context_are_fixed_as_planned(bench):
     bench.prefill(make_prompt(SIZES, system=6), "full", keep=True)
     prompt = make_prompt(SIZES, system=6, order=(3, 1, 0, 2))
     woven = bench.prefill(prompt, "cachecraft", focus=False)
-    fixes = {part.span: part.fix for part in woven.plan.parts if part.fix is not None}
-    assert len(fixes) == 4
-    assert [fix.cfo < 1.0 for fix in fixes.values()] == [True] * 4
-    assert any(fix.tokens for fix in fixes.values())
-    for span, fix in fixes.items():
-        assert sum(span.start <= p < span.stop for run in woven.recomputed for p in run.positions()) == fix.tokens
+    scores = {part.span: part.score for part in woven.plan.parts if part.score is not None}
+    assert len(scores) == 4
+    assert [score.cfo < 1.0 for score in scores.values()] == [True] * 4
+    assert any(score.tokens for score in scores.values())
+    for span, score in scores.items():
+        assert sum(span.start <= p < span.stop for run in woven.recomputed for p in run.positions()) == score.tokens
 
 
 def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
@@ -185,7 +185,7 @@ def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
     prompt = make_prompt(SIZES, system=6, order=(0, 3, 1, 2))
     parts = qwen.prefill(prompt, "cachecraft", focus=False).plan.parts
     exact = {part.segment: 0.0 for part in parts if part.kv_source is KVSource.EXACT}
-    assert heard == {**exact, **{part.segment: part.fix.impact for part in parts if part.fix is not None}}
+    assert heard == {**exact, **{part.segment: part.score.impact for part in parts if part.score is not None}}
     assert (len(exact), len(heard)) == (2, 5)
     qwen.prefill(prompt, "full-reuse")
     assert [heard[part.segment] for part in parts if part.kv_source is KVSource.REUSED] == [1.0] * 3
@@ -319,7 +319,7 @@ def test_a_stored_woven_prompt_is_answered_alike_without_recomputing(qwen):
     assert all(stored_woven(qwen, prompt, place) for place in (3, 4, 5))
     second = qwen.prefill(prompt, "cachecraft", alpha=1.9, focus=False)
     assert sum(map(len, second.recomputed)) < sum(map(len, first.recomputed))
-    assert [part.fix.tokens for part in second.plan.parts if part.fix is not None][1:] == [0, 0, 0]
+    assert [part.score.tokens for part in second.plan.parts if part.score is not None][1:] == [0, 0, 0]
     close(second.logits, first.logits, 1e-3)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Fix, KVSource, Plan, StopUnfocused
+from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import adjusted_overlap
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
@@ -84,9 +84,9 @@ def sources(plan: Plan) -> str:
     return "".join(part.kv_source.name[0] for part in plan.parts if part.part.id is not None)
 
 
-def chosen(plan: Plan, place: int) -> tuple[str | None, Fix | None]:
+def chosen(plan: Plan, place: int) -> tuple[str | None, RecomputeScore | None]:
     parts = [part for part in plan.parts if part.part.id is not None]
-    return parts[place].segment, parts[place].fix
+    return parts[place].segment, parts[place].score
 
 
 def recomputed(plan: Plan) -> list[int]:
@@ -103,14 +103,14 @@ def test_a_chunk_in_a_new_context_by_hand():
     """B was computed after A, B gave A .6 and C .4 of its mass, now it comes after A and D."""
     stored = record_of("ACB", (0.6, 0.4), outward=(0.1, 0.5, 0.1, 0.3))
     plan = plan_of(lookup_of("ADB", stored), alpha=1.2)
-    segment, fix = chosen(plan, 2)
+    segment, score = chosen(plan, 2)
     assert (sources(plan), segment) == ("CCR", stored.id)
-    assert fix is not None
-    assert fix.overlap == pytest.approx(0.6)
-    assert fix.cci == stored.attention.cci
-    assert fix.cfo == pytest.approx(1.2 * fix.cci * 0.4)
-    assert fix.tokens == ceil(fix.cfo * 4) == 2
-    assert fix.coverage == 0.5
+    assert score is not None
+    assert score.overlap == pytest.approx(0.6)
+    assert score.cci == stored.attention.cci
+    assert score.cfo == pytest.approx(1.2 * score.cci * 0.4)
+    assert score.tokens == ceil(score.cfo * 4) == 2
+    assert score.coverage == 0.5
     assert recomputed(plan) == [9 + 1, 9 + 3], "the two that looked outside most"
     assert plan.passes[0].required == (Span(0, 9), Span(13, 16))
 
@@ -134,10 +134,10 @@ def test_equal_masses_are_recomputed_from_the_start_on():
 def test_the_first_chunk_of_a_prompt():
     """Nothing before it: what it saw elsewhere is all missing; computed alone or after the instruction it is right."""
     for context, inter, overlap in (("A", (1.0,), 0.0), ("", (), 1.0), ("*", (), 1.0)):
-        _, fix = chosen(plan_of(lookup_of("B", record_of(context + "B", inter), broken=True)), 0)
-        assert fix is not None
-        assert fix.overlap == overlap
-    assert fix.tokens == 0
+        _, score = chosen(plan_of(lookup_of("B", record_of(context + "B", inter), broken=True)), 0)
+        assert score is not None
+        assert score.overlap == overlap
+    assert score.tokens == 0
 
 
 def test_a_prompt_of_one_chunk():
@@ -153,7 +153,7 @@ def test_the_same_chunk_twice_in_one_prompt():
     alone, after_itself = record_of("B", ()), record_of("BB", (2.0,), exact=False)
     plan = plan_of(lookup_of("BCB", alone, after_itself))
     assert sources(plan) == "ECR"
-    assert chosen(plan, 2) == (after_itself.id, Fix(CCI_OF_TWO, 1.0, 0.0, 0, 0.5))
+    assert chosen(plan, 2) == (after_itself.id, RecomputeScore(CCI_OF_TWO, 1.0, 0.0, 0, 0.5))
     both = plan_of(lookup_of("DBB", alone))
     assert [chosen(both, place)[0] for place in (1, 2)] == [alone.id, alone.id]
     assert both.segments() == (alone.id,)
@@ -166,16 +166,16 @@ def test_an_empty_old_prefix():
     """Computed alone, or after the instruction only, then chunks before it: overlap 0, from the start on."""
     for record in (record_of("B", ()), record_of("B"), record_of("*B", ())):
         plan = plan_of(lookup_of("DB", record))
-        assert chosen(plan, 1) == (record.id, Fix(0.5, 0.0, 0.5, 2, 0.0))
+        assert chosen(plan, 1) == (record.id, RecomputeScore(0.5, 0.0, 0.5, 2, 0.0))
         assert recomputed(plan) == [5, 6]
 
 
 def test_a_chunk_of_a_single_token():
     """It has no intra mass: CCI is 1 if it looked at a chunk, and all of it, one token, is recomputed."""
     looked = record_of("Ab", (0.8,), intra=0.0)
-    assert chosen(plan_of(lookup_of("Db", looked)), 1)[1] == Fix(1.0, 0.0, 1.0, 1, 0.0)
+    assert chosen(plan_of(lookup_of("Db", looked)), 1)[1] == RecomputeScore(1.0, 0.0, 1.0, 1, 0.0)
     alone = record_of("b", (), intra=0.0)
-    assert chosen(plan_of(lookup_of("Db", alone)), 1)[1] == Fix(0.5, 0.0, 0.5, 1, 0.0)
+    assert chosen(plan_of(lookup_of("Db", alone)), 1)[1] == RecomputeScore(0.5, 0.0, 0.5, 1, 0.0)
 
 
 def test_all_chunks_new():
@@ -201,10 +201,10 @@ def test_an_exact_segment_behind_a_gap_needs_no_fix():
 def test_a_longer_new_prefix_is_not_seen_and_is_reported():
     """Context A, now B and A before C: CFO is 0 by the formula, and coverage says what it does not see."""
     stored = record_of("AC", (1.0,))
-    _, fix = chosen(plan_of(lookup_of("BAC", stored)), 2)
-    assert fix == Fix(CCI, 1.0, 0.0, 0, 0.5)
+    _, score = chosen(plan_of(lookup_of("BAC", stored)), 2)
+    assert score == RecomputeScore(CCI, 1.0, 0.0, 0, 0.5)
     _, covered = chosen(plan_of(lookup_of("BAC", stored), use_coverage=True), 2)
-    assert covered == Fix(CCI, 0.5, CCI / 2, 2, 0.5)
+    assert covered == RecomputeScore(CCI, 0.5, CCI / 2, 2, 0.5)
 
 
 def test_a_reused_instruction_is_a_chunk_with_none_before_it():
@@ -233,7 +233,7 @@ def test_impact_ranks_where_the_clamp_would_not():
 def test_without_a_profile_all_may_depend_on_what_is_gone():
     unknown, known = record_of("AB"), record_of("CB", (4.0,))
     plan = plan_of(lookup_of("AB", unknown))
-    assert chosen(plan, 1) == (unknown.id, Fix(1.0, 0.0, 1.0, 4, 1.0))
+    assert chosen(plan, 1) == (unknown.id, RecomputeScore(1.0, 0.0, 1.0, 4, 1.0))
     half = plan_of(lookup_of("AB", unknown), alpha=0.5)
     assert recomputed(half) == [5, 6], "from the start on"
     assert chosen(plan_of(lookup_of("AB", unknown, known)), 1)[0] == known.id
@@ -256,15 +256,15 @@ def test_the_choice_by_brute_force(seed, alpha):
     expected = []
     for place, name in enumerate(path):
         mine = [record for record in stored if record.chunk_id == name]
-        segment, fix = chosen(plan, place)
+        segment, score = chosen(plan, place)
         if not mine:
-            assert segment is fix is None
+            assert segment is score is None
             continue
         before = {ChunkId(other): i for i, other in enumerate(path[:place])}
         impacts = [r.attention.cci * (1 - adjusted_overlap(r.attention, before)) for r in mine]
         best = min(range(len(mine)), key=lambda i: (impacts[i], mine[i].id))
         count = ceil(min(1.0, alpha * impacts[best]) * TOKENS)
-        assert (segment, fix.tokens, fix.impact) == (mine[best].id, count, impacts[best])
+        assert (segment, score.tokens, score.impact) == (mine[best].id, count, impacts[best])
         outward = mine[best].attention.outward
         top = sorted(range(TOKENS), key=lambda i: (-outward[i], i))[:count]
         expected += [1 + TOKENS * place + i for i in top]
@@ -303,7 +303,7 @@ def test_the_instruction_is_no_chunk_to_focus_on():
 
 def test_without_overlap_every_chunk_is_fixed_as_in_a_strange_context():
     stored = record_of("AB", (1.0,))
-    assert chosen(plan_of(lookup_of("AB", stored), use_overlap=False), 1)[1] == Fix(CCI, 0.0, CCI, 4, 1.0)
+    assert chosen(plan_of(lookup_of("AB", stored), use_overlap=False), 1)[1] == RecomputeScore(CCI, 0.0, CCI, 4, 1.0)
 
 
 def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
@@ -319,7 +319,7 @@ def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
     parts = (part_of("A"), PromptPart(PartKind.CHUNK, (66,) * n, ChunkId("B")), PromptPart(PartKind.QUESTION, (7,)))
     lookup = look_up(Prompt(parts), [], lambda part: (stored,) if part.id == stored.chunk_id else ())
     plan = plan_of(lookup, use_cci=False)
-    assert plan.parts[1].fix == Fix(1.0, 0.5, 0.5, 20, 1.0)
+    assert plan.parts[1].score == RecomputeScore(1.0, 0.5, 0.5, 20, 1.0)
     assert sorted(recomputed(plan)) != list(range(4, 24))
     assert plan == plan_of(lookup, use_cci=False) != plan_of(lookup, use_cci=False, seed=1)
 

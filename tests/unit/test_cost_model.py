@@ -192,16 +192,16 @@ def test_alpha_reaches_a_share_of_the_tokens(share):
     lookup, method = fixed_lookup(), make_method("cachecraft", ReuseConfig(alpha=0.3))
     alpha = method.budget.reaching(method.plan(lookup, GEOMETRY), share)
     plan = make_method("cachecraft", ReuseConfig(alpha=alpha)).plan(lookup, GEOMETRY)
-    least = [min(1.0, alpha * part.fix.impact) * 100 for part in plan.parts[:3]]
+    least = [min(1.0, alpha * part.score.impact) * 100 for part in plan.parts[:3]]
     assert sum(least) == pytest.approx(share * 300)
     for part, tokens in zip(plan.parts, least, strict=False):
-        assert tokens - 1e-9 <= part.fix.tokens < tokens + 1 + 1e-9
+        assert tokens - 1e-9 <= part.score.tokens < tokens + 1 + 1e-9
 
 
 def test_what_needs_nothing_is_not_recomputed_however_great_alpha_is():
     lookup, method = fixed_lookup(), make_method("cachecraft")
     plan = method.plan(lookup, GEOMETRY)
-    assert method.budget.reaching(plan, 1.0) == pytest.approx(1.0 / plan.parts[1].fix.impact)
+    assert method.budget.reaching(plan, 1.0) == pytest.approx(1.0 / plan.parts[1].score.impact)
     alone = PromptLookup((lookup.parts[0], lookup.parts[3]))
     assert method.budget.reaching(method.plan(alone, GEOMETRY), 1.0) == 0.0
 

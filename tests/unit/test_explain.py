@@ -10,7 +10,7 @@ from chunkweave.chunking.prompt import PartKind, PromptPart, chunk_id
 from chunkweave.cli.ask import explanation, strip_lines, token_strip, variant_words
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, Stop, describe_pass, explain_plan
-from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Span
 
@@ -53,15 +53,15 @@ BY_CHUNK = {record.chunk_id: record.id for record in RECORDS.values()}
 def make_plan(*, rules=()) -> Plan:
     """System exact; tides, storms and boats reused, of which 3, 1 and 2 tokens are candidates."""
     parts, start = [], 0
-    for part, kv_source, fix in (
+    for part, kv_source, score in (
         (SYSTEM, KVSource.EXACT, None),
-        (TIDES, KVSource.REUSED, Fix(0.75, 0.5, 0.25, 3)),
-        (STORMS, KVSource.REUSED, Fix(0.5, 1.0, 0.0, 0)),
+        (TIDES, KVSource.REUSED, RecomputeScore(0.75, 0.5, 0.25, 3)),
+        (STORMS, KVSource.REUSED, RecomputeScore(0.5, 1.0, 0.0, 0)),
         (BOATS, KVSource.REUSED, None),
         (QUESTION, KVSource.COMPUTED, None),
     ):
         span = Span(start, start + len(part))
-        parts.append(PartPlan(part, span, kv_source, BY_CHUNK.get(part.id), fix))
+        parts.append(PartPlan(part, span, kv_source, BY_CHUNK.get(part.id), score))
         start = span.stop
     candidates = (Span(10, 13), Span(29, 31), Span(32, 33))
     return Plan("cachecraft", tuple(parts), (Pass((Span(40, 49),), candidates, rules),))

@@ -13,7 +13,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.method import METHODS, make_method
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
-from chunkweave.planning.plan import Fix, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
@@ -167,11 +167,11 @@ def test_what_is_computed_is_told_from_what_is_recomputed():
 
 
 def test_only_reused_parts_are_fixed():
-    fix = Fix(cci=0.8, overlap=0.25, cfo=0.6, tokens=3)
-    assert fix.impact == pytest.approx(0.8 * 0.75)
-    assert replace(part(KVSource.REUSED, 0, 5), fix=fix).fix is fix
-    with pytest.raises(ValueError, match="needs no fix"):
-        replace(part(KVSource.COMPUTED, 0, 5), fix=fix)
+    score = RecomputeScore(cci=0.8, overlap=0.25, cfo=0.6, tokens=3)
+    assert score.impact == pytest.approx(0.8 * 0.75)
+    assert replace(part(KVSource.REUSED, 0, 5), score=score).score is score
+    with pytest.raises(ValueError, match="needs no score"):
+        replace(part(KVSource.COMPUTED, 0, 5), score=score)
 
 
 @pytest.mark.parametrize(

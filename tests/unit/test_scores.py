@@ -13,9 +13,9 @@ from chunkweave.planning import scores
 from chunkweave.planning.scores import (
     adjusted_overlap,
     coverage,
-    fix_overhead,
     order_penalty,
     prefix_overlap,
+    recompute_share,
 )
 from chunkweave.store import records
 from chunkweave.store.records import AttentionProfile
@@ -140,9 +140,9 @@ def test_gamma_of_fewer_than_two():
 
 
 def test_cfo_scales_and_is_clamped():
-    assert fix_overhead(0.5, 0.6) == pytest.approx(0.3)
-    assert fix_overhead(3.0, 0.6) == 1.0
-    assert fix_overhead(0.0, 1.0) == fix_overhead(2.0, 0.0) == 0.0
+    assert recompute_share(0.5, 0.6) == pytest.approx(0.3)
+    assert recompute_share(3.0, 0.6) == 1.0
+    assert recompute_share(0.0, 1.0) == recompute_share(2.0, 0.0) == 0.0
 
 
 def test_coverage_is_by_tokens():

@@ -536,7 +536,7 @@ class PrefillJob:
         for part in self.plan.parts:
             if part.segment is not None:
                 unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self._context.store.note_reuse(part.segment, part.fix.impact if part.fix is not None else unscored)
+                self._context.store.note_reuse(part.segment, part.score.impact if part.score is not None else unscored)
 
 
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:

@@ -46,8 +46,8 @@ def _alpha_reaching(plan: Plan, share: float) -> float:
 
     The sum rises in straight pieces that end where a part is recomputed whole, at alpha = 1/impact.
     """
-    parts = [(part.fix.impact, len(part.span)) for part in plan.parts if part.fix is not None and part.fix.impact]
-    wanted = share * sum(len(part.span) for part in plan.parts if part.fix is not None)
+    parts = [(part.score.impact, len(part.span)) for part in plan.parts if part.score is not None and part.score.impact]
+    wanted = share * sum(len(part.span) for part in plan.parts if part.score is not None)
     whole, rise = 0.0, sum(impact * tokens for impact, tokens in parts)
     for impact, tokens in sorted(parts, reverse=True):
         if whole + rise / impact >= wanted:
@@ -58,7 +58,7 @@ def _alpha_reaching(plan: Plan, share: float) -> float:
 
 
 ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
-"""Of methods that say with each part how much it needs (`Fix.impact`), and scale that."""
+"""Of methods that say with each part how much it needs (`RecomputeScore.impact`), and scale that."""
 
 
 class ReuseMethod(Protocol):

@@ -173,7 +173,7 @@ def describe_pass(a_pass: Pass) -> str:
 
 def _explain_part(part: PartPlan, recomputed: Sequence[Span], stop: Stop | None) -> PartExplanation:
     partly = _inside(part.span, stop.dropped) if stop is not None else ()
-    fix = part.fix
+    score = part.score
     return PartExplanation(
         kind=part.part.kind,
         source=part.part.source or str(part.part.kind),
@@ -181,9 +181,9 @@ def _explain_part(part: PartPlan, recomputed: Sequence[Span], stop: Stop | None)
         tokens=len(part.span),
         kv_source=part.kv_source,
         variant=part.segment,
-        cci=fix.cci if fix is not None else None,
-        overlap=fix.overlap if fix is not None else None,
-        cfo=fix.cfo if fix is not None else None,
+        cci=score.cci if score is not None else None,
+        overlap=score.overlap if score is not None else None,
+        cfo=score.cfo if score is not None else None,
         recomputed=_inside(part.span, recomputed),
         partly=partly,
         stopped_at_layer=stop.layer if stop is not None and partly else None,

@@ -103,8 +103,8 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
-    """How far a reused part is to be put right, and why (Cache-Craft §3.1-3.2)."""
+class RecomputeScore:
+    """How much of a reused part is to be recomputed, and why (Cache-Craft §3.1-3.2)."""
 
     cci: float
     """Cache context impact: how much the part attended to the chunks before it, 0.5 to 1 (eq. 11)."""
@@ -127,24 +127,24 @@ class Fix:
 class PartPlan:
     """One part of the prompt with the source of its KV and, if it is taken from the store, the segment.
 
-    `fix` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens of
-    a reused part whose KV is that of this very context already: to recompute them gains nothing. A computed part is
-    stored afterwards unless it is not to be `kept`.
+    `score` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens
+    of a reused part whose KV already fits this context: recomputing them gains nothing. A computed part is stored
+    afterwards unless `kept` is false.
     """
 
     part: PromptPart
     span: Span
     kv_source: KVSource
     segment: SegmentId | None = None
-    fix: Fix | None = None
+    score: RecomputeScore | None = None
     fresh: frozenset[int] = frozenset()
     kept: bool = True
 
     def __post_init__(self) -> None:
         if (self.segment is None) != (self.kv_source is KVSource.COMPUTED):
             raise ValueError(f"a {self.kv_source} part {'needs' if self.segment is None else 'has no'} segment")
-        if self.fix is not None and self.kv_source is not KVSource.REUSED:
-            raise ValueError(f"a {self.kv_source} part needs no fix")
+        if self.score is not None and self.kv_source is not KVSource.REUSED:
+            raise ValueError(f"a {self.kv_source} part needs no score")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,12 +64,12 @@ def adjusted_overlap(profile: AttentionProfile, prefix: Mapping[ChunkId, int]) -
     return prefix_overlap(profile, prefix) * (1.0 - order_penalty(profile.mass_on, prefix))
 
 
-def fix_overhead(alpha: float, impact: float) -> float:
+def recompute_share(alpha: float, impact: float) -> float:
     """Cache fix overhead CFO: the share of a chunk to recompute, `impact` being CCI (1 - beta') (eq. 12, clamped).
 
-    >>> fix_overhead(2.0, 0.75 * (1 - 0.75))
+    >>> recompute_share(2.0, 0.75 * (1 - 0.75))
     0.375
-    >>> fix_overhead(3.0, 0.7)
+    >>> recompute_share(3.0, 0.7)
     1.0
     """
     return min(1.0, alpha * impact)

@@ -8,8 +8,8 @@ from random import Random
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
-from chunkweave.planning.plan import Fix, KVSource, PartPlan, Pass, Plan, StopUnfocused, is_computed_always
-from chunkweave.planning.scores import LEAST_CHUNKS, coverage, fix_overhead, order_penalty, prefix_overlap
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused, is_computed_always
+from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import LEAST_CCI, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Scattered
@@ -57,18 +57,18 @@ class CacheCraft:
         for entry in lookup.parts:
             part = settled_part(entry)
             if part is None and entry.variants and not is_computed_always(entry.part):
-                record, fix = self._choose(entry.variants, prefix)
-                part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, fix)
-                if fix.tokens:
-                    chosen = self._ranking(record)[: fix.tokens]
+                record, score = self._choose(entry.variants, prefix)
+                part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, score)
+                if score.tokens:
+                    chosen = self._ranking(record)[: score.tokens]
                     candidates.append(Scattered(entry.span.start, chosen, len(entry.span)))
             parts.append(part or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
             prefix.add(entry)
         rules = self._focus(parts) if candidates and self._config.focus else ()
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
 
-    def _choose(self, variants: Sequence[SegmentRecord], prefix: _Prefix) -> tuple[SegmentRecord, Fix]:
-        """The variant with the least impact and its fix; of several the one of the least id, whenever it was used."""
+    def _choose(self, variants: Sequence[SegmentRecord], prefix: _Prefix) -> tuple[SegmentRecord, RecomputeScore]:
+        """The variant with the least impact and its score; of several the one of the least id, whenever it was used."""
         best, least, scores = variants[0], inf, (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
@@ -77,8 +77,8 @@ class CacheCraft:
             overlap = self._overlap(record, overlap, prefix)
             if (cci * (1.0 - overlap), record.id) < (least, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
-        cfo = fix_overhead(self._config.alpha, least)
-        return best, Fix(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))
+        cfo = recompute_share(self._config.alpha, least)
+        return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))
 
     def _bounds(self, record: SegmentRecord, prefix: _Prefix) -> tuple[float, float]:
         """CCI of a variant, and beta, which is as much as its overlap can be."""
