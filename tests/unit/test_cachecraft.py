@@ -12,11 +12,11 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
-from chunkweave.planning.scores import adjusted_overlap
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, Scattered, Span
 from tests.unit.test_planning import GEOMETRY
+from tests.unit.test_scores import adjusted_overlap
 
 TOKENS = 4
 

@@ -16,8 +16,8 @@ from chunkweave.planning.cost import (
     CostModel,
     StorageDevice,
     choose_device,
-    choose_ratio,
     preload_depth,
+    ratio_that_hides,
     too_slow,
     without,
     worth_loading,
@@ -83,6 +83,10 @@ def test_a_table_that_does_not_fit_its_axes_is_refused(tmp_path):
     (tmp_path / "cost.json").write_text(json.dumps(data))
     with pytest.raises(DocumentError, match="does not fit"):
         CostModel.read(tmp_path / "cost.json")
+
+
+def choose_ratio(cost, tokens, tier, *, least_ratio):
+    return ratio_that_hides(cost.prefill(tokens), cost.load(tokens, tier), least_ratio=least_ratio)
 
 
 def test_the_ratio_fills_the_time_that_loading_takes():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from chunkweave.planning import scores
 from chunkweave.planning.scores import (
-    adjusted_overlap,
     coverage,
     order_penalty,
     prefix_overlap,
@@ -35,6 +34,11 @@ def places(chunks: str) -> dict[ChunkId, int]:
     for place, chunk in enumerate(chunks):
         found.setdefault(ChunkId(chunk), place)
     return found
+
+
+def adjusted_overlap(profile: AttentionProfile, prefix: dict[ChunkId, int]) -> float:
+    """The overlap beta' = beta (1 - gamma) (Cache-Craft eq. 8)."""
+    return prefix_overlap(profile, prefix) * (1.0 - order_penalty(profile.mass_on, prefix))
 
 
 @pytest.mark.parametrize("module", [scores, records])

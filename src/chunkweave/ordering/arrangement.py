@@ -1,7 +1,7 @@
 """Puts the chunks of prompts in order, and counts what was asked for."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
@@ -38,8 +38,6 @@ class AccessTable(Generic[KeyT]):
         self._requests: deque[tuple[KeyT, ...]] = deque()
         self._counts: dict[KeyT, int] = {}
         self._lock = Lock()
-        self.on_note: Callable[[tuple[KeyT, ...]], None] | None = None
-        """Called with the keys of each request that was made here; must be quick."""
 
     def __len__(self) -> int:
         """Keys in the window."""
@@ -54,11 +52,9 @@ class AccessTable(Generic[KeyT]):
         """How many requests of the window have `key`."""
         return self._counts.get(key, 0)
 
-    def note(self, keys: Iterable[KeyT], *, elsewhere: bool = False) -> None:
-        """Another request, made here or `elsewhere`; the oldest one leaves a full window."""
+    def note(self, keys: Iterable[KeyT]) -> None:
+        """Another request; the oldest one leaves a full window."""
         request = tuple(dict.fromkeys(keys))
-        if self.on_note is not None and not elsewhere:
-            self.on_note(request)
         with self._lock:
             for key in request:
                 self._counts[key] = self._counts.get(key, 0) + 1
@@ -142,10 +138,6 @@ class Arranger:
         self._original = make_ordering(ORIGINAL)
         self._tree = tree
         self._order = order
-
-    def look_into(self, tree: KnowledgeTree[ChunkId]) -> None:
-        """Order by what `tree` shows from now on: a view over several engines, for one."""
-        self._tree = tree
 
     def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
         """The prompt with its chunks in order; from now on its request counts, or else once `count` is told.

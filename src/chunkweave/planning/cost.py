@@ -249,24 +249,15 @@ class LoadingChoice:
         return max(self.load_s, self.head_s + self.recompute_s)
 
 
-def choose_ratio(cost: CostModel, tokens: int, tier: str, *, least_ratio: float) -> LoadingChoice:
+def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float, head_s: float = 0.0) -> LoadingChoice:
     """The ratio at which recomputing takes as long as loading, but at least `least_ratio` (r*) and at most 1.
 
-    `T_recompute(r) = r Prefill(len)`, `T_load = bytes / throughput`: on a slow device the time is spent anyway, so
-    more tokens are recomputed for nothing.
+    `prefill_s` is the time to compute all the tokens anew, `load_s` to load them; `T_recompute(r) = r prefill_s`. On a
+    slow device the time is spent anyway, so more tokens are recomputed for free. Recomputation begins after `head_s`:
+    only the loading that is left then can hide behind it.
 
-    >>> cost = CostModel((0,), (1000,), ((1.0,),), 100, {"disk": 200_000.0})
-    >>> choose_ratio(cost, 1000, "disk", least_ratio=0.15)
+    >>> ratio_that_hides(1.0, 0.5, least_ratio=0.15)
     LoadingChoice(ratio=0.5, load_s=0.5, recompute_s=0.5, head_s=0.0)
-    """
-    return ratio_that_hides(cost.prefill(tokens), cost.load(tokens, tier), least_ratio=least_ratio)
-
-
-def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float, head_s: float = 0.0) -> LoadingChoice:
-    """The same from the two times: of computing all the tokens anew, and of loading them.
-
-    After `head_s` recomputation begins; only the loading that is left then can hide behind it. A method whose question
-    is asked about all layers first has nothing left.
     """
     equal = max(0.0, load_s - head_s) / prefill_s if prefill_s else 0.0
     ratio = min(1.0, max(least_ratio, equal))

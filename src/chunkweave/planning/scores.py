@@ -50,20 +50,6 @@ def order_penalty(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> floa
     return sum(starmap(gt, combinations(places, 2))) / pairs if pairs else 0.0
 
 
-def adjusted_overlap(profile: AttentionProfile, prefix: Mapping[ChunkId, int]) -> float:
-    """The overlap beta' = beta (1 - gamma) (eq. 8); `prefix` gives each chunk of the new prefix its first place there.
-
-    1 does not mean exact: the new prefix may have chunks that the old one had not (`coverage` tells).
-
-    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
-    >>> adjusted_overlap(profile, {ChunkId("a"): 0, ChunkId("c"): 1, ChunkId("b"): 2})
-    1.0
-    >>> adjusted_overlap(profile, {ChunkId("b"): 0, ChunkId("a"): 1})  # all are there, all pairs discordant
-    0.0
-    """
-    return prefix_overlap(profile, prefix) * (1.0 - order_penalty(profile.mass_on, prefix))
-
-
 def recompute_share(alpha: float, impact: float) -> float:
     """Cache fix overhead CFO: the share of a chunk to recompute, `impact` being CCI (1 - beta') (eq. 12, clamped).
 
