@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
-    from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
-    from chunkweave.retrieval.pipeline import RagAnswer, RagPipeline
+    from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
     from chunkweave.scheduling.budget import BatchingConfig
     from chunkweave.types import Chunk
 
@@ -52,7 +51,7 @@ _HOMES = {
     "Answer": "chunkweave.engine.request",
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
-    "AsyncRagPipeline": "chunkweave.retrieval.async_pipeline",
+    "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
     "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",

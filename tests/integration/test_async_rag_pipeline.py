@@ -15,7 +15,7 @@ from chunkweave import AsyncEngine, AsyncRagPipeline, BatchingConfig, Corpus, En
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
 from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
-from chunkweave.scheduling.speculation import SpeculationCounts
+from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS
 from tests.unit.retrieval_fakes import SubjectEmbedder, document
@@ -338,7 +338,7 @@ def test_closing_the_generator_ends_search_and_speculation(engine, after):
         await until(corpus.ended.is_set)
         await until(lambda: batching.stats.running + batching.stats.waiting == 0)
         assert batching.stats.finished == 0
-        assert pipeline._speculation.running == 0
+        assert pipeline._retriever.speculation.running == 0
         assert not corpus.gates[2].is_set() or after != "a stage"
 
     run(engine, corpus, work)

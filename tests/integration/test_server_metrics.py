@@ -18,8 +18,8 @@ from chunkweave.errors import (
     RequestAbortedError,
     RequestFailedError,
 )
+from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.scheduling.speculation import Speculation
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import Level, SegmentStore

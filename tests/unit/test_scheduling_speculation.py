@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.scheduling.speculation import Action, Decision, Speculation, SpeculationCounts
+from chunkweave.retrieval.speculation import Action, Decision, Speculation, SpeculationCounts
 
 
 def _speculation(batch: int = 4, *, retry: bool = True) -> Speculation[str, str]:

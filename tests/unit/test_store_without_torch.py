@@ -16,6 +16,8 @@ class Refuse(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Refuse())
 importlib.import_module("chunkweave.store.tier_store")
 importlib.import_module("chunkweave.tiers.host")
+importlib.import_module("chunkweave.retrieval.corpus")
+importlib.import_module("chunkweave.retrieval.speculation")
 for folder in ("chunking", "trees", "store", "planning"):
     package = importlib.import_module(f"chunkweave.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

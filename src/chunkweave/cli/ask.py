@@ -34,8 +34,7 @@ from chunkweave.types import Chunk, Span
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.engine.request import Answer, Request
-    from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
-    from chunkweave.retrieval.pipeline import RagAnswer
+    from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
 
 
 @with_blocks
@@ -192,8 +191,8 @@ def answers_ahead(
         TopKError: there are fewer chunks than asked for.
     """
     from chunkweave.engine.async_engine import AsyncEngine
-    from chunkweave.retrieval.async_pipeline import AsyncRagPipeline
     from chunkweave.retrieval.indexes import usual_top_k
+    from chunkweave.retrieval.pipeline import AsyncRagPipeline
 
     corpus = open_corpus(folder)
     k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k

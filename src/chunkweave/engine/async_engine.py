@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -33,13 +34,20 @@ class AnswerStream:
     does leaving an `async with`.
     """
 
-    def __init__(self, number: int, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        number: int,
+        abort: Callable[[int], None],
+        loop: asyncio.AbstractEventLoop,
+        confirm: Callable[[int], None],
+    ) -> None:
         self.id = number
         self.begun = False
         """Whether there is, or was, a first piece to be read, or the reason why there is none."""
         self.failed = False
         """Whether it has ended, or will as soon as it is read, without an answer."""
         self._abort = abort
+        self._confirm = confirm
         self._loop = loop
         self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
         self._ended = False
@@ -75,6 +83,15 @@ class AnswerStream:
             if event.answer is not None:
                 return event.answer
         raise UsageError(f"the stream of request {self.id} was read to its end already")
+
+    def confirm(self) -> None:
+        """Make a speculative request an ordinary one. Does nothing if it has ended, or is one already.
+
+        Raises:
+            QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
+        """
+        with suppress(UnknownRequestError):
+            self._confirm(self.id)
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended; a second time is harmless."""
@@ -204,7 +221,7 @@ class AsyncEngine:
         with self._changed:
             self._refuse_if_full(speculative=speculative)
             number = next(self._numbers)
-            stream = AnswerStream(number, self.abort, loop)
+            stream = AnswerStream(number, self.abort, loop, self.confirm)
             self._open[number] = stream
             self._prepared[number] = prepared
             if speculative:

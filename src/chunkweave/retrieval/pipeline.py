@@ -1,39 +1,35 @@
-"""Retrieve, order, weave, answer: a corpus and an engine behind one call."""
+"""Retrieve, order, weave, answer: a corpus and an engine behind one call, one question at a time or many at once."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from chunkweave.config import SamplingParams
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer
+from chunkweave.engine.request import Answer, Request, StreamEvent
+from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
-from chunkweave.retrieval.rag_requests import Order, RagRequests, as_they_stood
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, StagedCorpus, left_s
+
+Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
+"""Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Chunks as they are asked about, with the seconds that embedding the question and searching took."""
+    """Chunks in the order in which they are given to the engine, and the seconds of embedding and searching."""
 
     chunks: tuple[RetrievedChunk, ...]
     embed_s: float
     search_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pipelining:
-    """What was computed for one question while its search went on (RAGCache §5.3).
-
-    Of `started` speculations `terminated` were for lists that changed; if the last one `matched` what the search ended
-    with, it is the answer. `overlap_s` is for how long the search and the answer's own generation went on together.
-    """
-
-    started: int = 0
-    terminated: int = 0
-    matched: bool = False
-    overlap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class RagAnswer:
 
     @property
     def text(self) -> str:
-        """What was answered."""
+        """The answer's text."""
         return self.answer.text
 
     @property
@@ -68,7 +64,7 @@ class RagAnswer:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        told = {
+        data = {
             "answer": self.text,
             "finish_reason": self.answer.finish_reason,
             "embed_s": self.embed_s,
@@ -78,7 +74,7 @@ class RagAnswer:
             "retrieved": [chunk.as_dict() for chunk in self.retrieved],
             "report": self.report.as_dict(),
         }
-        return told if self.pipelining is None else {**told, "pipelining": asdict(self.pipelining)}
+        return data if self.pipelining is None else {**data, "pipelining": asdict(self.pipelining)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,49 @@ class RagEvent:
     answer: RagAnswer | None = None
 
 
-class RagPipeline:
+class _QuestionMaker:
+    """What both pipelines share: how many chunks a question gets, in which order, with which instruction and salt."""
+
+    def __init__(self, top_k: int | None, order: Order | str, system: str | None, cache_salt: str) -> None:
+        if top_k is not None and top_k < 1:
+            raise UsageError(f"top-k must be at least 1, not {top_k}")
+        self._cache_salt = cache_salt
+        self._top_k = top_k
+        self._order = None if isinstance(order, str) else order
+        self._chunk_order = ChunkOrder.parse(order) if isinstance(order, str) else ChunkOrder.FIXED
+        self._system = system
+
+    def _how_many(self, question: str, top_k: int | None, corpus: StagedCorpus) -> int:
+        """Chunks to search for; 0 if the corpus is empty and no number was given.
+
+        Raises:
+            UsageError: the question is empty.
+        """
+        if not question.strip():
+            raise UsageError("the question is empty")
+        top_k = self._top_k if top_k is None else top_k
+        return usual_top_k(len(corpus)) if top_k is None else top_k
+
+    def _ordered(self, found: tuple[RetrievedChunk, ...]) -> tuple[RetrievedChunk, ...]:
+        """What was found, the best first, in the order of the prompt.
+
+        Raises:
+            UsageError: `order` returned other chunks than it was given.
+        """
+        if self._order is None:
+            return found
+        ordered = tuple(self._order(found))
+        if Counter(chunk.rank for chunk in ordered) != Counter(chunk.rank for chunk in found):
+            raise UsageError("order has to return the chunks that it was given, each once")
+        return ordered
+
+    def _request(self, question: str, chunks: Sequence[RetrievedChunk], sampling: SamplingParams | None) -> Request:
+        """The question over chunks in the order of the prompt."""
+        given = [found.chunk for found in chunks]
+        return Request(question, given, self._system, sampling or SamplingParams(), self._cache_salt, self._chunk_order)
+
+
+class RagPipeline(_QuestionMaker):
     """Answers questions from the chunks of a corpus that are nearest to them.
 
     Owns neither corpus nor engine: close the engine yourself. Like the engine it takes one call at a time.
@@ -123,9 +161,9 @@ class RagPipeline:
         Raises:
             UsageError: `top_k` is not positive, or there is no such order.
         """
+        super().__init__(top_k, order, system, cache_salt)
         self.engine = engine
         self.corpus = corpus
-        self._requests = RagRequests(top_k=top_k, order=order, system=system, cache_salt=cache_salt)
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> Retrieved:
         """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
@@ -135,14 +173,14 @@ class RagPipeline:
             UsageError: the question is empty, or `order` returned other chunks than it was given.
         """
         started = time.perf_counter()
-        k = self._requests.how_many(question, top_k, len(self.corpus))
+        k = self._how_many(question, top_k, self.corpus)
         if top_k is None and k == 0:
             return Retrieved((), 0.0, 0.0)
         vector = self.corpus.embed_query(question)
         embedded = time.perf_counter()
         found = self.corpus.search(vector, k)
         searched = time.perf_counter()
-        return Retrieved(self._requests.ordered(found), embedded - started, searched - embedded)
+        return Retrieved(self._ordered(found), embedded - started, searched - embedded)
 
     def answer(
         self,
@@ -163,7 +201,7 @@ class RagPipeline:
         """
         retrieved = self.retrieve(question, top_k=top_k)
         answer = self.engine.generate_batch(
-            [self._requests.request(question, retrieved.chunks, sampling)],
+            [self._request(question, retrieved.chunks, sampling)],
             method=method,
             quality=quality,
             recompute_ratio=recompute_ratio,
@@ -186,7 +224,7 @@ class RagPipeline:
         """
         retrieved = self.retrieve(question, top_k=top_k)
         yield RagEvent("", retrieved=retrieved.chunks)
-        request = self._requests.request(question, retrieved.chunks, sampling)
+        request = self._request(question, retrieved.chunks, sampling)
         for event in self.engine.stream(request, method=method, quality=quality, recompute_ratio=recompute_ratio):
             yield RagEvent(event.text, answer=None if event.answer is None else _answered(event.answer, retrieved))
 
@@ -196,7 +234,7 @@ class RagPipeline:
         Raises:
             PromptTooLongError: a chunk alone does not fit the model's context.
         """
-        return self.engine.precompute(self.corpus.chunks(), cache_salt=self._requests.cache_salt, progress=progress)
+        return self.engine.precompute(self.corpus.chunks(), cache_salt=self._cache_salt, progress=progress)
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
         """Remove documents from the corpus, and from the engine's store what was computed of their chunks.
@@ -206,11 +244,171 @@ class RagPipeline:
             CorpusError: the corpus cannot be written; nothing was removed.
         """
         change = self.corpus.remove(documents)
-        self.engine.forget(change.gone, cache_salt=self._requests.cache_salt)
+        self.engine.forget(change.gone, cache_salt=self._cache_salt)
         return change
+
+
+class AsyncRagPipeline(_QuestionMaker):
+    """`RagPipeline` over an `AsyncEngine`: any number of questions at a time, in one event loop.
+
+    Every search has a thread of its own, and runs in stages unless requests are queueing up by then. While it goes on,
+    the engine computes for the best chunks so far if it has nothing else to do; what is computed is shown only when the
+    search has ended with these very chunks, so that answers are those without speculation. A chunk that another list
+    has in the same place is reused.
+
+    Owns neither corpus nor engine.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        corpus: StagedCorpus,
+        *,
+        top_k: int | None = None,
+        order: Order | str = "free",
+        system: str | None = None,
+        cache_salt: str = "",
+        speculate: bool = True,
+        max_prefill_batch: int = 1,
+        max_searches: int | None = None,
+    ) -> None:
+        """Put a corpus before an engine.
+
+        Args:
+            engine: answers; must not be closed before its questions are answered.
+            corpus: is searched, in threads.
+            top_k: chunks a question gets; None = 6, or all there are.
+            order: `free`, `fixed` (the best first), or what puts them in order, as in `RagPipeline`. It is called
+                after every stage, so it should return the same order for the same chunks.
+            system: instruction; None = the template's own.
+            cache_salt: separates tenants, as in `Request`.
+            speculate: whether to compute ahead of searches; without it they have no stages.
+            max_prefill_batch: a speculation starts if fewer requests wait for, or are in, prefill. 1 is right where
+                one prefill fills the processor, as on CPUs; more where a step takes several at no more cost.
+            max_searches: searches at a time, each in a thread; others wait. None = one for each core.
+
+        Raises:
+            UsageError: `top_k`, `max_prefill_batch` or `max_searches` is not positive, or there is no such order.
+        """
+        super().__init__(top_k, order, system, cache_salt)
+        self.engine = engine
+        self.corpus = corpus
+        self._speculate = speculate
+        self._retriever = Retriever(
+            lambda: self.engine.stats.pending,
+            speculate=speculate,
+            max_prefill_batch=max_prefill_batch,
+            max_searches=max_searches,
+        )
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """What happened to speculations so far."""
+        return self._retriever.speculation.counts
+
+    async def answer(
+        self,
+        question: str,
+        *,
+        top_k: int | None = None,
+        sampling: SamplingParams | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
+        deadline_s: float | None = None,
+    ) -> RagAnswer:
+        """The whole answer. Arguments as for `stream`, and it raises what that raises."""
+        events = self.stream(
+            question,
+            top_k=top_k,
+            sampling=sampling,
+            method=method,
+            quality=quality,
+            recompute_ratio=recompute_ratio,
+            deadline_s=deadline_s,
+        )
+        answer = None
+        async with aclosing(events):
+            async for event in events:
+                answer = event.answer
+        assert answer is not None, "the last event has the answer"
+        return answer
+
+    async def stream(
+        self,
+        question: str,
+        *,
+        top_k: int | None = None,
+        sampling: SamplingParams | None = None,
+        method: str | None = None,
+        quality: str | None = None,
+        recompute_ratio: float | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[RagEvent, None]:
+        """The chunks, then the answer in pieces as tokens come; the last event carries the whole `RagAnswer`.
+
+        `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. `deadline_s` seconds from now it ends
+        with `DeadlineError`. Closing the generator ends the search after its current stage, and what the engine does
+        for it after its current step.
+
+        Raises, with the first event or a later one:
+            TopKError: more chunks are asked for than there are.
+            UsageError: what `AsyncEngine.submit` refuses, or `order` returned other chunks.
+            PromptTooLongError: the chunks and the question do not fit.
+            QueueFullError: as many requests wait as may.
+            RequestEndedError: there is no answer: deadline, the engine was closed, or it failed twice.
+        """
+        asked_s = time.perf_counter()
+        if deadline_s is not None and not (isfinite(deadline_s) and deadline_s > 0):
+            raise UsageError(f"deadline_s must be a positive number of seconds, not {deadline_s}")
+        until_s = None if deadline_s is None else asked_s + deadline_s
+        k = self._how_many(question, top_k, self.corpus)
+
+        async def submit(chunks: Sequence[RetrievedChunk], speculative: bool) -> AnswerStream:
+            return self.engine.submit(
+                self._request(question, chunks, sampling),
+                method=method,
+                quality=quality,
+                recompute_ratio=recompute_ratio,
+                deadline_s=left_s(until_s),
+                speculative=speculative,
+            )
+
+        async def on_stage(found: tuple[RetrievedChunk, ...]) -> None:
+            await ahead.on_stage(self._ordered(found))
+
+        ahead = self._retriever.question(submit)
+        try:
+            found = Found()
+            if k or top_k is not None:
+                found = await self._retriever.search(self.corpus, question, k, on_stage=on_stage, until_s=until_s)
+            chunks = self._ordered(found.chunks)
+            yield RagEvent("", retrieved=chunks)
+            ttft_s = None
+            events: AsyncGenerator[StreamEvent, None] = ahead.answer_over(chunks, until_s=until_s)
+            async with aclosing(events):
+                async for event in events:
+                    ttft_s = time.perf_counter() - asked_s if ttft_s is None else ttft_s
+                    if event.answer is None:
+                        yield RagEvent(event.text)
+                        continue
+                    report = event.answer.report
+                    began_s = ahead.submitted_s + report.queue_s
+                    ended_s = ahead.submitted_s + report.ttft_s + report.decode_s
+                    pipelining = ahead.summary(found.at_s, began_s, ended_s) if self._speculate else None
+                    in_prompt = _in_prompt_order(chunks, report)
+                    answer = RagAnswer(event.answer, in_prompt, found.embed_s, found.search_s, ttft_s, pipelining)
+                    yield RagEvent(event.text, answer=answer)
+        finally:
+            await ahead.aclose()
 
 
 def _answered(answer: Answer, retrieved: Retrieved) -> RagAnswer:
     ttft_s = retrieved.embed_s + retrieved.search_s + answer.report.ttft_s
-    chunks = as_they_stood(retrieved.chunks, answer.report)
+    chunks = _in_prompt_order(retrieved.chunks, answer.report)
     return RagAnswer(answer, chunks, retrieved.embed_s, retrieved.search_s, ttft_s)
+
+
+def _in_prompt_order(chunks: Sequence[RetrievedChunk], report: ReuseReport) -> tuple[RetrievedChunk, ...]:
+    """The chunks of a request in the order in which the engine put them into the prompt."""
+    return tuple(chunks[chunk.rank] for chunk in report.chunks if chunk.rank is not None)

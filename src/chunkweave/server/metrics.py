@@ -13,8 +13,8 @@ from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
+from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.scheduling.speculation import SpeculationCounts
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.remote import RemoteTier
 

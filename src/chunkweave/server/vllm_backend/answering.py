@@ -15,7 +15,7 @@ from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD, MethodRequest
 from chunkweave.retrieval.corpus import RetrievedChunk
-from chunkweave.scheduling.speculation import Speculation
+from chunkweave.retrieval.speculation import Speculation
 from chunkweave.server.auth import Tenant
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError

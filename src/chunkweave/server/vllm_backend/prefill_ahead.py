@@ -16,9 +16,7 @@ from chunkweave.planning.method_choice import FIELD
 from chunkweave.retrieval.corpus import DocumentName, RetrievedChunk
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.indexes import usual_top_k
-from chunkweave.retrieval.pipeline import Pipelining
-from chunkweave.retrieval.search_thread import Found, SearchThread
-from chunkweave.scheduling.speculation import Action, Speculation
+from chunkweave.retrieval.speculation import Action, Found, Pipelining, SearchThread, Speculation
 from chunkweave.server.auth import Tenant
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError

@@ -15,8 +15,8 @@ import httpx
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import ChunkweaveError
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.scheduling.speculation import SpeculationCounts
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
