@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.types import Span
 from chunkweave.vllm.paged_kv import PagedCache
@@ -49,13 +50,13 @@ def paged() -> FakePaged:
     return FakePaged()
 
 
-def cache(paged: FakePaged, *sources, first=0, stop=16) -> PagedCache:
+def cache(paged: FakePaged, *placements, first=0, stop=16) -> PagedCache:
     layers = SimpleNamespace(paged=paged, rotation=SimpleNamespace(forward=rotate), device=paged.device, num_layers=2)
     table = SimpleNamespace(slots=slots)
-    return PagedCache(layers, table, sources, first=first, stop=stop, capacity=CAPACITY)
+    return PagedCache(layers, table, placements, first=first, stop=stop, capacity=CAPACITY)
 
 
-TWO = ((Span(2, 8), segment(6, 100.0)), (Span(10, 18), segment(8, 200.0)))
+TWO = (Placement(Span(2, 8), segment(6, 100.0)), Placement(Span(10, 18), segment(8, 200.0)))
 
 
 def row_of(made: PagedCache, layer: int) -> tuple[list[float], list[float]]:

@@ -288,3 +288,21 @@ def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_pat
     found = [after._store.tier_of(record.id) for record in after._store.records() if record.chunk_id in chunks]
     assert found == ["host", "host"]
     after.close()
+
+
+def test_a_segment_that_is_gone_from_disk_is_planned_without(side, tmp_path):
+    hold(side)
+    settings = PluginSettings.from_config({"cache_dir": str(tmp_path)}, {})
+    before = ConnectorWorker(side._layers, "model", settings)
+    for record in side._store.records():
+        before._store.insert(record, side._store.get(record.id))
+    before.close()
+    after = ConnectorWorker(side._layers, "model", settings)
+    first, last = (record.id for record in sorted(side._store.records(), key=lambda record: record.tokens))
+    next(tmp_path.rglob(f"{first}.safetensors")).unlink()
+    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
+    prepared = after.plan(order, after.look_up(order))
+    assert list(prepared.plan.segments()) == [last]
+    prepared.pinned.close()
+    assert after._store.levels[1].store.drop(last)
+    after.close()

@@ -152,40 +152,62 @@ def _stored(
 
 
 class PlanSources:
-    """Pins the segments of one plan; those not on the device are read on a thread of its own. Close it.
+    """Pins the segments of one plan; those not on the device are read layer by layer on a thread. Close it.
 
-    `placements` says where every segment goes. Owned by the request whose plan it is.
+    `placements` says where every segment goes; a segment that left its store meanwhile is `Gone`. Owned by the request
+    whose plan it is.
     """
 
-    def __init__(self, context: PrefillContext, plan: Plan, *, prefetched: Prefetch | None) -> None:
-        """Pin and start to read; what was `prefetched` comes from there."""
-        self._lease = context.store.lease(plan.segments())
+    def __init__(
+        self,
+        store: TieredStore[SegmentSource],
+        plan: Plan,
+        num_layers: int,
+        device: torch.device,
+        *,
+        prefetched: Prefetch | None = None,
+        cost: CostModel | None = None,
+        order: LoadOrder = LoadOrder.LAYERS,
+        send: Send | None = None,
+        memory: HostMemory | None = None,
+    ) -> None:
+        """Pin and start to read; what was `prefetched` comes from there. For the rest see `PrefillContext`."""
+        self._num_layers = num_layers
+        self._lease = store.lease(plan.segments())
         self._loader: LayerLoader | None = None
         exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
         sources: dict[SegmentId, SegmentSource] = {}
-        slow: list[tuple[SegmentId, SegmentSource]] = []
-        for segment in plan.segments():
-            ahead = None if prefetched is None else prefetched.find(segment)
-            source = ahead or context.store.get(segment, exact=segment in exact) or Gone(segment)
-            sources[segment] = source
-            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, context.model.device):
-                slow.append((segment, source))
+        try:
+            for segment in plan.segments():
+                ahead = None if prefetched is None else prefetched.find(segment)
+                sources[segment] = ahead or store.get(segment, exact=segment in exact) or Gone(segment)
+        except BaseException:
+            self._lease.release()
+            raise
+        slow = [
+            (segment, source)
+            for segment, source in sources.items()
+            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, device)
+        ]
         if prefetched is not None:
             prefetched.start_using()
         if slow:
-            wait_s = context.cost.prefill(max(source.tokens for _, source in slow)) if context.cost else None
-            self._loader = LayerLoader(
-                slow,
-                context.model.geometry.num_layers,
-                order=context.load_order,
-                wait_s=wait_s,
-                send=context.send,
-                memory=context.memory,
-            )
+            wait_s = cost.prefill(max(source.tokens for _, source in slow)) if cost else None
+            self._loader = LayerLoader(slow, num_layers, order=order, wait_s=wait_s, send=send, memory=memory)
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()
         chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
         self.placements = [Placement(span, sources[segment]) for span, segment in chosen]
+
+    @property
+    def layers_in(self) -> int:
+        """How many of the first layers of every segment are in memory."""
+        return min((segment.layers_in for segment in self._from_below()), default=self._num_layers)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer of every segment is in memory."""
+        return self.layers_in == self._num_layers
 
     def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
         """The segments that were read from a slower tier, as far as they came in whole."""
@@ -461,7 +483,17 @@ class PrefillJob:
             given_up=self._given_up,
             history=options.history,
         )
-        self._sources = PlanSources(self._context, self.plan, prefetched=options.prefetched)
+        self._sources = PlanSources(
+            self._context.store,
+            self.plan,
+            model.geometry.num_layers,
+            model.device,
+            prefetched=options.prefetched,
+            cost=self._context.cost,
+            order=self._context.load_order,
+            send=self._context.send,
+            memory=self._context.memory,
+        )
         started = time.perf_counter()
         self._lookup_s = started - self._began
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)

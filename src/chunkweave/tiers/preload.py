@@ -33,6 +33,7 @@ class Gone:
     nbytes = 0
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.failure = SegmentLost(name, "it was gone before it was read")
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002

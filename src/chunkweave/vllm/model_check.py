@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UnsupportedModelError
+from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
@@ -92,7 +93,13 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     )
     source = SegmentKV(torch.stack(stored).cpu())
     job = WeaveJob(
-        layers, tables[1], plan, [(spans[1], source)], before.token_ids + chunk.token_ids, first=0, stop=spans[1].stop
+        layers,
+        tables[1],
+        plan,
+        [Placement(spans[1], source)],
+        before.token_ids + chunk.token_ids,
+        first=0,
+        stop=spans[1].stop,
     )
     job.run()
     for layer, wanted in enumerate(expected):

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.kv.request_cache import Rotate
-from chunkweave.kv.segment import SegmentSource
+from chunkweave.kv.request_cache import Placement, Rotate
 from chunkweave.types import Span
 
 if TYPE_CHECKING:
@@ -166,22 +165,19 @@ class PagedCache:
         self,
         layers: "StockLayers",
         table: BlockTable,
-        sources: Sequence[tuple[Span, SegmentSource]],
+        placements: Sequence[Placement],
         *,
         first: int,
         stop: int,
         capacity: int,
     ) -> None:
-        """`sources` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
+        """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
         self.capacity = capacity
         self._paged, self._table = layers.paged, table
         self._rotation = layers.rotation
-        placed = [(span, source) for span, source in sources if span.stop > first]
-        inside = [Span(max(first, span.start), span.stop) for span, _ in placed]
-        self._sources = [
-            (source, slice(part.start - span.start, part.stop - span.start))
-            for part, (span, source) in zip(inside, placed, strict=True)
-        ]
+        placed = [one for one in placements if one.span.stop > first]
+        self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
+        inside = [Span(max(first, one.span.start), one.span.stop) for one in placed]
         self.cached = _positions(inside).to(layers.device)
         """Positions of what the segments bring, ascending."""
         self._in_blocks = int((self.cached < stop).sum())

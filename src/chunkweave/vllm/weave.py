@@ -168,7 +168,7 @@ class CapturedParts:
         layers: StockLayers,
         prompt: Prompt,
         plan: Plan,
-        sources: Sequence[tuple[Span, SegmentSource]],
+        placements: Sequence[Placement],
         store: TieredStore[SegmentSource],
         config: CaptureConfig,
         *,
@@ -176,7 +176,6 @@ class CapturedParts:
     ) -> None:
         """Parts that begin before `first` are in vLLM's blocks already, and not looked at."""
         self._prompt, self._plan = prompt, plan
-        placements = [Placement(span, source) for span, source in sources]
         parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
         self.captures = tuple(
             PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
@@ -216,7 +215,7 @@ class WeaveJob:
         layers: StockLayers,
         table: BlockTable,
         plan: Plan,
-        sources: Sequence[tuple[Span, SegmentSource]],
+        placements: Sequence[Placement],
         token_ids: Sequence[int],
         *,
         first: int,
@@ -224,7 +223,7 @@ class WeaveJob:
         captured: CapturedParts | None = None,
         chosen: Choices | None = None,
     ) -> None:
-        """`sources` are the segments of the plan with the spans that they go to.
+        """`placements` are the segments of the plan with the spans that they go to.
 
         `captured` are parts that the last pass keeps for the store. `chosen` is what another job of the same chunks and
         method, from position 0 on, chose: where this one begins later, it takes the same, so that an answer does not
@@ -233,7 +232,7 @@ class WeaveJob:
         self._plan, self._first, self._stop = plan, first, stop
         reused = torch.zeros(plan.prompt_tokens, dtype=torch.bool)
         mark(reused, plan.spans(KVSource.REUSED))
-        cache = PagedCache(layers, table, sources, first=first, stop=stop, capacity=plan.prompt_tokens)
+        cache = PagedCache(layers, table, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
         self._input = WeaveInput(layers, table, cache, ids, reused)
         self.captured = captured

@@ -13,13 +13,13 @@ import torch
 from torch import distributed
 from vllm.distributed import get_tp_group
 
+from chunkweave.engine.prefill import PlanSources
 from chunkweave.planning.cost import without
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 from chunkweave.vllm.messages import WeaveOrder
-from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.weave import WeaveJob
 
 AHEAD = 4
@@ -74,7 +74,7 @@ class PreparedWeave:
     """
 
     plan: Plan
-    pinned: PlannedSegments
+    pinned: PlanSources
     exact_to: int
 
 
@@ -240,7 +240,7 @@ class WeaveQueue:
         weave.error = future.exception()
         if weave.error is not None or future is weave.lookup:
             return weave.error is None
-        segments: PlannedSegments = future.result().pinned
+        segments: PlanSources = future.result().pinned
         weave.error = segments.failure
         ready = segments.complete if self._ranks.size > 1 else segments.layers_in > 0
         if not ready and weave.error is None:

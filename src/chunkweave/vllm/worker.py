@@ -9,6 +9,7 @@ from math import inf
 
 import torch
 
+from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.cost import without
@@ -16,11 +17,11 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.preload import Gone
 from chunkweave.types import SegmentId
 from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import BlockTable
-from chunkweave.vllm.planned_segments import PlannedSegments
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
@@ -147,10 +148,11 @@ class ConnectorWorker:
         while found.hits or order.request.capture:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
-            try:
-                pinned = PlannedSegments(self._store, plan, self._num_layers)
-            except SegmentLost as lost:
-                found = without(found, [SegmentId(lost.segment)])
+            pinned = PlanSources(self._store, plan, self._num_layers, torch.device("cpu"))
+            gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
+            if gone:
+                pinned.close()
+                found = without(found, gone)
                 continue
             approximate = [0] if order.first else [span.start for span in plan.spans(KVSource.REUSED)]
             return PreparedWeave(plan, pinned, min(approximate, default=plan.prompt_tokens))
@@ -176,17 +178,17 @@ class ConnectorWorker:
 
     def _begin(self, order: WeaveOrder, woven: PreparedWeave) -> WeaveJob:
         self._woven[order.request_id] = woven
-        request, plan, sources = order.request, woven.plan, woven.pinned.sources
+        request, plan, placements = order.request, woven.plan, woven.pinned.placements
         captured: CapturedParts | None = None
         if request.capture:
             captured = CapturedParts(
-                self._layers, request.prompt, plan, sources, self._store, request.reuse.capture, first=order.first
+                self._layers, request.prompt, plan, placements, self._store, request.reuse.capture, first=order.first
             )
         return WeaveJob(
             self._layers,
             BlockTable(order.block_ids, self._layers.paged),
             plan,
-            sources,
+            placements,
             request.prompt.token_ids,
             first=order.first,
             stop=order.stop,

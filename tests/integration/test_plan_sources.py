@@ -7,14 +7,15 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
-from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.method import make_method
+from chunkweave.tiers.preload import Gone
 from chunkweave.types import Geometry
-from chunkweave.vllm.planned_segments import PlannedSegments
 from tests.integration.segments import FINGERPRINT, make_segment
 
 LAYERS = 3
+CPU = torch.device("cpu")
 GEOMETRY = Geometry(LAYERS, 8, 4, 2, 8, 16, 64, 256)
 SEGMENTS = [make_segment(number, contexts=0) for number in (1, 3)]
 PROMPT = Prompt(
@@ -43,7 +44,7 @@ def plan_of(store):
     return make_method("full-reuse", ReuseConfig()).plan(store.lookup(PROMPT), GEOMETRY)
 
 
-def wait_for(segments: PlannedSegments) -> None:
+def wait_for(segments: PlanSources) -> None:
     ends_s = time.monotonic() + 10
     while not segments.complete and segments.failure is None:
         assert time.monotonic() < ends_s
@@ -52,16 +53,16 @@ def wait_for(segments: PlannedSegments) -> None:
 
 def test_what_is_on_disk_comes_in_layer_by_layer(folder):
     store = opened(folder)
-    segments = PlannedSegments(store, plan_of(store), LAYERS)
+    segments = PlanSources(store, plan_of(store), LAYERS, CPU)
     wait_for(segments)
-    for (span, source), (_, kv) in zip(segments.sources, SEGMENTS, strict=True):
-        assert len(span) == kv.tokens
-        assert all(torch.equal(source.layer(layer), kv.layer(layer)) for layer in range(LAYERS))
+    for placement, (_, kv) in zip(segments.placements, SEGMENTS, strict=True):
+        assert len(placement.span) == kv.tokens
+        assert all(torch.equal(placement.segment.layer(layer), kv.layer(layer)) for layer in range(LAYERS))
     for segment, whole in segments.loaded():
         assert store.promote(segment, whole)
     assert [store.tier_of(record.id) for record, _ in SEGMENTS] == ["host", "host"]
     segments.close()
-    again = PlannedSegments(store, plan_of(store), LAYERS)
+    again = PlanSources(store, plan_of(store), LAYERS, CPU)
     assert again.complete
     assert not list(again.loaded())
     again.close()
@@ -69,26 +70,27 @@ def test_what_is_on_disk_comes_in_layer_by_layer(folder):
     store.close()
 
 
-def test_one_that_is_gone_is_told_and_the_others_are_not_pinned(folder):
+def test_one_that_is_gone_is_named_and_the_others_are_not_pinned(folder):
     store = opened(folder)
     plan = plan_of(store)
     lost = SEGMENTS[1][0].id
     next(folder.rglob(f"{lost}.safetensors")).unlink()
-    with pytest.raises(SegmentLost) as told:
-        PlannedSegments(store, plan, LAYERS)
-    assert told.value.segment == lost
+    segments = PlanSources(store, plan, LAYERS, CPU)
+    assert [one.segment.name for one in segments.placements if isinstance(one.segment, Gone)] == [lost]
+    assert segments.failure.segment == lost
+    segments.close()
     assert store.levels[1].store.drop(SEGMENTS[0][0].id)
     store.close()
 
 
-def test_a_damaged_layer_is_a_failure_that_is_told_beforehand(folder):
+def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder):
     store = opened(folder)
     plan = plan_of(store)
     path = next(folder.rglob(f"{SEGMENTS[0][0].id}.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    segments = PlannedSegments(store, plan, LAYERS)
+    segments = PlanSources(store, plan, LAYERS, CPU)
     wait_for(segments)
     assert segments.failure is not None
     assert segments.failure.segment == SEGMENTS[0][0].id
