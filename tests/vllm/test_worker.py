@@ -298,7 +298,7 @@ def test_a_segment_that_is_gone_from_disk_is_planned_without(side, tmp_path):
         before._store.insert(record, side._store.get(record.id))
     before.close()
     after = ConnectorWorker(side._layers, "model", settings)
-    first, last = (record.id for record in sorted(side._store.records(), key=lambda record: record.tokens))
+    first, last = (record.id for record in sorted(side._store.records(), key=lambda record: len(record.token_ids)))
     next(tmp_path.rglob(f"{first}.safetensors")).unlink()
     order = WeaveOrder("a", request(), BLOCKS, 0, 35)
     prepared = after.plan(order, after.look_up(order))
