@@ -208,7 +208,7 @@ class ConnectorWorker:
         for part in plan.parts:
             if part.segment is not None:
                 unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self._store.note_reuse(part.segment, unscored if part.fix is None else part.fix.impact)
+                self._store.note_reuse(part.segment, unscored if part.score is None else part.score.impact)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
