@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate
-from chunkweave.tiers.device import DeviceCopies, NullStreams, PinnedMemory, PlainMemory, moved_into
+from chunkweave.tiers.device import DeviceCopies, HostMemory, PinnedMemory, Streams, moved_into
 from chunkweave.tiers.preload import LayerLoader
 
 
@@ -88,7 +88,7 @@ def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
 
 def test_the_cpu_copies_nothing():
     tensor = torch.randn(3)
-    assert DeviceCopies(NullStreams()).send(tensor).receive() is tensor
+    assert DeviceCopies(Streams()).send(tensor).receive() is tensor
 
 
 class Locked:
@@ -133,7 +133,7 @@ def test_a_system_that_locks_no_more_pages_costs_speed_alone(caplog):
 
 def test_the_host_tier_takes_a_copy_in_page_locked_memory_and_in_plain_memory_none():
     segment, locked = segment_of(), Locked()
-    assert moved_into(PlainMemory(), segment) is segment
+    assert moved_into(HostMemory(), segment) is segment
     moved = moved_into(PinnedMemory(1 << 20, locked), segment)
     assert moved is not segment
     assert torch.equal(moved.kv, segment.kv)

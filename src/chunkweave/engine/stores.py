@@ -66,7 +66,8 @@ def _memory(
         tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
         yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
     memory = host_memory_for(device, config.budget_bytes if config.pinned_bytes is None else config.pinned_bytes)
-    host: HostTier[SegmentSource] = HostTier(partial(moved_into, memory))
+    # On a CPU whatever is computed or read lies in the host's memory already.
+    host: HostTier[SegmentSource] = HostTier(None if device.type == "cpu" else partial(moved_into, memory))
     yield Level("host", _store(config, host, config.budget_bytes, prefill_s))
 
 

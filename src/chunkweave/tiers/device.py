@@ -1,68 +1,58 @@
-"""Memory of the device that computes, page-locked memory of the host, and the copies between the two."""
+"""Memory of the device that computes, page-locked memory of the host, and the copies between the two.
+
+A copy is sent on a stream of its own, by whichever thread has read the data, and received where it is needed: what is
+computed from then on waits for it on the device, and the host waits for nothing.
+"""
 
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import SegmentId
+from chunkweave.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_TOKENS = 32
+"""Of a chunk of 512 tokens nothing is wasted, of a short one at most 31 tokens."""
 
-EventT = TypeVar("EventT")
-
-
-class Streams(Protocol[EventT]):
-    """Two queues of work of one device: what it computes, and what is copied to it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where copies go."""
-
-    def copying(self) -> AbstractContextManager[object]:
-        """What this thread issues within goes to the copies' queue."""
-
-    def mark(self) -> EventT:
-        """The end of what this thread has issued to its current queue so far."""
-
-    def wait_for(self, event: EventT) -> None:
-        """What this thread issues to its current queue from now on runs behind `event`."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """The current queue uses a tensor of the other one: its memory is not reused before that is over."""
+Event = torch.cuda.Event | None
+"""The end of what was issued to a stream so far; None on a device without streams."""
 
 
-class NullStreams:
-    """A device without queues: what is issued is done. The CPU."""
+class Streams:
+    """The streams of a device, one that computes and one that copies to it. Here of the CPU, which has none: what is
+    issued is done.
+    """
 
     device = torch.device("cpu")
+    """Where copies go."""
 
     def copying(self) -> AbstractContextManager[object]:
-        """Nothing changes."""
+        """What this thread issues within goes to the copying stream."""
         return nullcontext()
 
-    def mark(self) -> None:
-        """There is nothing to wait for."""
+    def mark(self) -> Event:
+        """The end of what this thread has issued to its current stream so far."""
+        return None
 
-    def wait_for(self, event: None) -> None:
-        """It is done."""
+    def wait_for(self, event: Event) -> None:
+        """What this thread issues to its current stream from now on runs after `event`; the host does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Nobody else has it."""
+        """The current stream uses a tensor of the other one: its memory is not reused before that is over."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """The current stream of a CUDA device, which computes, and one of our own beside it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -70,32 +60,33 @@ class CudaStreams:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copying(self) -> AbstractContextManager[object]:
-        """The stream beside."""
+        """Our own stream."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._side)
         return context
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Event:
         """An event recorded on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def wait_for(self, event: torch.cuda.Event) -> None:
-        """On the device; the host goes on."""
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def wait_for(self, event: Event) -> None:
+        """The wait is issued to the device."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The caching allocator is told of the second stream."""
+        """The caching allocator learns of the second stream."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent(Generic[EventT]):
-    """A tensor on its way. `receive` it where it is used, once."""
+class Sent:
+    """A tensor on its way to a device. `receive` it where it is used, once."""
 
     _tensor: torch.Tensor
-    _event: EventT
-    _streams: Streams[EventT]
+    _event: Event
+    _streams: Streams
 
     def receive(self) -> torch.Tensor:
         """The tensor on the device; what this thread issues from now on finds it complete."""
@@ -104,30 +95,126 @@ class Sent(Generic[EventT]):
         return self._tensor
 
 
-class DeviceCopies(Generic[EventT]):
+class DeviceCopies:
     """Sends tensors to one device. Safe to use from several threads."""
 
-    def __init__(self, streams: Streams[EventT]) -> None:
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def send(self, tensor: torch.Tensor) -> Sent[EventT]:
+    def send(self, tensor: torch.Tensor) -> Sent:
         """Begin to copy; nothing if it is there already.
 
-        From page-locked memory this returns at once, and PyTorch does not give that memory to anybody else before the
-        copy is over; from other memory it may take as long as the copy.
+        From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy is over;
+        from other memory it may take as long as the copy.
         """
         with self._streams.copying():
             there = tensor.to(self._streams.device, non_blocking=True)
             return Sent(there, self._streams.mark(), self._streams)
 
 
-def copies_to(device: torch.device) -> DeviceCopies[torch.cuda.Event] | DeviceCopies[None]:
+def copies_to(device: torch.device) -> DeviceCopies:
     """Copies to a CUDA device beside its computing, or to the CPU, where there is nothing to copy."""
-    return DeviceCopies(CudaStreams(device)) if device.type == "cuda" else DeviceCopies(NullStreams())
+    return DeviceCopies(CudaStreams(device) if device.type == "cuda" else Streams())
 
 
-Send = Callable[[torch.Tensor], Sent[torch.cuda.Event] | Sent[None]]
-"""`DeviceCopies.send`, of whatever device."""
+Send = Callable[[torch.Tensor], Sent]
+"""`DeviceCopies.send`."""
+
+
+class HostMemory:
+    """Memory of the host as the process has it."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh tensor of that shape whose contents are whatever was there."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Whether a tensor of the host lies in this kind of memory: all do."""
+        return True
+
+
+class PinnedMemory(HostMemory):
+    """Page-locked memory, which a GPU reads while it computes, up to a bound; plain memory beyond it. Thread-safe.
+
+    A buffer counts until the last tensor that lies in it is gone. PyTorch's own pool keeps freed buffers for the next
+    one of their size, and not before the copies from them are over; it rounds sizes up to powers of two, and so does
+    the count. Rejected: a free list of our own, which would have to follow those copies a second time.
+    """
+
+    def __init__(
+        self, max_bytes: int, allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
+    ) -> None:
+        """A pool that page-locks at most `max_bytes` at a time, by `allocate` (None: PyTorch's)."""
+        self.max_bytes = max_bytes
+        self._allocate = allocate or _pinned
+        self._used = 0
+        self._mine: set[int] = set()
+        """Where its buffers begin."""
+        self._freed: deque[int] = deque()
+        """Filled by whoever drops the last tensor, in the middle of anything: so without the lock."""
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are page-locked and in use."""
+        with self._lock:
+            return self._settled()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A page-locked tensor if there is room for it, and if the system allows."""
+        nbytes = prod(shape) * dtype.itemsize
+        rounded = 1 << max(nbytes - 1, 0).bit_length()
+        with self._lock:
+            if self._settled() + rounded > self.max_bytes:
+                return super().empty(shape, dtype)
+            self._used += rounded
+        try:
+            tensor = self._allocate(tuple(shape), dtype)
+        except RuntimeError as error:
+            self._freed.append(rounded)
+            self.max_bytes = self.used_bytes
+            logger.warning("no more host memory can be page-locked; copies to the device will be slower: %s", error)
+            return super().empty(shape, dtype)
+        storage = tensor.untyped_storage()
+        self._mine.add(storage.data_ptr())
+        weakref.finalize(storage, self._dropped, storage.data_ptr(), rounded).atexit = False
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a page-locked buffer of this pool: one of another pool counts there."""
+        return tensor.untyped_storage().data_ptr() in self._mine
+
+    def _dropped(self, begin: int, rounded: int) -> None:
+        self._mine.discard(begin)
+        self._freed.append(rounded)
+
+    def _settled(self) -> int:
+        while self._freed:
+            self._used -= self._freed.popleft()
+        return self._used
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def host_memory_for(device: torch.device, max_pinned_bytes: int) -> HostMemory:
+    """Page-locked where a GPU computes."""
+    return PinnedMemory(max_pinned_bytes) if device.type == "cuda" else HostMemory()
+
+
+def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
+    """`segment` in that memory, for the host tier: itself if it lies there. What another pool page-locked is copied, so
+    that what stays here does not use up what that pool is for.
+    """
+    if isinstance(segment, BlockSegment):
+        segment = SegmentKV(segment.whole())
+    if not isinstance(segment, SegmentKV):
+        return segment
+    kv = segment.kv
+    if kv.device.type == "cpu" and memory.holds(kv):
+        return segment
+    return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv))
 
 
 class BlockSegment:
@@ -141,15 +228,11 @@ class BlockSegment:
         self._blocks = tuple(blocks)
         self._rows: torch.Tensor | None = None
         self.tokens = tokens
+        self.device = arena.device
         layers, two, _, _, kv_heads, head_dim = arena.shape
         self.nbytes = layers * two * tokens * kv_heads * head_dim * arena.dtype.itemsize
         self.held_bytes = self.nbytes // tokens * arena.shape[3] * len(self._blocks)
         """Bytes of its blocks, the unused rest of the last one included."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the blocks are."""
-        return self._arena.device
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: a view if the blocks are one run."""
@@ -158,7 +241,7 @@ class BlockSegment:
         if all(after == before + 1 for before, after in pairwise(self._blocks)):
             return layer[:, first : first + len(self._blocks)].flatten(1, 2)[:, : self.tokens]
         if self._rows is None:
-            self._rows = torch.tensor(self._blocks, device=self._arena.device)
+            self._rows = torch.tensor(self._blocks, device=self.device)
         return layer[:, self._rows].flatten(1, 2)[:, : self.tokens]
 
     def whole(self) -> torch.Tensor:
@@ -167,7 +250,10 @@ class BlockSegment:
 
 
 class DeviceBlocks:
-    """One piece of device memory, taken once and given out in blocks. Safe to use from several threads."""
+    """One piece of device memory in blocks of tokens, so that segments of any length come and go without holes.
+
+    Safe to use from several threads.
+    """
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, blocks: int, block_tokens: int
@@ -178,11 +264,6 @@ class DeviceBlocks:
         self._block_tokens = block_tokens
         self._free = deque(range(blocks))
         self._lock = threading.Lock()
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody has."""
-        return len(self._free)
 
     def put(self, kv: torch.Tensor) -> BlockSegment | None:
         """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` in; None if there are too few free blocks.
@@ -209,32 +290,23 @@ class DeviceBlocks:
         return segment
 
 
-_BLOCK_TOKENS = 32
-"""Of a chunk of 512 tokens nothing is wasted, of a short one at most 31 tokens."""
-
-
-class DeviceTier:
+class DeviceTier(HostTier[SegmentSource]):
     """Keeps segments in blocks of one piece of a device's memory; implements `chunkweave.store.tier.Tier`.
 
     The memory is taken with the first segment, which shows what a token takes. A payload is copied in by `put`, on the
-    caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted here is copied
-    out by whoever takes it (`chunkweave.tiers.device.moved_into`), once: later evictions of the same segment find
-    it below (RAGCache §5.1, swap-out-only-once). Safe to use from several threads.
+    caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted is copied out by
+    whoever takes it (`moved_into`), once: later evictions of the same segment find it below (RAGCache §5.1,
+    swap-out-only-once). Safe to use from several threads.
     """
 
     def __init__(self, device: torch.device | str, *, budget_bytes: int, block_tokens: int = _BLOCK_TOKENS) -> None:
         """A tier on `device` that takes at most `budget_bytes`, which its store keeps to as well."""
-        self._device = torch.device(device)
+        super().__init__()
+        self.device = torch.device(device)
         self._budget_bytes = budget_bytes
         self._block_tokens = block_tokens
         self._blocks: DeviceBlocks | None = None
-        self._held: dict[SegmentId, tuple[SegmentRecord, BlockSegment]] = {}
         self._lock = threading.Lock()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self._device
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
         """Copy `payload` into blocks, replacing one of the same id.
@@ -248,33 +320,13 @@ class DeviceTier:
         self.delete(record.id)
         segment = self._memory(kv).put(kv)
         if segment is None:
-            raise OSError(f"no free blocks on {self._device} for {payload.tokens} tokens")
+            raise OSError(f"no free blocks on {self.device} for {payload.tokens} tokens")
         self._held[record.id] = (replace(record, nbytes=segment.held_bytes), segment)
-
-    def get(self, segment: SegmentId) -> SegmentSource | None:
-        """The segment on the device, or None if it is not here."""
-        held = self._held.get(segment)
-        return None if held is None else held[1]
-
-    def delete(self, segment: SegmentId) -> None:
-        """Forget it; unknown ids are ignored."""
-        self._held.pop(segment, None)
-
-    def nbytes(self, segment: SegmentId) -> int:
-        """Bytes of the blocks held for this id, 0 if it is not here."""
-        held = self._held.get(segment)
-        return 0 if held is None else held[0].nbytes
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:  # noqa: ARG002  (the protocol has it)
         """Bytes of the blocks that it would take."""
-        return payload.nbytes // payload.tokens * self._rounded(payload.tokens)
-
-    def records(self) -> Iterator[SegmentRecord]:
-        """Everything held, in no order; a snapshot, so the tier may change meanwhile."""
-        return iter([record for record, _ in tuple(self._held.values())])
-
-    def _rounded(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens) * self._block_tokens
+        blocks = -(-payload.tokens // self._block_tokens)
+        return payload.nbytes // payload.tokens * blocks * self._block_tokens
 
     def _memory(self, kv: torch.Tensor) -> DeviceBlocks:
         with self._lock:
@@ -284,116 +336,10 @@ class DeviceTier:
                     self._blocks = DeviceBlocks(
                         kv.shape,
                         kv.dtype,
-                        self._device,
+                        self.device,
                         blocks=self._budget_bytes // block_bytes,
                         block_tokens=self._block_tokens,
                     )
                 except torch.OutOfMemoryError as error:
-                    raise OSError(f"out of memory on {self._device}: {error}") from error
+                    raise OSError(f"out of memory on {self.device}: {error}") from error
             return self._blocks
-
-
-class HostMemory(Protocol):
-    """Gives out memory of the host."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of that shape whose contents are whatever was there."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the host lies in this memory as well as it can."""
-
-
-class PlainMemory:
-    """What the process has."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor."""
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
-        """All that the process has is as good."""
-        return True
-
-
-class PinnedMemory:
-    """Page-locked memory up to a bound, plain memory beyond it. Safe to use from several threads.
-
-    A buffer counts until the last tensor that lies in it is gone. PyTorch's own pool keeps what was given back for the
-    next one of its size, and not before the copies from it are over; it rounds sizes up to powers of two, and so does
-    the count. Rejected: a free list of our own, which would have to follow those copies a second time.
-    """
-
-    def __init__(
-        self, max_bytes: int, allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
-    ) -> None:
-        """A pool that page-locks at most `max_bytes` at a time, by `allocate` (None: PyTorch's)."""
-        self.max_bytes = max_bytes
-        self._allocate = allocate or _pinned
-        self._used = 0
-        self._mine: set[int] = set()
-        """Where its buffers begin."""
-        self._given_back: deque[int] = deque()
-        """Filled by whoever drops the last tensor, in the middle of anything: so without the lock."""
-        self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are page-locked and in use."""
-        with self._lock:
-            return self._settled()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A page-locked tensor if there is room for it, and if the system allows."""
-        nbytes = prod(shape) * dtype.itemsize
-        rounded = 1 << max(nbytes - 1, 0).bit_length()
-        with self._lock:
-            if self._settled() + rounded > self.max_bytes:
-                return torch.empty(tuple(shape), dtype=dtype)
-            self._used += rounded
-        try:
-            tensor = self._allocate(tuple(shape), dtype)
-        except RuntimeError as error:
-            self._given_back.append(rounded)
-            self.max_bytes = self.used_bytes
-            logger.warning("no more host memory can be page-locked; copies to the device will be slower: %s", error)
-            return torch.empty(tuple(shape), dtype=dtype)
-        storage = tensor.untyped_storage()
-        self._mine.add(storage.data_ptr())
-        weakref.finalize(storage, self._dropped, storage.data_ptr(), rounded).atexit = False
-        return tensor
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in a page-locked buffer of this pool: one of another pool counts there."""
-        return tensor.untyped_storage().data_ptr() in self._mine
-
-    def _dropped(self, begin: int, rounded: int) -> None:
-        self._mine.discard(begin)
-        self._given_back.append(rounded)
-
-    def _settled(self) -> int:
-        while self._given_back:
-            self._used -= self._given_back.popleft()
-        return self._used
-
-
-def host_memory_for(device: torch.device, max_pinned_bytes: int) -> HostMemory:
-    """Page-locked where a GPU computes."""
-    return PinnedMemory(max_pinned_bytes) if device.type == "cuda" else PlainMemory()
-
-
-def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
-    """`segment` in that memory, for the host tier: itself if it lies there. What another pool page-locked is copied, so
-    that what stays here does not use up what that pool is for.
-    """
-    if isinstance(segment, BlockSegment):
-        segment = SegmentKV(segment.whole())
-    if not isinstance(segment, SegmentKV):
-        return segment
-    kv = segment.kv
-    if kv.device.type == "cpu" and memory.holds(kv):
-        return segment
-    return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv))
-
-
-def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)

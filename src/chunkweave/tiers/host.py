@@ -26,15 +26,15 @@ class HostTier(Generic[MeasuredT]):
     while a request still holds it. The budget is the store's. Safe to use from several threads.
     """
 
-    def __init__(self, move_here: Callable[[MeasuredT], MeasuredT] | None = None) -> None:
-        """An empty tier; `move_here` brings a payload into this tier's memory (None: it is there already)."""
-        self._move_here = move_here
+    def __init__(self, moved: Callable[[MeasuredT], MeasuredT] | None = None) -> None:
+        """An empty tier; `moved` brings a payload into this tier's memory (None: it is there already)."""
+        self._moved = moved
         self._held: dict[SegmentId, tuple[SegmentRecord, MeasuredT]] = {}
 
     def put(self, record: SegmentRecord, payload: MeasuredT) -> None:
         """Keep `payload`, replacing one of the same id."""
-        here = payload if self._move_here is None else self._move_here(payload)
-        self._held[record.id] = (replace(record, nbytes=here.nbytes), here)
+        kept = payload if self._moved is None else self._moved(payload)
+        self._held[record.id] = (replace(record, nbytes=kept.nbytes), kept)
 
     def get(self, segment: SegmentId) -> MeasuredT | None:
         """The payload itself, or None if it is not here."""
@@ -51,7 +51,7 @@ class HostTier(Generic[MeasuredT]):
         return 0 if held is None else held[0].nbytes
 
     def size_of(self, record: SegmentRecord, payload: MeasuredT) -> int:  # noqa: ARG002  (the protocol has it)
-        """Bytes of the payload: it is kept as it is."""
+        """Bytes that the payload would take here."""
         return payload.nbytes
 
     def records(self) -> Iterator[SegmentRecord]:

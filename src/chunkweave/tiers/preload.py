@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
-from chunkweave.tiers.device import DeviceCopies, HostMemory, NullStreams, PlainMemory, Send, Sent
+from chunkweave.tiers.device import DeviceCopies, HostMemory, Send, Sent, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Gone:
 
 
 class LoadingSegment:
-    """One segment on its way to where it is computed with: a `SegmentSource` whose `layer` waits for the loader.
+    """One segment on its way to the device that computes: a `SegmentSource` whose `layer` waits for the loader.
 
     Each layer is read into memory of the host, unless the whole segment lies there, and sent to the device from there.
     """
@@ -62,61 +62,45 @@ class LoadingSegment:
         memory: HostMemory,
     ) -> None:
         self.name = name
+        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.failure: SegmentLost | None = None
+        """Why it will not come in; None as long as it may, or has."""
         self._source = source
         self._wait_s = wait_s
         self._send = send
         self._memory = memory
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
-        self._in_memory = self._kv is not None
-        self._sent: dict[int, Sent[torch.cuda.Event] | Sent[None]] = {}
+        self._sent: dict[int, Sent] = {}
         self._ready = [threading.Event() for _ in range(num_layers)]
-        self._failure: SegmentLost | None = None
         self._layers_in = 0  # for one caller: none of these can leave again
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self._source.tokens
-
-    @property
-    def failure(self) -> SegmentLost | None:
-        """Why it will not come in; None as long as it may, or has."""
-        return self._failure
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes once it is in memory."""
-        return self._source.nbytes
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """One layer, `[2, tokens, kv_heads, head_dim]`, as soon as it is read.
 
-        The first time it is what was sent to the device, which gives that memory back once the caller has; after that
-        it is what lies on the host.
+        The first time it is what was sent to the device; after that it is what lies on the host.
 
         Raises:
             SegmentLost: reading failed or was cancelled.
-            SegmentLate: it took longer than the loader was told to wait.
+            SegmentLate: it took longer than the loader's `wait_s`.
         """
         if not self._ready[index].wait(self._wait_s):
             raise SegmentLate(self.name, f"layer {index} did not come within {self._wait_s:.3g} s")
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         assert self._kv is not None, "a layer is ready only once there is memory for it"
         sent = self._sent.pop(index, None)
         return self._kv[index] if sent is None else sent.receive()
 
     def read(self, index: int) -> None:
         """Read one layer into memory and send it on, once; called by the loader only."""
-        if self._failure is not None or self._ready[index].is_set():
+        if self.failure is not None or self._ready[index].is_set():
             return
         try:
-            here = self._read_into_memory(index)
-            self._sent[index] = self._send(here)
+            self._sent[index] = self._send(self._read_into_memory(index))
         except SegmentLost as lost:
             self.fail(lost)
             return
-        except Exception as error:  # the boundary of the loader's thread: somebody waits for this layer
+        except Exception as error:  # the boundary of the loader's thread: a request waits for this layer
             if not isinstance(error, torch.OutOfMemoryError):
                 logger.exception("layer %d of segment %s could not be brought", index, self.name)
             self.fail(SegmentLate(self.name, f"layer {index} could not be brought: {error!r}"))
@@ -124,9 +108,8 @@ class LoadingSegment:
         self._ready[index].set()
 
     def _read_into_memory(self, index: int) -> torch.Tensor:
-        if self._in_memory:
-            assert self._kv is not None, "it lies in memory"
-            return self._kv[index]
+        if isinstance(self._source, SegmentKV):
+            return self._source.kv[index]
         place = None if self._kv is None else self._kv[index]
         layer = self._source.layer(index, None if place is None else place.view(-1).view(torch.uint8))
         if place is None:
@@ -137,8 +120,8 @@ class LoadingSegment:
         return place
 
     def fail(self, lost: SegmentLost) -> None:
-        """Nobody needs to wait any longer."""
-        self._failure = lost
+        """Every wait for a layer ends with `lost`."""
+        self.failure = lost
         for ready in self._ready:
             ready.set()
 
@@ -151,7 +134,7 @@ class LoadingSegment:
     @property
     def layers_in(self) -> int:
         """How many of its first layers were read and sent."""
-        if self._failure is not None:
+        if self.failure is not None:
             return 0
         while self._layers_in < len(self._ready) and self._ready[self._layers_in].is_set():
             self._layers_in += 1
@@ -160,11 +143,11 @@ class LoadingSegment:
     @property
     def complete(self) -> bool:
         """Whether every layer was read and sent."""
-        return self._failure is None and all(ready.is_set() for ready in self._ready)
+        return self.failure is None and all(ready.is_set() for ready in self._ready)
 
     def whole(self) -> SegmentKV | None:
         """The segment in memory of the host, if every layer came in."""
-        if self._in_memory and isinstance(self._source, SegmentKV):
+        if isinstance(self._source, SegmentKV):
             return self._source
         return SegmentKV(self._kv) if self.complete and self._kv is not None else None
 
@@ -196,8 +179,8 @@ class LayerLoader:
 
         What is read goes into `memory` (None: plain) and by `send` to the device that computes (None: it is this one).
         """
-        send = DeviceCopies(NullStreams()).send if send is None else send
-        memory = PlainMemory() if memory is None else memory
+        send = DeviceCopies(Streams()).send if send is None else send
+        memory = HostMemory() if memory is None else memory
         self.segments = [
             LoadingSegment(name, source, num_layers, wait_s, send=send, memory=memory) for name, source in sources
         ]
