@@ -7,6 +7,7 @@ import torch
 from chunkweave.chunking.prompt import chunk_id
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.segment_file import DiskSegment, read_header
 
 FINGERPRINT = "f" * 32
 
@@ -28,6 +29,10 @@ def make_segment(
     chunk = chunk_id(FINGERPRINT, "", (number, *ids))
     record = SegmentRecord.of(chunk, context, ids, exact=bool(number % 2), nbytes=kv.nbytes, source=f"Ä {number}.md")
     return record, kv
+
+
+def open_segment(path: Path) -> DiskSegment:
+    return DiskSegment(path, read_header(path))
 
 
 def layers_of(source: SegmentSource, layers: int = 3) -> torch.Tensor:

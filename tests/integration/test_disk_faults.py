@@ -26,11 +26,11 @@ import torch
 
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.tiers.disk import DiskTier
-from chunkweave.tiers.segment_file import DiskSegment, open_segment
+from chunkweave.tiers.segment_file import DiskSegment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused
 
 from .crash_writer import LAYERS, SEGMENTS, crash_segment
-from .segments import FINGERPRINT, files_under, layers_of, make_segment
+from .segments import FINGERPRINT, files_under, layers_of, make_segment, open_segment
 
 RUNS = int(os.environ.get("CHUNKWEAVE_FAULT_RUNS", "20"))
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -256,18 +256,16 @@ def test_only_old_temporary_files_are_removed(tmp_path: Path) -> None:
     assert (old.exists(), young.exists(), tier.problems()) == (False, True, ())
 
 
-def test_time_to_live(tmp_path: Path) -> None:
+def test_a_file_says_when_it_was_written(tmp_path: Path) -> None:
     now = [1000.0]
-    tier = open_tier(tmp_path, ttl_s=60.0, clock=lambda: now[0])
-    first = make_segment(0)
+    tier = open_tier(tmp_path, clock=lambda: now[0])
+    first, second = make_segment(0), make_segment(1)
     tier.put(*first)
     now[0] = 1030.0
-    tier.put(*make_segment(1))
-    for opened in (tier, open_tier(tmp_path, ttl_s=60.0)):
-        assert opened.expired(1059.9) == []
-        assert opened.expired(1060.0) == [first[0].id]
-        assert len(opened.expired(1090.0)) == 2
-    assert open_tier(tmp_path).expired(1e9) == []
+    tier.put(*second)
+    for opened in (tier, open_tier(tmp_path)):
+        assert [opened.stored_at_s(record.id) for record, _ in (first, second)] == [1000.0, 1030.0]
+        assert opened.stored_at_s(make_segment(2)[0].id) is None
 
 
 def test_layers_of_codecs_that_differ_share_a_folder(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from chunkweave.errors import UsageError
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
-from chunkweave.tiers.segment_file import file_bytes, layout_of, open_segment, read_header, read_record, write_segment
+from chunkweave.tiers.segment_file import file_bytes, layout_of, read_header, write_segment
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
 
-from .segments import FINGERPRINT, files_under, layers_of, make_segment
+from .segments import FINGERPRINT, files_under, layers_of, make_segment, open_segment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,7 +42,7 @@ def refusal(path: Path) -> FileProblem:
 def test_what_is_written_is_read(tmp_path: Path, codec: str, dtype: torch.dtype) -> None:
     path, record, kv = write(tmp_path, codec=codec, dtype=dtype)
     source = open_segment(path)
-    assert source.header.record == replace(record, nbytes=path.stat().st_size) == read_record(path)
+    assert source.header.record == replace(record, nbytes=path.stat().st_size) == read_header(path).record
     assert (source.header.created_s, source.header.fingerprint) == (1234.5, FINGERPRINT)
     assert (source.tokens, source.nbytes) == (kv.tokens, kv.nbytes)
     one = make_codec(codec)
@@ -91,7 +91,7 @@ def test_the_attention_profile_comes_back(tmp_path: Path) -> None:
     path = tmp_path / f"{record.id}.safetensors"
     write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1.0)
     assert file_bytes(record, kv, make_codec("raw"), FINGERPRINT) == path.stat().st_size
-    back = read_record(path)
+    back = read_header(path).record
     assert back == replace(record, nbytes=path.stat().st_size)
     assert back.attention == record.attention
     assert back.attention.cci == record.attention.cci
@@ -206,7 +206,7 @@ def test_sources_with_odd_characters(tmp_path: Path) -> None:
         record = replace(record, source=source)
         path = tmp_path / f"{record.id}.safetensors"
         write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0)
-        assert read_record(path).source == source.replace("\ud800", "?")
+        assert read_header(path).record.source == source.replace("\ud800", "?")
         with safe_open(path, framework="pt") as file:
             assert file.metadata()["source"] == source.replace("\ud800", "?")
 

@@ -77,7 +77,7 @@ def _slow(
     if config.cache_dir is not None:
         from chunkweave.tiers.disk import DiskTier
 
-        disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec, ttl_s=config.ttl_s)
+        disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec)
         store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned)
         yield Level("disk", store, background=True)
     if config.remote_url is not None:

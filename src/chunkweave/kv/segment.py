@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -92,10 +93,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Codec(Protocol):
@@ -210,29 +208,3 @@ def make_codec(name: str) -> Codec:
     if name not in CODECS:
         raise UnknownMethodError(f"no codec {name!r}; known: {', '.join(sorted(CODECS))}")
     return CODECS[name]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecError:
-    """How far decoded KV is from what was encoded: L2 norm of the difference over that of the original, and the
-    greatest difference of one element.
-    """
-
-    relative_l2: float
-    max_abs: float
-
-
-def measure_error(codec: Codec, layers: Sequence[torch.Tensor]) -> CodecError:
-    """The error of one round trip over `layers`, each `[2, tokens, kv_heads, head_dim]`.
-
-    Raises:
-        EncodingError: the codec cannot represent them.
-    """
-    squared = original = greatest = 0.0
-    for kv in layers:
-        decoded = codec.decode_layer(codec.encode_layer(kv), kv.dtype)
-        difference = decoded.double() - kv.double()
-        squared += float(difference.square().sum())
-        original += float(kv.double().square().sum())
-        greatest = max(greatest, float(difference.abs().max()))
-    return CodecError((squared / original) ** 0.5 if original else squared**0.5, greatest)

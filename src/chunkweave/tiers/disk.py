@@ -22,9 +22,9 @@ from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
 
-
 SUFFIX = ".safetensors"
 STALE_TEMPORARY_S = 3600.0
+_FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp")
 _SCAN_THREADS = 4
@@ -42,99 +42,208 @@ class ProblemFile:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    header: SegmentHeader
-    identity: _Identity
+class DiskTier:
+    """Segments under `<root>/<fingerprint>/<2 hex>/<segment id>.safetensors`; implements `chunkweave.store.tier.Tier`.
 
+    Several processes may share a folder: files that others add, replace or delete are noticed when they are asked for.
+    Files that are not whole segments of this model are refused, listed by `problems`, and left alone: only `repair`,
+    `delete` and `put` of the same id remove a corrupt one, and nothing here removes a foreign or newer one.
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    file: ProblemFile
-    identity: _Identity | None
-
-
-class DiskIndex:
-    """The segments and the refused files under `folder`, which is `<root>/<fingerprint>`.
-
-    The files are the truth. What is kept here about a file counts only while the file has the inode, size and time
-    that it had, so that files which other processes add, replace or delete are noticed when they are asked for.
-    Thread-safe; file operations run outside the lock.
+    Opening never fails on the file system's account: a folder that cannot be read is an empty one with a problem.
+    Thread-safe; no lock is held while a file is read or written.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, *, clock: Callable[[], float]) -> None:
-        self._folder = folder
-        self._fingerprint = fingerprint
+    # The files are the truth. What is kept here of a file counts only while the file has the identity that it had.
+
+    def __init__(
+        self, root: Path, fingerprint: str, *, codec: str = "raw", clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open a folder, which need not exist, and index it by the headers of its files.
+
+        Args:
+            root: the cache folder; shared by models and processes.
+            fingerprint: the model's; names the folder below `root`.
+            codec: how new segments are written; every codec is read.
+            clock: seconds since the epoch.
+
+        Raises:
+            UsageError: the fingerprint cannot name a folder, or the codec is unknown.
+        """
+        if not _FINGERPRINT.fullmatch(fingerprint):
+            raise UsageError(f"not a model fingerprint: {fingerprint[:80]!r}")
+        self.folder = root / fingerprint
+        """Where this model's segments lie."""
+        self._codec = make_codec(codec)
         self._clock = clock
         self._lock = Lock()
-        self._held: dict[SegmentId, _Held] = {}
-        self._refused: dict[Path, _Refused] = {}
+        self._held: dict[SegmentId, tuple[SegmentHeader, _Identity]] = {}
+        self._refused: dict[Path, tuple[ProblemFile, _Identity | None]] = {}
+        self._scan()
 
-    def path(self, segment: str) -> Path | None:
-        """Where a segment lies if it is there; None for what is no segment id, so that no id leads elsewhere."""
-        return self._folder / segment[:2] / f"{segment}{SUFFIX}" if is_segment_id(segment) else None
+    def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
+        """Write a segment, replacing one of the same id; it survives a crash once this returns.
 
-    def headers(self) -> list[SegmentHeader]:
-        """Headers of all segments known, in no order."""
-        with self._lock:
-            return [held.header for held in self._held.values()]
-
-    def problems(self) -> list[ProblemFile]:
-        """All refused files, by path."""
-        with self._lock:
-            return [self._refused[path].file for path in sorted(self._refused)]
-
-    def find(self, segment: SegmentId) -> SegmentHeader | None:
-        """The header of a segment, read anew if its file is not the one that it was; None if there is no whole one."""
-        path = self.path(segment)
+        Raises:
+            OSError: it cannot be written, its KV has no place in this codec, or the file's place is taken by one that
+                is not ours to replace. Nothing half-written stays.
+            UsageError: id, record and payload do not fit each other.
+            SegmentLost: the payload could not be read.
+        """
+        path = self._path(record.id)
         if path is None:
-            return None
-        identity = _identity(path) if is_folder(self._folder) and is_folder(path.parent) else None
-        with self._lock:
-            held, refused = self._held.get(segment), self._refused.get(path)
-            if identity is None:
-                self._held.pop(segment, None)
-                self._refused.pop(path, None)
-                return None
-            if held is not None and held.identity == identity:
-                return held.header
-            # What could not be read may be readable now (descriptors had run out, permissions have changed).
-            retried = refused is None or refused.file.problem is FileProblem.UNREADABLE
-            if refused is not None and refused.identity == identity and not retried:
-                return None
-        return self._examine(path, identity)
-
-    def problem(self, segment: SegmentId) -> ProblemFile | None:
-        """Why the file of a segment was refused when `find` last looked at it."""
-        path = self.path(segment)
-        with self._lock:
-            refused = None if path is None else self._refused.get(path)
-        return None if refused is None else refused.file
-
-    def add(self, path: Path, header: SegmentHeader) -> None:
-        """Know a file that this process has just written."""
+            raise UsageError(f"not a segment id: {record.id[:80]!r}")
+        self._make_folders(path.parent)
+        self._header(record.id)
+        refused = self._problem(path)
+        if refused is not None and refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
+            raise FileExistsError(f"{path} is not replaced: {refused.reason}")
+        header = write_segment(
+            path, record, payload, codec=self._codec, fingerprint=self.folder.name, created_s=self._clock()
+        )
+        # The caller's record, not the parsed one: its token ids are shared with the other variants of the chunk.
+        header = replace(header, record=replace(record, nbytes=header.record.nbytes))
         identity = _identity(path)
         with self._lock:
             self._refused.pop(path, None)
             if identity is not None:
-                self._held[header.record.id] = _Held(header, identity)
+                self._held[record.id] = header, identity
 
-    def refuse_if_unchanged(self, path: Path, header: SegmentHeader, reason: str) -> None:
-        """Its data turned out to be corrupt, unless the file was replaced since `header` was read."""
-        identity = _identity(path)
+    def get(self, segment: SegmentId) -> DiskSegment | None:
+        """The segment, its layers still on disk, or None if there is no whole file of it."""
+        header, path = self._header(segment), self._path(segment)
+        return None if header is None or path is None else DiskSegment(path, header)
+
+    def delete(self, segment: SegmentId) -> None:
+        """Remove the file, corrupt or whole; unknown ids, foreign files and newer versions are left alone.
+
+        A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and used no more by this
+        process. The removal is not synced: after a power failure the file may be there again.
+        """
+        path = self._path(segment)
+        if path is None:
+            return
+        if self._header(segment) is None:
+            refused = self._problem(path)
+            if refused is None or refused.problem is not FileProblem.CORRUPT:
+                return
+        self._remove(path)
+
+    def nbytes(self, segment: SegmentId) -> int:
+        """Size of the file, 0 if there is no whole one."""
+        header = self._header(segment)
+        return 0 if header is None else header.record.nbytes
+
+    def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
+        """Size that the file would have; exact, and nothing is encoded for it.
+
+        Raises:
+            UsageError: record and payload do not fit each other.
+            SegmentLost: the payload could not be read.
+        """
+        return file_bytes(record, payload, self._codec, self.folder.name)
+
+    def records(self) -> Iterator[SegmentRecord]:
+        """What this process knows of: a snapshot, `nbytes` being the size of each file."""
         with self._lock:
-            held = self._held.get(header.record.id)
-        if held is not None and held.header is header and held.identity == identity:
-            self._refuse(path, FileProblem.CORRUPT, reason, identity)
+            return iter([header.record for header, _ in self._held.values()])
 
-    def remove_corrupt(self) -> list[Path]:
-        """Remove the corrupt files, unless they were replaced meanwhile; returns what was removed."""
+    def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
+        """Records of those of `segments` that are on disk now, whoever wrote them."""
+        return [header.record for segment in segments if (header := self._header(segment)) is not None]
+
+    def stored_at_s(self, segment: SegmentId) -> float | None:
+        """When the file was written, in seconds since the epoch; None if there is no whole one."""
+        header = self._header(segment)
+        return None if header is None else header.created_s
+
+    def verify(self) -> None:
+        """Read every layer of every segment; those that fail are used no more and listed by `problems`."""
+        for record in self.records():
+            source = self.get(record.id)
+            if source is None:
+                continue
+            try:
+                for layer in range(source.header.layout.num_layers):
+                    source.layer(layer)
+            except SegmentLost as error:
+                if not isinstance(error.__cause__, OSError):  # what cannot be read just now need not be damaged
+                    self._refuse_unless_replaced(source, str(error))
+
+    def problems(self) -> tuple[ProblemFile, ...]:
+        """Files that are not used, by path. `verify` finds damage that the headers do not show."""
         with self._lock:
-            corrupt = [r for r in self._refused.values() if r.file.problem is FileProblem.CORRUPT]
-        unchanged = [r.file.path for r in corrupt if r.identity == _identity(r.file.path)]
-        return [path for path in unchanged if self.remove(path)]
+            return tuple(self._refused[path][0] for path in sorted(self._refused))
 
-    def remove(self, path: Path) -> bool:
+    def repair(self) -> tuple[Path, ...]:
+        """Remove the corrupt files among `problems`, unless they were replaced meanwhile; returns what was removed."""
+        with self._lock:
+            refused = list(self._refused.values())
+        corrupt = [(file.path, identity) for file, identity in refused if file.problem is FileProblem.CORRUPT]
+        unchanged = [path for path, identity in corrupt if identity == _identity(path)]
+        return tuple(path for path in unchanged if self._remove(path))
+
+    def _path(self, segment: str) -> Path | None:
+        """Where a segment lies if it is there; None for what is no segment id, so that no id leads elsewhere."""
+        return self.folder / segment[:2] / f"{segment}{SUFFIX}" if is_segment_id(segment) else None
+
+    def _header(self, segment: SegmentId) -> SegmentHeader | None:
+        """The header of a segment, read anew if its file is not the one that it was; None if there is no whole one."""
+        path = self._path(segment)
+        if path is None:
+            return None
+        identity = _identity(path) if is_folder(self.folder) and is_folder(path.parent) else None
+        with self._lock:
+            if identity is None:
+                self._held.pop(segment, None)
+                self._refused.pop(path, None)
+                return None
+            held, refused = self._held.get(segment), self._refused.get(path)
+            if held is not None and held[1] == identity:
+                return held[0]
+            # What could not be read may be readable now (descriptors had run out, permissions have changed).
+            retried = refused is None or refused[0].problem is FileProblem.UNREADABLE
+            if refused is not None and refused[1] == identity and not retried:
+                return None
+        return self._examine(path, identity)
+
+    def _problem(self, path: Path) -> ProblemFile | None:
+        """Why a file was refused when `_header` last looked at it."""
+        with self._lock:
+            refused = self._refused.get(path)
+        return None if refused is None else refused[0]
+
+    def _examine(self, path: Path, identity: _Identity, *, level: int = logging.WARNING) -> SegmentHeader | None:
+        try:
+            header = read_header(path)
+            if header.fingerprint != self.folder.name:
+                raise SegmentRefused(FileProblem.FOREIGN, f"a segment of the model {header.fingerprint[:40]!r}")
+        except FileNotFoundError:
+            return None
+        except SegmentRefused as refusal:
+            self._refuse(path, refusal.problem, str(refusal), identity, level=level)
+            return None
+        with self._lock:
+            self._refused.pop(path, None)
+            self._held[header.record.id] = header, identity
+        return header
+
+    def _refuse(
+        self, path: Path, problem: FileProblem, reason: str, identity: _Identity | None, *, level: int = logging.WARNING
+    ) -> None:
+        logger.log(level, "%s is not used: %s (%s)", path, problem.value, reason)
+        with self._lock:
+            self._held.pop(SegmentId(path.stem), None)
+            self._refused[path] = ProblemFile(path, problem, reason), identity
+
+    def _refuse_unless_replaced(self, source: DiskSegment, reason: str) -> None:
+        """Its data turned out to be corrupt; the file may have been replaced since its header was read."""
+        identity = _identity(source.path)
+        with self._lock:
+            held = self._held.get(source.header.record.id)
+        if held is not None and held[0] is source.header and held[1] == identity:
+            self._refuse(source.path, FileProblem.CORRUPT, reason, identity)
+
+    def _remove(self, path: Path) -> bool:
         """Remove a file and forget it. One that cannot be removed is logged and refused from now on."""
         try:
             path.unlink(missing_ok=True)
@@ -146,45 +255,16 @@ class DiskIndex:
             self._refused.pop(path, None)
         return True
 
-    def scan(self) -> None:
+    def _scan(self) -> None:
         """Index every file by its header; remove temporary files that no writer can still be writing."""
-        shards = [path for path in self._list(self._folder) if path.name not in OWN_FILES and self._is_shard(path)]
+        shards = [path for path in self._list(self.folder) if path.name not in OWN_FILES and self._is_shard(path)]
         with ThreadPoolExecutor(_SCAN_THREADS) as pool:
             for _ in pool.map(self._scan_shard, shards):
                 pass
         if self._refused:
-            kinds = Counter(refused.file.problem.value for refused in self._refused.values())
+            kinds = Counter(file.problem.value for file, _ in self._refused.values())
             counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            logger.warning("%d files under %s are not used: %s", len(self._refused), self._folder, counts)
-
-    def _examine(self, path: Path, identity: _Identity, *, level: int = logging.WARNING) -> SegmentHeader | None:
-        try:
-            header = read_header(path)
-            if header.fingerprint != self._fingerprint:
-                raise SegmentRefused(FileProblem.FOREIGN, f"a segment of the model {header.fingerprint[:40]!r}")
-        except FileNotFoundError:
-            return None
-        except SegmentRefused as refusal:
-            self._refuse(path, refusal.problem, str(refusal), identity, level=level)
-            return None
-        with self._lock:
-            self._refused.pop(path, None)
-            self._held[header.record.id] = _Held(header, identity)
-        return header
-
-    def _refuse(
-        self,
-        path: Path,
-        problem: FileProblem,
-        reason: str,
-        identity: _Identity | None,
-        *,
-        level: int = logging.WARNING,
-    ) -> None:
-        logger.log(level, "%s is not used: %s (%s)", path, problem.value, reason)
-        with self._lock:
-            self._held.pop(SegmentId(path.stem), None)
-            self._refused[path] = _Refused(ProblemFile(path, problem, reason), identity)
+            logger.warning("%d files under %s are not used: %s", len(self._refused), self.folder, counts)
 
     def _scan_shard(self, shard: Path) -> None:
         for path in self._list(shard):
@@ -195,7 +275,7 @@ class DiskIndex:
                 self._examine(path, identity, level=logging.INFO)
             elif not _TEMPORARY.fullmatch(path.name):
                 self._refuse(path, FileProblem.FOREIGN, "not a segment's name", identity, level=logging.INFO)
-            elif identity[2] / 1e9 < self._clock() - STALE_TEMPORARY_S and self.remove(path):
+            elif identity[2] / 1e9 < self._clock() - STALE_TEMPORARY_S and self._remove(path):
                 logger.info("removed %s, left by a writer that was interrupted", path)
 
     def _is_shard(self, path: Path) -> bool:
@@ -215,6 +295,19 @@ class DiskIndex:
             self._refuse(folder, FileProblem.UNREADABLE, str(error), None)
         return []
 
+    def _make_folders(self, shard: Path) -> None:
+        """The folders down to `shard`, for their owner only, each synced into its parent if it is new."""
+        root = self.folder.parent
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (root, self.folder, shard):
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:
+                if folder != root and not is_folder(folder):  # a link would lead out of the cache folder
+                    raise
+            else:
+                sync_folder(folder.parent)
+
 
 def _identity(path: Path) -> _Identity | None:
     try:
@@ -230,164 +323,3 @@ def is_folder(path: Path) -> bool:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
         return False
-
-
-_FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
-
-
-class DiskTier:
-    """Segments under `<root>/<fingerprint>/<2 hex>/<segment id>.safetensors`; implements `chunkweave.store.tier.Tier`.
-
-    Several processes may share a folder: files that others add, replace or delete are noticed when they are asked for.
-    Files that are not whole segments of this model are refused, listed by `problems`, and left alone: only `repair`,
-    `delete` and `put` of the same id remove a corrupt one, and nothing here removes a foreign or newer one.
-
-    Opening never fails on the file system's account: a folder that cannot be read is an empty one with a problem.
-    Thread-safe; no lock is held while a file is read or written.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        fingerprint: str,
-        *,
-        codec: str = "raw",
-        ttl_s: float | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """Open a folder, which need not exist, and index it by the headers of its files.
-
-        Args:
-            root: the cache folder; shared by models and processes.
-            fingerprint: the model's; names the folder below `root`.
-            codec: how new segments are written; every codec is read.
-            ttl_s: seconds after its creation at which `expired` lists a segment; None: never.
-            clock: seconds since the epoch.
-
-        Raises:
-            UsageError: the fingerprint cannot name a folder, or the codec is unknown.
-        """
-        if not _FINGERPRINT.fullmatch(fingerprint):
-            raise UsageError(f"not a model fingerprint: {fingerprint[:80]!r}")
-        self._root = root
-        self._fingerprint = fingerprint
-        self._codec = make_codec(codec)
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._index = DiskIndex(root / fingerprint, fingerprint, clock=clock)
-        self._index.scan()
-
-    @property
-    def folder(self) -> Path:
-        """Where this model's segments lie."""
-        return self._root / self._fingerprint
-
-    def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
-        """Write a segment, replacing one of the same id; it survives a crash once this returns.
-
-        Raises:
-            OSError: it cannot be written, its KV has no place in this codec, or the file's place is taken by one that
-                is not ours to replace. Nothing half-written stays.
-            UsageError: id, record and payload do not fit each other.
-            SegmentLost: the payload could not be read.
-        """
-        path = self._index.path(record.id)
-        if path is None:
-            raise UsageError(f"not a segment id: {record.id[:80]!r}")
-        self._make_folders(path.parent)
-        self._index.find(record.id)
-        refused = self._index.problem(record.id)
-        if refused is not None and refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
-            raise FileExistsError(f"{path} is not replaced: {refused.reason}")
-        header = write_segment(
-            path, record, payload, codec=self._codec, fingerprint=self._fingerprint, created_s=self._clock()
-        )
-        # The caller's record, not the parsed one: its token ids are shared with the other variants of the chunk.
-        self._index.add(path, replace(header, record=replace(record, nbytes=header.record.nbytes)))
-
-    def get(self, segment: SegmentId) -> DiskSegment | None:
-        """The segment, its layers still on disk, or None if there is no whole file of it."""
-        header, path = self._index.find(segment), self._index.path(segment)
-        return None if header is None or path is None else DiskSegment(path, header)
-
-    def delete(self, segment: SegmentId) -> None:
-        """Remove the file, corrupt or whole; unknown ids, foreign files and newer versions are left alone.
-
-        A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and used no more by this
-        process. The removal is not synced: after a power failure the file may be there again.
-        """
-        path = self._index.path(segment)
-        if path is None:
-            return
-        if self._index.find(segment) is None:
-            refused = self._index.problem(segment)
-            if refused is None or refused.problem is not FileProblem.CORRUPT:
-                return
-        self._index.remove(path)
-
-    def nbytes(self, segment: SegmentId) -> int:
-        """Size of the file, 0 if there is no whole one."""
-        header = self._index.find(segment)
-        return 0 if header is None else header.record.nbytes
-
-    def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
-        """Size that the file would have; exact, and nothing is encoded for it.
-
-        Raises:
-            UsageError: record and payload do not fit each other.
-            SegmentLost: the payload could not be read.
-        """
-        return file_bytes(record, payload, self._codec, self._fingerprint)
-
-    def records(self) -> Iterator[SegmentRecord]:
-        """What this process knows of: a snapshot, `nbytes` being the size of each file."""
-        return iter([header.record for header in self._index.headers()])
-
-    def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
-        """Records of those of `segments` that are on disk now, whoever wrote them."""
-        return [header.record for segment in segments if (header := self._index.find(segment)) is not None]
-
-    def stored_at_s(self, segment: SegmentId) -> float | None:
-        """When the file was written, in seconds since the epoch; None if there is no whole one."""
-        header = self._index.find(segment)
-        return None if header is None else header.created_s
-
-    def expired(self, now: float) -> list[SegmentId]:
-        """Segments created `ttl_s` or longer before `now` (seconds since the epoch); the caller removes them."""
-        ttl_s = self._ttl_s
-        if ttl_s is None:
-            return []
-        return [header.record.id for header in self._index.headers() if header.created_s + ttl_s <= now]
-
-    def verify(self) -> None:
-        """Read every layer of every segment; those that fail are used no more and listed by `problems`."""
-        for record in self.records():
-            source = self.get(record.id)
-            if source is None:
-                continue
-            try:
-                for layer in range(source.header.layout.num_layers):
-                    source.layer(layer)
-            except SegmentLost as error:
-                if not isinstance(error.__cause__, OSError):  # what cannot be read just now need not be damaged
-                    self._index.refuse_if_unchanged(source.path, source.header, str(error))
-
-    def problems(self) -> tuple[ProblemFile, ...]:
-        """Files that are not used, by path. `verify` finds damage that the headers do not show."""
-        return tuple(self._index.problems())
-
-    def repair(self) -> tuple[Path, ...]:
-        """Remove the corrupt files among `problems`, unless they were replaced meanwhile; returns what was removed."""
-        return tuple(self._index.remove_corrupt())
-
-    def _make_folders(self, shard: Path) -> None:
-        """The folders down to `shard`, for their owner only, each synced into its parent if it is new."""
-        self._root.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (self._root, self.folder, shard):
-            try:
-                folder.mkdir(mode=0o700)
-            except FileExistsError:
-                if folder != self._root and not is_folder(folder):  # a link would lead out of the cache folder
-                    raise
-            else:
-                sync_folder(folder.parent)

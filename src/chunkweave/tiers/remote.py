@@ -13,8 +13,8 @@ from chunkweave.kv.segment import Codec, RawCodec, SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
 from chunkweave.tiers.remote_calls import Backoff, BreakerState, CircuitBreaker, RemoteCalls, RemoteGarbage
-from chunkweave.tiers.segment_file import MemorySegment, decode_header, decode_segment, encode_segment, file_bytes
-from chunkweave.tiers.segment_header import LENGTH_BYTES, FileProblem, SegmentHeader, SegmentRefused, header_size
+from chunkweave.tiers.segment_file import MemorySegment, decode_segment, encode_segment, file_bytes
+from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused, header_size, parse_header
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
@@ -180,8 +180,8 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
     total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
     if total_bytes is None or head is None:
         return None
-    needed = header_size(head[:LENGTH_BYTES], total_bytes)
-    return decode_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
+    needed = header_size(head, total_bytes)
+    return parse_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
 
 
 _OWED_AT_ONCE = 8

@@ -20,7 +20,6 @@ from chunkweave.kv.segment import Codec, EncodingError, SegmentLost, SegmentSour
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import sync_folder
 from chunkweave.tiers.segment_header import (
-    LENGTH_BYTES,
     FileProblem,
     SegmentHeader,
     SegmentLayout,
@@ -34,20 +33,11 @@ from chunkweave.tiers.segment_header import (
 class EncodedSegment:
     """A segment that is known by its header, while its layers lie encoded somewhere. A base of `SegmentSource`s."""
 
-    __slots__ = ("header",)
+    __slots__ = ("header", "nbytes", "tokens")
 
     def __init__(self, header: SegmentHeader) -> None:
         self.header = header
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.header.layout.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors once they are decoded."""
-        return self.header.layout.nbytes
+        self.tokens, self.nbytes = header.layout.shape[2], header.layout.nbytes
 
 
 def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
@@ -146,13 +136,7 @@ class MemorySegment(EncodedSegment):
 def encode_segment(
     record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
 ) -> bytes:
-    """The bytes that `write_segment` would write.
-
-    Raises:
-        OSError: the codec cannot represent this KV.
-        UsageError: record and payload do not fit each other.
-        SegmentLost: the payload could not be read.
-    """
+    """The bytes that `write_segment` would write. Raises what `encoded_layers` does."""
     layout = layout_of(payload, codec)
     runs = list(encoded_layers(record, payload, layout))
     checksums = tuple(zlib.crc32(run) for run in runs)
@@ -165,19 +149,7 @@ def decode_segment(data: bytes, report_lost: Callable[[SegmentLost], None] | Non
     Raises:
         SegmentRefused: it is not a whole segment that this version reads.
     """
-    return MemorySegment(decode_header(data, len(data)), data, report_lost)
-
-
-def decode_header(head: bytes, total_bytes: int) -> SegmentHeader:
-    """The checked header of a segment of `total_bytes`, of which `head` is the beginning.
-
-    Raises:
-        SegmentRefused: it is not a whole segment that this version reads, or `head` is shorter than its header.
-    """
-    needed = header_size(head[:LENGTH_BYTES], total_bytes)
-    if len(head) < needed:
-        raise SegmentRefused(FileProblem.CORRUPT, f"the header takes {needed} bytes, {len(head)} are here")
-    return parse_header(head[:needed], total_bytes)
+    return MemorySegment(parse_header(data, len(data)), data, report_lost)
 
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -212,8 +184,8 @@ class DiskSegment(EncodedSegment):
         """
         header, offset = self.header, self.header.layer_offset(index)
         length = header.layout.layer_bytes
-        fresh = scratch is None or len(scratch) < length
-        data = torch.empty(length, dtype=torch.uint8) if fresh or scratch is None else scratch[:length]
+        fits = scratch is not None and len(scratch) >= length
+        data = scratch[:length] if scratch is not None and fits else torch.empty(length, dtype=torch.uint8)
         try:
             with _open_regular(self.path) as (file, size):
                 if size != header.record.nbytes:
@@ -267,37 +239,17 @@ def write_segment(
     return parse_header(head, offset)
 
 
-def open_segment(path: Path) -> DiskSegment:
-    """The segment in this file; only its header is read.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        SegmentRefused: it is not a whole segment that this version reads, or may not be read.
-    """
-    return DiskSegment(path, read_header(path))
-
-
-def read_record(path: Path) -> SegmentRecord:
-    """The record of the segment in this file, `nbytes` being the file's size; only the header is read.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        SegmentRefused: as for `open_segment`.
-    """
-    return read_header(path).record
-
-
 def read_header(path: Path) -> SegmentHeader:
     """The checked header of a segment file. The id in it must be the file's name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        SegmentRefused: as for `open_segment`.
+        SegmentRefused: it is not a whole segment that this version reads, or may not be read.
     """
     try:
         with _open_regular(path) as (file, size):
             whole = os.pread(file, _FIRST_READ_BYTES, 0)
-            needed = header_size(whole[:LENGTH_BYTES], size)
+            needed = header_size(whole, size)
             if needed > len(whole):
                 rest = bytearray(needed - len(whole))
                 read = _read_into(file, memoryview(rest), len(whole))
@@ -306,9 +258,7 @@ def read_header(path: Path) -> SegmentHeader:
         raise
     except OSError as error:
         raise SegmentRefused(FileProblem.UNREADABLE, str(error)) from error
-    if len(whole) < needed:
-        raise SegmentRefused(FileProblem.CORRUPT, "the file ends within its header")
-    header = parse_header(whole[:needed], size)
+    header = parse_header(whole, size)
     if header.record.id != path.stem:
         raise SegmentRefused(FileProblem.CORRUPT, f"it holds segment {header.record.id}, not the one it is named for")
     return header

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -21,59 +22,6 @@ from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
-
-_FLOAT_BYTES = 4
-"""Per-token masses are for rankings, so that float32 will do; they are two thirds of a header."""
-
-
-def attention_fields(profile: AttentionProfile | None) -> dict[str, str]:
-    """The fields that say what `attention_of` reads; none without a profile.
-
-    Masses on chunks keep all their digits, those of single tokens are rounded to float32.
-    """
-    if profile is None:
-        return {}
-    return {
-        "attention_chunks": " ".join(profile.chunks),
-        "attention_lengths": " ".join(map(str, profile.lengths)),
-        "attention_inter": " ".join(map(repr, profile.inter)),
-        "attention_intra": repr(profile.intra),
-        "attention_sink": repr(profile.sink),
-        "attention_outward": _packed(profile.outward),
-        "attention_received": _packed(profile.received),
-    }
-
-
-def attention_of(fields: Mapping[str, str]) -> AttentionProfile | None:
-    """The profile that a header's `fields` have, or None if they have none.
-
-    Raises:
-        ValueError: a field is no such value, or they contradict each other.
-        KeyError: some fields are there, others missing.
-    """
-    if not any(name.startswith("attention_") for name in fields):
-        return None
-    return AttentionProfile(
-        chunks=tuple(map(ChunkId, fields["attention_chunks"].split())),
-        lengths=tuple(map(int, fields["attention_lengths"].split())),
-        inter=tuple(map(float, fields["attention_inter"].split())),
-        intra=float(fields["attention_intra"]),
-        sink=float(fields["attention_sink"]),
-        outward=_unpacked(fields["attention_outward"]),
-        received=_unpacked(fields["attention_received"]),
-    )
-
-
-def _packed(masses: Sequence[float]) -> str:
-    return b64encode(struct.pack(f"<{len(masses)}f", *masses)).decode()
-
-
-def _unpacked(text: str) -> tuple[float, ...]:
-    data = b64decode(text, validate=True)
-    if len(data) % _FLOAT_BYTES:
-        raise ValueError(f"{len(data)} bytes are no list of float32")
-    return struct.unpack(f"<{len(data) // _FLOAT_BYTES}f", data)
-
 
 FORMAT_VERSION = 1
 LENGTH_BYTES = 8
@@ -129,10 +77,7 @@ class SegmentLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensors."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def tensors(self) -> tuple[TensorLayout, ...]:
@@ -208,28 +153,32 @@ def header_bytes(
     return whole.replace(_NO_CHECKSUM, _checksum(whole), 1)
 
 
-def header_size(length_word: bytes, file_bytes: int) -> int:
-    """Bytes of length word and header of a file of `file_bytes`, from its first 8 bytes.
+def header_size(head: bytes, file_bytes: int) -> int:
+    """Bytes of length word and header of a file of `file_bytes` that begins with `head` (8 bytes are enough).
 
     Raises:
         SegmentRefused: no segment has such a header.
     """
-    if len(length_word) < LENGTH_BYTES:
-        raise SegmentRefused(FileProblem.CORRUPT, f"{len(length_word)} bytes are no segment file")
-    size = int.from_bytes(length_word[:LENGTH_BYTES], "little")
+    if len(head) < LENGTH_BYTES:
+        raise SegmentRefused(FileProblem.CORRUPT, f"{len(head)} bytes are no segment file")
+    size = int.from_bytes(head[:LENGTH_BYTES], "little")
     if size > MAX_HEADER_BYTES or LENGTH_BYTES + size > file_bytes:
         raise SegmentRefused(FileProblem.CORRUPT, f"it claims a header of {size} bytes in a file of {file_bytes}")
     return LENGTH_BYTES + size
 
 
-def parse_header(whole: bytes, file_bytes: int) -> SegmentHeader:
-    """The header from its `whole` bytes (length word and header) in a file of `file_bytes`.
+def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
+    """The header of a file of `file_bytes` that begins with `data`: at least length word and header.
 
     The checksum is compared before anything is parsed, and every field is checked though it matched.
 
     Raises:
         SegmentRefused: it is foreign, damaged, of a version from the future, or contradicts itself or the file.
     """
+    size = header_size(data, file_bytes)
+    whole = data[:size]
+    if len(whole) < size:
+        raise SegmentRefused(FileProblem.CORRUPT, f"the header takes {size} bytes, {len(whole)} are there")
     head = _HEAD.match(whole, LENGTH_BYTES)
     if head is None:
         foreign = whole[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
@@ -316,3 +265,56 @@ def _an_id(text: str) -> str:
 
 def _checksum(whole: bytes) -> bytes:
     return hashlib.blake2b(whole, digest_size=16).hexdigest().encode()
+
+
+_FLOAT_BYTES = 4
+"""Per-token masses are for rankings, so that float32 will do; they are two thirds of a header."""
+
+
+def attention_fields(profile: AttentionProfile | None) -> dict[str, str]:
+    """The fields that say what `attention_of` reads; none without a profile.
+
+    Masses on chunks keep all their digits, those of single tokens are rounded to float32.
+    """
+    if profile is None:
+        return {}
+    return {
+        "attention_chunks": " ".join(profile.chunks),
+        "attention_lengths": " ".join(map(str, profile.lengths)),
+        "attention_inter": " ".join(map(repr, profile.inter)),
+        "attention_intra": repr(profile.intra),
+        "attention_sink": repr(profile.sink),
+        "attention_outward": _packed(profile.outward),
+        "attention_received": _packed(profile.received),
+    }
+
+
+def attention_of(fields: Mapping[str, str]) -> AttentionProfile | None:
+    """The profile that a header's `fields` have, or None if they have none.
+
+    Raises:
+        ValueError: a field is no such value, or they contradict each other.
+        KeyError: some fields are there, others missing.
+    """
+    if not any(name.startswith("attention_") for name in fields):
+        return None
+    return AttentionProfile(
+        chunks=tuple(map(ChunkId, fields["attention_chunks"].split())),
+        lengths=tuple(map(int, fields["attention_lengths"].split())),
+        inter=tuple(map(float, fields["attention_inter"].split())),
+        intra=float(fields["attention_intra"]),
+        sink=float(fields["attention_sink"]),
+        outward=_unpacked(fields["attention_outward"]),
+        received=_unpacked(fields["attention_received"]),
+    )
+
+
+def _packed(masses: Sequence[float]) -> str:
+    return b64encode(struct.pack(f"<{len(masses)}f", *masses)).decode()
+
+
+def _unpacked(text: str) -> tuple[float, ...]:
+    data = b64decode(text, validate=True)
+    if len(data) % _FLOAT_BYTES:
+        raise ValueError(f"{len(data)} bytes are no list of float32")
+    return struct.unpack(f"<{len(data) // _FLOAT_BYTES}f", data)
