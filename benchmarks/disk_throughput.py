@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chunkweave.eval.page_cache import drop_page_cache
 from rich.console import Console
 from rich.table import Table
 
