@@ -211,7 +211,7 @@ class Speculation(Generic[RequestT, DocumentT]):
     @property
     def running(self) -> int:
         """Requests with a speculation that was neither confirmed nor ended."""
-        return sum(search.speculation is not None for search in self._searches.values())
+        return sum(search.speculation is not None for search in list(self._searches.values()))
 
     def _terminate(self, search: _Search[DocumentT]) -> tuple[DocumentT, ...] | None:
         terminated, search.speculation = search.speculation, None
@@ -295,23 +295,26 @@ class Retriever:
         question: str,
         k: int,
         *,
-        on_stage: "Callable[[tuple[RetrievedChunk, ...]], Awaitable[None]]",
+        on_stage: "Callable[[tuple[RetrievedChunk, ...]], Awaitable[None]] | None" = None,
         until_s: float | None = None,
         wait_for_thread: bool = False,
     ) -> Found:
         """The `k` best chunks; `on_stage` learns the best so far after every stage but the last.
 
-        A stage that comes while `on_stage` runs replaces an earlier one that was not seen. With `wait_for_thread` the
+        Without `on_stage` there is one stage. A stage that comes while `on_stage` runs replaces an earlier one that was
+        not seen. With `wait_for_thread` the
         corpus is not used any more when this returns or raises, however it ends; else a stage may still be running.
 
         Raises:
             DeadlineError: the search was not over at `until_s` by `time.perf_counter`.
             ChunkweaveError: what the corpus or `on_stage` raises.
         """
-        search = SearchThread(self._threads, corpus, question, k, staged=self._worth_stages)
+        staged = (lambda: False) if on_stage is None else self._worth_stages
+        search = _SearchThread(self._threads, corpus, question, k, staged=staged)
         try:
             while not (found := await asyncio.wait_for(search.next(), left_s(until_s))).last:
-                await on_stage(found.chunks)
+                if on_stage is not None:
+                    await on_stage(found.chunks)
             return found
         except TimeoutError:
             raise DeadlineError("the search was not over in the time that the question was given") from None
@@ -329,7 +332,7 @@ class Retriever:
         return self._speculate and self.pending() <= self._max_prefill_batch
 
 
-class SearchThread:
+class _SearchThread:
     """One question's search in a thread of a pool. It goes on to the next stage at once, read or not."""
 
     def __init__(
@@ -484,8 +487,9 @@ class SpeculativeAnswer(Generic[EventT]):
 
     def summary(self, search_end_s: float, began_s: float, ended_s: float) -> Pipelining:
         """What happened, once the answer is there; it was computed from `began_s` to `ended_s`."""
-        overlap_s = max(0.0, min(search_end_s, ended_s) - began_s) if self._matched else 0.0
-        return Pipelining(self._started, self._terminated, self._matched, overlap_s)
+        matched = self._matched and self._answer is not None and not self._answer.failed
+        overlap_s = max(0.0, min(search_end_s, ended_s) - began_s) if matched else 0.0
+        return Pipelining(self._started, self._terminated, matched, overlap_s)
 
     async def aclose(self) -> None:
         """End what is under way; a second time is harmless."""

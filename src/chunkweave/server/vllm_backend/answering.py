@@ -15,18 +15,19 @@ from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD, MethodRequest
 from chunkweave.retrieval.corpus import RetrievedChunk
-from chunkweave.retrieval.speculation import Speculation
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.speculation import Found, PendingAnswer, Pipelining, Retriever, SpeculativeAnswer
 from chunkweave.server.auth import Tenant
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
 from chunkweave.server.observability import Observer, RequestMeta
-from chunkweave.server.requests import answer_tokens, check_documents, check_earlier, check_reuse, chunks_of
+from chunkweave.server.requests import ReuseField, answer_tokens, check_documents, check_earlier, check_reuse, chunks_of
 from chunkweave.server.settings import FrontSettings
 from chunkweave.server.threads import in_thread
 from chunkweave.server.vllm_backend.bodies import FrontBody
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
-from chunkweave.server.vllm_backend.prefill_ahead import FrontSpeculation, PrefillAhead, Prepare, Retrieval, Retriever
+from chunkweave.server.vllm_backend.prefill_ahead import PrefillAhead, Prefilled
 from chunkweave.server.vllm_backend.prompting import Prepared, Prompting, weave_params
 from chunkweave.server.vllm_backend.replies import Choice, Ending, WholeChoices
 from chunkweave.server.vllm_backend.reports import ReportInbox, Times, cached_tokens, reuse_report, shown_report
@@ -50,8 +51,17 @@ class Asking:
     prepared: Prepared
     body: dict[str, Any]
     arrived_s: float
-    retrieval: Retrieval | None = None
-    ahead: PrefillAhead | None = None
+    found: Found | None = None
+    ahead: SpeculativeAnswer[Prefilled] | None = None
+    prefill: PendingAnswer[Prefilled] | None = None
+
+    async def prefilled(self) -> Prefilled | None:
+        """Wait until the chunks are prefilled, if they are being; None if they are not, or that failed."""
+        if self.prefill is not None:
+            with suppress(RequestAbortedError):
+                async for prefilled in self.prefill:
+                    return prefilled
+        return None
 
 
 class FrontAnswer:
@@ -68,6 +78,7 @@ class FrontAnswer:
         self._usage: dict[str, Any] = {}
         self._queued_s = 0.0
         self._first_s: float | None = None
+        self._prefilled: Prefilled | None = None
         self._told = False
         self._ended_by_us = False
         self._limit: asyncio.Timeout | None = None
@@ -135,7 +146,9 @@ class FrontAnswer:
 
     async def _attempt(self, avoid: Replica | None) -> AsyncGenerator[Event, None]:
         fleet, prepared = self._answering.fleet, self._asking.prepared
-        ahead = None if self._asking.ahead is None or avoid is not None else await self._asking.ahead.finished()
+        if avoid is None:
+            self._prefilled = await self._asking.prefilled()
+        ahead = None if self._prefilled is None or avoid is not None else self._prefilled.placed
         self._placed = placed = await fleet.place(prepared, avoid=avoid, like=ahead)
         self._queued_s = time.perf_counter() - self._asking.arrived_s
         self._request_id = uuid.uuid4().hex
@@ -179,7 +192,8 @@ class FrontAnswer:
             "total_tokens": report.prompt_tokens + report.new_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        shown = shown_report(placed, report, told, self._asking.retrieval, self._asking.ahead)
+        found = self._asking.found
+        shown = shown_report(placed, report, told, found, None if found is None else self._pipelining(found.at_s))
         self.ending = Ending(usage, shown)
         self._told = True
         asked = self._asking.asked
@@ -187,6 +201,13 @@ class FrontAnswer:
         answering.observer.answered_with(asked, report, finish_reason=str(choice.get("finish_reason") or "stop"))
         if answering.shadow is not None and report.reused_tokens:
             answering.shadow.offer(placed, self._asking.body, choice)
+
+    def _pipelining(self, search_end_s: float) -> Pipelining | None:
+        ahead, prefilled = self._asking.ahead, self._prefilled
+        if ahead is None:
+            return None
+        began_s, ended_s = (0.0, 0.0) if prefilled is None else (prefilled.began_s, prefilled.ended_s)
+        return ahead.summary(search_end_s, began_s, ended_s)
 
     def _end_turn(self, placed: Placed, choice: Choice) -> None:
         cut = isinstance(choice.get("stop_reason"), str)
@@ -231,8 +252,11 @@ class FrontAnswering:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.running: dict[FrontAnswer, None] = {}
         self.retries = 0
-        self.speculation: FrontSpeculation = Speculation(max_prefill_batch=len(fleet.replicas))
-        self.retriever = Retriever(corpora, settings.limits.max_documents)
+        self.retriever = Retriever(
+            lambda: self._prefilling() + self.speculation.running, max_prefill_batch=len(fleet.replicas)
+        )
+        self.speculation = self.retriever.speculation
+        self._corpora = corpora
         self._limits = limits
 
     async def start(self, tenant: Tenant, body: FrontBody, asked: RequestMeta, *, model: str) -> FrontAnswer:
@@ -278,33 +302,50 @@ class FrontAnswering:
             )
             return await in_thread(lambda: self.prompting.prepare(request, method_request))
 
-        async def one_token(chunks: Sequence[RetrievedChunk]) -> Prepared:
-            return await prepared_for(_chunks(chunks), SamplingParams(1))
+        async def prefill(chunks: Sequence[RetrievedChunk], speculative: bool) -> PrefillAhead:  # noqa: ARG001
+            return PrefillAhead(self.fleet, lambda: prepared_for(_chunks(chunks), SamplingParams(1)), model=model)
 
-        ahead = self._ahead(body, one_token, model)
+        ahead = self.retriever.question(prefill) if self._speculates(reuse) else None
         try:
-            retrieval = None
+            found = started = None
             if reuse.corpus is not None:
-                retrieval = await self.retriever.retrieve(tenant, reuse.corpus, question.text, reuse.top_k, ahead)
-            chunks = chunks_of(body.documents) if retrieval is None else _chunks(retrieval.chunks)
+                found = await self._retrieve(tenant, reuse.corpus, question.text, reuse.top_k, ahead)
+                started = None if ahead is None else await ahead.final(found.chunks)
+            chunks = chunks_of(body.documents) if found is None else _chunks(found.chunks)
             prepared = await prepared_for(chunks, whole_answer)
         except BaseException:
             if ahead is not None:
                 await ahead.aclose()
             raise
-        return Asking(tenant, asked, prepared, self._upstream_body(body, prepared, model), arrived_s, retrieval, ahead)
+        upstream = self._upstream_body(body, prepared, model)
+        return Asking(tenant, asked, prepared, upstream, arrived_s, found, ahead, started)
 
-    def _ahead(self, body: FrontBody, prepare: Prepare, model: str) -> PrefillAhead | None:
-        """What prefills beside a search, if there is one and nobody waits; a conversation can be asked once only."""
-        reuse = body.chunkweave
+    async def _retrieve(
+        self, tenant: Tenant, name: str, question: str, top_k: int | None, ahead: SpeculativeAnswer[Prefilled] | None
+    ) -> Found:
+        """The best chunks of the corpus `name`; with `ahead` in stages."""
+        served = self._corpora.get(tenant, name)
+        async with self._corpora.locked(served):
+            corpus = served.corpus
+            k = min(self.settings.limits.max_documents, usual_top_k(len(corpus)) if top_k is None else top_k)
+
+            async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
+                if ahead is not None and len(chunks) == k:  # a search does not end with fewer
+                    await ahead.on_stage(chunks)
+
+            if not k:
+                return Found()
+            on_stages = None if ahead is None else on_stage
+            return await self.retriever.search(corpus, question, k, on_stage=on_stages, wait_for_thread=True)
+
+    def _speculates(self, reuse: ReuseField) -> bool:
+        """Whether to prefill beside a search, if nobody waits; a conversation can be asked once only."""
         if reuse.corpus is None or reuse.conversation_id is not None or not self.settings.fleet.speculate:
-            return None
-        if self._prefilling() > len(self.fleet.replicas):  # stages cost calls, and nothing would come of them
-            return None
-        return PrefillAhead(self.fleet, self.speculation, prepare, model=model, prefilling=self._prefilling)
+            return False
+        return self._prefilling() <= len(self.fleet.replicas)  # else stages cost calls, and nothing comes of them
 
     def _prefilling(self) -> int:
-        return sum(not answer.begun for answer in self.running)
+        return sum(not answer.begun for answer in list(self.running))
 
     def _upstream_body(self, body: FrontBody, prepared: Prepared, model: str) -> dict[str, Any]:
         stops = set(body.handed_on.get("stop_token_ids") or ()) | set(self.prompting.tokenizer.stop_ids)

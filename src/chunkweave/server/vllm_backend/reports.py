@@ -16,8 +16,8 @@ from typing import Any
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.retrieval.speculation import Found, Pipelining
 from chunkweave.server.vllm_backend.fleet import Placed
-from chunkweave.server.vllm_backend.prefill_ahead import PrefillAhead, Retrieval
 
 logger = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ def shown_report(
     placed: Placed,
     report: ReuseReport,
     told: Report | None,
-    retrieval: Retrieval | None = None,
-    ahead: PrefillAhead | None = None,
+    found: Found | None = None,
+    pipelining: Pipelining | None = None,
 ) -> dict[str, Any]:
     """The report in an answer: what the plug-in says but for lists of positions, and what the front knows."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
@@ -221,9 +221,9 @@ def shown_report(
         if number in ranks
     ]
     shown = {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
-    if retrieval is not None:
-        found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieval.chunks]
-        shown |= {"retrieved": found, "search_s": retrieval.seconds}
-        if ahead is not None:
-            shown["pipelining"] = asdict(ahead.told(retrieval.ended_s))
+    if found is not None:
+        retrieved = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in found.chunks]
+        shown |= {"retrieved": retrieved, "search_s": found.embed_s + found.search_s}
+        if pipelining is not None:
+            shown["pipelining"] = asdict(pipelining)
     return shown
