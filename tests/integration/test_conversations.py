@@ -12,6 +12,7 @@ from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ConversationBusyError, ConversationEndedError, PromptTooLongError, UsageError
+from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.loading import LoadedModel
 from chunkweave.testing import toy_model
 from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, without_template
@@ -69,13 +70,13 @@ def rows(monkeypatch) -> Rows:
 def prompts_of(engine: Engine, monkeypatch) -> list[Prompt]:
     """The prompts that are prefilled from now on."""
     prompts: list[Prompt] = []
-    real = Runner.prefill
+    real = Runner.store_new
 
-    def prefill(runner, prompt, *args, **options):
-        prompts.append(prompt)
-        return real(runner, prompt, *args, **options)
+    def store_new(runner, prefilled):
+        prompts.append(prefilled.prompt)
+        return real(runner, prefilled)
 
-    monkeypatch.setattr(Runner, "prefill", prefill)
+    monkeypatch.setattr(Runner, "store_new", store_new)
     return prompts
 
 
@@ -128,14 +129,13 @@ def test_exact_conversations_equal_full_prefill_of_the_same_tokens(
     loaded = LoadedModel(model.model, tokenizer, model.fingerprint, model.name)
     engine = Engine(loaded, template=template_for(tokenizer))
     seen: list[tuple[Prompt, torch.Tensor]] = []
-    real = Runner.prefill
+    real = Runner.store_new
 
-    def prefill(runner, prompt, *args, **options):
-        prefilled = real(runner, prompt, *args, **options)
-        seen.append((prompt, prefilled.logits))
-        return prefilled
+    def store_new(runner, prefilled):
+        seen.append((prefilled.prompt, prefilled.logits))
+        return real(runner, prefilled)
 
-    monkeypatch.setattr(Runner, "prefill", prefill)
+    monkeypatch.setattr(Runner, "store_new", store_new)
     conversation = engine.conversation()
     turns: Sequence[Sequence[Chunk]] = ([FERRY, PILOTS], [PILOTS, HARBOUR], [], [MILL, FERRY])
     answers = [
@@ -200,13 +200,14 @@ def test_what_was_woven_is_reused_as_it_is_and_marked_inexact(engine, method, ro
 def test_history_is_the_kv_that_its_answers_were_decoded_over(engine, method, monkeypatch):
     """The next turn's cache has, for every token of the history, what this turn's cache had when it ended."""
     caches = []
-    real = Runner.prefill
+    real = Runner.store_new
 
-    def prefill(runner, prompt, *args, **options):
-        caches.append((prompt, real(runner, prompt, *args, **options)))
-        return caches[-1][1]
+    def store_new(runner, prefilled):
+        caches.append((prefilled.prompt, prefilled))
+        return real(runner, prefilled)
 
-    monkeypatch.setattr(Runner, "prefill", prefill)
+    monkeypatch.setattr(Runner, "store_new", store_new)
+    monkeypatch.setattr(RequestCache, "free", lambda cache: None)
     engine.precompute([FERRY, PILOTS, MILL])
     caches.clear()
     conversation = engine.conversation()
@@ -281,14 +282,13 @@ def test_after_a_cut_exact_mode_recomputes_and_weaving_reuses(model, method):
 def test_logits_after_a_cut_are_exact(model, monkeypatch):
     engine = Engine(model, conversations=ConversationConfig(max_tokens=200))
     seen = []
-    real = Runner.prefill
+    real = Runner.store_new
 
-    def prefill(runner, prompt, *args, **options):
-        prefilled = real(runner, prompt, *args, **options)
-        seen.append((prompt, prefilled.logits))
-        return prefilled
+    def store_new(runner, prefilled):
+        seen.append((prefilled.prompt, prefilled.logits))
+        return real(runner, prefilled)
 
-    monkeypatch.setattr(Runner, "prefill", prefill)
+    monkeypatch.setattr(Runner, "store_new", store_new)
     conversation = engine.conversation()
     cuts = [conversation.ask(f"Question {n}?", [MILL], sampling=SHORT).report.turns_cut for n in range(12)]
     assert sum(map(bool, cuts)) >= 2

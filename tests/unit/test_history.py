@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from chunkweave.config import ReuseConfig
-from chunkweave.conversation.turns import with_history
-from chunkweave.planning.method import METHODS, make_method
+from chunkweave.planning.method import METHODS, make_method, with_history
 from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chunkweave.chunking.builder import PromptBuilder
@@ -10,7 +10,6 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
 from chunkweave.planning.plan import KVSource
-from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.types import ChunkId, SegmentId
@@ -179,14 +178,14 @@ class TurnBuilder:
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
         return TurnUnderWay(key, before, system, content, closing), Prompt(parts)
 
-    def end(self, turn: TurnUnderWay, running: "DecodeState") -> None:
+    def end(self, turn: TurnUnderWay, decode: "DecodeState") -> None:
         """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
-        prefilled = running.prefilled
-        said = self._turn_part(turn, prefilled.prompt, running.token_ids)
+        prefilled = decode.prefilled
+        said = self._turn_part(turn, prefilled.prompt, decode.token_ids)
         try:
             self._store_answer(prefilled, said)
         finally:  # what cannot be stored is computed again; what was said stays said
-            self._commit(turn, prefilled.prompt, said, running.history)
+            self._commit(turn, prefilled.prompt, said, decode.history)
 
     def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> None:
         """Keep the tokens of an answer that is complete; its KV is nobody's business here."""
@@ -251,19 +250,3 @@ def _runs(history: Sequence[HistoryPart]) -> Iterator[tuple[HistoryPart, ...]]:
         if one.part.kind is PartKind.TURN:
             yield tuple(run)
             run = []
-
-
-def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
-    """The lookup in which the parts of a conversation's `history`, by place, have their own segment and nothing else.
-
-    What belongs to the longest exact prefix stays that. The KV of the rest is what this conversation's answers were
-    decoded over, wherever it was computed: all its tokens count as fresh, so that no method recomputes one of them.
-    """
-    parts = []
-    for place, entry in enumerate(lookup.parts):
-        record = history.get(place)
-        if record is None or entry.exact is not None or record.token_ids != entry.part.token_ids:
-            parts.append(entry)
-        else:
-            parts.append(replace(entry, variants=(record,), fresh=frozenset(range(len(record)))))
-    return PromptLookup(tuple(parts))

@@ -8,17 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from typing import Any, Self, TypeVar
 
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.prepare import PreparedRequest
-from chunkweave.engine.request import Answer, Request, StreamEvent
+from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodRequest
@@ -115,6 +112,15 @@ class AnswerStream:
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request whose stream has not had its last event."""
+
+    request: RequestState
+    stream: AnswerStream
+    confirmed: bool
+
+
 class AsyncEngine:
     """Answers many requests at once with one engine's model and store; one thread of its own runs the steps.
 
@@ -126,14 +132,15 @@ class AsyncEngine:
         """Start the thread."""
         self._config = config or BatchingConfig()
         self._preparer = engine.preparer
-        self._core = BatchingCore(engine.preparer, self._config, interrupt=lambda: self._urgent)
+        self._checks = engine.shadow_checks
+        self._core = BatchingCore(
+            engine.preparer, self._config, interrupt=lambda: self._urgent, checks=engine.shadow_checks
+        )
         self._changed = threading.Condition()
         self._preparing = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
-        self._open: dict[int, AnswerStream] = {}
-        self._prepared: dict[int, PreparedRequest] = {}
+        self._open: dict[int, _Open] = {}
         self._errands: list[Future[Any]] = []
-        self._unconfirmed: set[int] = set()
         self._numbers = itertools.count()
         self._closing = False
         self._urgent = False
@@ -152,13 +159,13 @@ class AsyncEngine:
         with self._changed:
             stats = self._core.stats
             waiting = max(0, len(self._open) - stats.running)
-            pending = stats.pending - stats.waiting + waiting
+            unconfirmed = [one for one in self._open.values() if not one.confirmed]
             return replace(
                 stats,
                 waiting=waiting,
-                pending=pending,
-                speculating=len(self._unconfirmed),
-                speculations_running=len(self._unconfirmed & self._core.running),
+                pending=stats.pending - stats.waiting + waiting,
+                speculating=len(unconfirmed),
+                speculations_running=sum(one.request.runs for one in unconfirmed),
             )
 
     @property
@@ -204,42 +211,26 @@ class AsyncEngine:
             most = self._core.most_tokens
             prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:
-            return self._submit(self._core.fitting(prepared), arrived_s, limit_s, loop, speculative=speculative)
+            fitting = self._core.fitting(prepared)
+            with self._changed:
+                self._refuse_if_full(speculative=speculative)
+                number = next(self._numbers)
+                stream = AnswerStream(number, self.abort, loop)
+                state = RequestState(
+                    number,
+                    fitting,
+                    partial(self._deliver, stream),
+                    arrived_s,
+                    None if limit_s is None else arrived_s + limit_s,
+                    speculative=speculative,
+                )
+                self._open[number] = _Open(state, stream, confirmed=not speculative)
+                self._urgent = self._urgent or not speculative
+                self._commands.append(lambda: self._core.add(state))
+                self._changed.notify()
         except BaseException:
             self._preparer.abandon(prepared)
             raise
-
-    def _submit(
-        self,
-        prepared: PreparedRequest,
-        arrived_s: float,
-        limit_s: float | None,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        speculative: bool,
-    ) -> AnswerStream:
-        with self._changed:
-            self._refuse_if_full(speculative=speculative)
-            number = next(self._numbers)
-            stream = AnswerStream(number, self.abort, loop, self.confirm)
-            self._open[number] = stream
-            self._prepared[number] = prepared
-            if speculative:
-                self._unconfirmed.add(number)
-            else:
-                self._urgent = True
-            deadline = None if limit_s is None else arrived_s + limit_s
-            submit = partial(
-                self._core.submit,
-                number,
-                prepared,
-                lambda event: self._deliver(stream, event),
-                arrived_s=arrived_s,
-                deadline_s=deadline,
-                speculative=speculative,
-            )
-            self._commands.append(partial(copy_context().run, submit))
-            self._changed.notify()
         return stream
 
     def confirm(self, number: int) -> None:
@@ -250,18 +241,16 @@ class AsyncEngine:
             QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
         """
         with self._changed:
-            if number not in self._open:
-                raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
-            if number not in self._unconfirmed:
+            one = self._known(number)
+            if one.confirmed:
                 return
-            if not self._open[number].begun:
+            if not one.stream.begun:
                 self._refuse_if_full()
-            self._unconfirmed.discard(number)
-            prepared = self._prepared[number]
+            one.confirmed = True
             self._commands.append(lambda: self._if_open(number, self._core.confirm))
             self._changed.notify()
         with self._preparing:
-            self._preparer.confirm(prepared)
+            self._preparer.confirm(one.request.prepared)
 
     def abort(self, number: int) -> None:
         """End a request; its stream raises `RequestAbortedError`.
@@ -270,8 +259,7 @@ class AsyncEngine:
             UnknownRequestError: no request of that id is under way.
         """
         with self._changed:
-            if number not in self._open:
-                raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+            self._known(number)
             self._urgent = True
             self._commands.append(lambda: self._if_open(number, self._core.abort))
             self._changed.notify()
@@ -314,12 +302,17 @@ class AsyncEngine:
     def _refuse_if_full(self, *, speculative: bool = False) -> None:
         if self._closing:
             raise RequestAbortedError("the engine is closed and takes no more requests")
-        others = self._open.keys() - self._core.running
-        waiting = len(others if speculative else others - self._unconfirmed)
+        waiting = sum(not one.request.runs and (speculative or one.confirmed) for one in tuple(self._open.values()))
         if waiting >= self._config.max_waiting:
             raise QueueFullError(
                 f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"
             )
+
+    def _known(self, number: int) -> _Open:
+        one = self._open.get(number)
+        if one is None:
+            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+        return one
 
     def _run_errand(self, future: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
         self._errands.remove(future)
@@ -344,10 +337,6 @@ class AsyncEngine:
         if isinstance(event, Exception) or event.answer is not None:
             with self._changed:
                 self._open.pop(stream.id, None)
-                self._unconfirmed.discard(stream.id)
-                prepared = self._prepared.pop(stream.id, None)
-            if prepared is not None:
-                self._preparer.abandon(prepared)
         stream.deliver(event)
 
     def _work(self) -> None:
@@ -368,8 +357,11 @@ class AsyncEngine:
         self._core.close()
         for errand in self._errands:
             errand.cancel()
-        for number, stream in list(self._open.items()):
-            self._deliver(stream, RequestAbortedError(f"request {number} ended with the engine"))
+        for number, one in list(self._open.items()):
+            self._preparer.abandon(one.request.prepared)
+            self._deliver(one.stream, RequestAbortedError(f"request {number} ended with the engine"))
+        if self._checks is not None:
+            self._checks.close()
 
     def _wait_for_work(self) -> bool:
         """Return once there is something to do, and whether it is not to stop."""

@@ -2,16 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from chunkweave.engine.prefill import Prefetch, PrefillJob, PrefillOptions
+from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
-from chunkweave.engine.request import Deliver, RequestState, StreamEvent
-from chunkweave.engine.runner import Decoding, Runner
+from chunkweave.engine.request import Deliver, Durations, RequestState, RequestStatus, StreamEvent
+from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.errors import (
@@ -20,7 +20,6 @@ from chunkweave.errors import (
     PromptTooLongError,
     RequestAbortedError,
     RequestFailedError,
-    StoreError,
     UnknownRequestError,
     UsageError,
 )
@@ -30,56 +29,6 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.budget import BatchingConfig
 
 logger = logging.getLogger(__name__)
-
-
-class LookAhead:
-    """Prefetches of requests that wait, in at most `max_bytes` of memory. Owned by the core, one thread's.
-
-    A request is looked at once while it waits. What was read for it is its own from its admission on and counts here
-    no more: a running request's segments take their memory whether they were read ahead or not.
-    """
-
-    def __init__(self, runner: Runner, *, max_bytes: int) -> None:
-        """Nothing is read yet. Without a slow level in the store, or without bytes, nothing ever is."""
-        self._runner = runner
-        slow = any(level.background for level in runner.store.levels)
-        self._max_bytes = max_bytes if slow else 0
-        self._waiting: dict[RequestState, Prefetch | None] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are taken for requests that wait. From any thread."""
-        return sum(prefetch.nbytes for prefetch in tuple(self._waiting.values()) if prefetch is not None)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether anything could be read now."""
-        return self.nbytes < self._max_bytes
-
-    def look(self, requests: Iterable[RequestState]) -> None:
-        """Begin to read for those that were not looked at, the first first, as long as there is room."""
-        for request in requests:
-            if not self.has_room:
-                return
-            if request not in self._waiting:
-                self._waiting[request] = self._begin(request)
-
-    def take(self, request: RequestState) -> Prefetch | None:
-        """What was read for a request that waits no longer; whoever takes it closes it."""
-        return self._waiting.pop(request, None)
-
-    def _begin(self, request: RequestState) -> Prefetch | None:
-        prepared = request.prepared
-        try:
-            prefetch = self._runner.prefetch(prepared.prompt, prepared.method, max_bytes=self._max_bytes - self.nbytes)
-        except Exception:  # whatever it is, the request's own prefill finds out, and it alone pays for it
-            logger.warning("nothing is read ahead for request %d", request.id, exc_info=True)
-            return None
-        if prefetch.nbytes:
-            return prefetch
-        prefetch.close()
-        return None
-
 
 Clock = Callable[[], float]
 
@@ -104,52 +53,52 @@ class BatchingCore:
         *,
         clock: Clock = time.perf_counter,
         interrupt: Callable[[], bool] | None = None,
+        checks: ShadowChecks | None = None,
     ) -> None:
-        """Nothing waits yet. `interrupt` is asked between the layers of a step of speculations whether to stop it."""
+        """Nothing waits yet.
+
+        `interrupt` is asked between the layers of a step of speculations whether to stop it. Woven answers are offered
+        to `checks`, which outlive the core.
+        """
         self._preparer = preparer
         self._runner = preparer.runner
         self._config = config
         self._clock = clock
         self._interrupt = interrupt
+        self._checks = checks
         self._scheduler = Scheduler(self._runner.store.tree, config, preempting=self._preempting)
         self.pool = self._scheduler.pool
-        self._look_ahead = LookAhead(self._runner, max_bytes=config.prefetch_bytes)
-        self._requests: dict[int, RequestState] = {}
+        slow = any(level.background for level in self._runner.store.levels)
+        self._prefetch_bytes = config.prefetch_bytes if slow else 0
         self._counts = BatchingStats()
-        shadow = preparer.shadow
-        self._checks = None if shadow is None else ShadowChecks(self._runner, shadow, self.pool)
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
-
-    @property
-    def running(self) -> frozenset[int]:
-        """Ids of the requests that were admitted and have not ended."""
-        return frozenset(request.id for request in self._scheduler.running)
+        return bool(self._scheduler.requests)
 
     @property
     def can_check(self) -> bool:
         """Whether there is an answer to check in the shadow, and time for it."""
         checks = self._checks
-        return checks is not None and bool(checks) and len(self._requests) <= checks.beside
+        return checks is not None and bool(checks) and len(self._scheduler.requests) <= checks.beside
 
     @property
     def stats(self) -> BatchingStats:
         """A snapshot."""
-        use, waiting, running = self.pool.use, self._scheduler.waiting, self._scheduler.running
-        speculations_running = sum(request.speculative for request in running)
+        use = self.pool.use
+        requests = tuple(self._scheduler.requests.values())
+        running = [request for request in requests if request.runs]
         return replace(
             self._counts,
-            waiting=len(waiting),
+            waiting=len(requests) - len(running),
             running=len(running),
             blocks=use.blocks,
             blocks_reserved=use.reserved,
-            pending=len(waiting) + sum(request.job is not None or request.decode is None for request in running),
-            speculating=waiting.speculations + speculations_running,
-            speculations_running=speculations_running,
-            prefetched_bytes=self._look_ahead.nbytes,
+            pending=sum(request.status is not RequestStatus.DECODING for request in requests),
+            speculating=sum(request.speculative for request in requests),
+            speculations_running=sum(request.speculative for request in running),
+            prefetched_bytes=self._prefetched_bytes,
         )
 
     @property
@@ -191,9 +140,11 @@ class BatchingCore:
 
         `prepared` is one that `fitting` gave. A `speculative` one yields to all others until `confirm`.
         """
-        request = RequestState(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative)
+        self.add(RequestState(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative))
+
+    def add(self, request: RequestState) -> None:
+        """Let a new request wait, whose `prepared` is one that `fitting` gave."""
         self._scheduler.add(request)
-        self._requests[number] = request
 
     def confirm(self, number: int) -> None:
         """A speculation is wanted: from now on it is a request like others. A second time is harmless.
@@ -219,11 +170,9 @@ class BatchingCore:
 
     def close(self) -> None:
         """Abort whatever is under way; nothing can be submitted afterwards."""
-        for number in list(self._requests):
+        for number in list(self._scheduler.requests):
             self.abort(number)
-        self._scheduler.close()
-        if self._checks is not None:
-            self._checks.close()
+        self._scheduler.queue.close()
 
     def step(self) -> None:
         """One round: end what is overdue, admit what fits, and run what the budget allows."""
@@ -231,29 +180,27 @@ class BatchingCore:
         self._expire()
         for request in self._scheduler.admit():
             self._begin(request)
-        if self._look_ahead.has_room:
-            self._look_ahead.look(self._scheduler.waiting.next(self._config.prefetch_requests))
+        if self._prefetch_bytes:
+            self._look_ahead()
         for group in self._groups():
             self._run(group)
 
     def check_shadow(self) -> None:
         """One piece of a shadow check, if there is one; whatever comes of it, no request ends by it."""
         if self._checks is not None:
-            self._checks.step()
+            self._checks.step(self.pool)
 
     def check(self) -> None:
-        """Audit blocks and caches.
+        """Audit requests, blocks and caches.
 
         Raises:
             StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
         """
         self._scheduler.check()
-        if len(self._scheduler.waiting) + len(self._scheduler.running) != len(self._requests):
-            raise StoreError("a request neither waits nor runs, or does both")
 
     def _expire(self) -> None:
         now = self._clock()
-        for request in list(self._requests.values()):
+        for request in list(self._scheduler.requests.values()):
             waited = now - request.arrived_s
             if request.deadline_s is not None and now > request.deadline_s:
                 self._count(timed_out=1)
@@ -268,6 +215,34 @@ class BatchingCore:
             return False
         return now - request.waits_since_s > timeout_s
 
+    @property
+    def _prefetched_bytes(self) -> int:
+        """Bytes that are taken for requests that wait; those of running ones are taken anyway. From any thread."""
+        waiting = (one.prefetch for one in tuple(self._scheduler.requests.values()) if not one.runs)
+        return sum(prefetch.nbytes for prefetch in waiting if prefetch is not None)
+
+    def _look_ahead(self) -> None:
+        """Begin to read, from slow levels, what the next requests will need (Cache-Craft §3.5), as far as it fits."""
+        for request in self._scheduler.queue.next(self._config.prefetch_requests):
+            left = self._prefetch_bytes - self._prefetched_bytes
+            if left <= 0:
+                return
+            if not request.looked_ahead:
+                request.looked_ahead = True
+                self._prefetch(request, left)
+
+    def _prefetch(self, request: RequestState, max_bytes: int) -> None:
+        prepared = request.prepared
+        try:
+            prefetch = self._runner.prefetch(prepared.prompt, prepared.method, max_bytes=max_bytes)
+        except Exception:  # whatever it is, the request's own prefill finds out, and it alone pays for it
+            logger.warning("nothing is read ahead for request %d", request.id, exc_info=True)
+            return
+        if prefetch.nbytes:
+            request.prefetch = prefetch
+        else:
+            prefetch.close()
+
     def _begin(self, request: RequestState) -> None:
         if request.admitted_s is None:
             request.admitted_s = self._clock()
@@ -276,7 +251,6 @@ class BatchingCore:
     def _start(self, request: RequestState) -> None:
         prompt = request.prepared.prompt
         room = self.pool.capacity(request) - len(prompt)
-        request.prefetch = self._look_ahead.take(request)
         options = PrefillOptions(
             new_tokens=room,
             generated=request.generated,
@@ -344,24 +318,22 @@ class BatchingCore:
         prefilled = request.job.prefilled
         assert prefilled is not None, "the job is done"
         request.stop_reading()
+        request.status = RequestStatus.DECODING
         if request.decode is not None:
             request.decode.go_on_with(prefilled)
             self._advance(request, prefilled.logits)
             return
-        assert request.admitted_s is not None, "who runs was admitted"
-        queue_s = request.admitted_s - request.arrived_s
-        running = self._preparer.running(request.prepared, prefilled, queue_s=queue_s)
+        decode = self._preparer.start_decoding(request.prepared, prefilled)
         approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
         request.plan = prefilled.plan if approximate else None
-        running.advance(prefilled.logits)
-        request.decode, request.first_token_s = running, self._clock()
-        running.ttft_s = request.first_token_s - request.arrived_s
+        decode.advance(prefilled.logits)
+        request.decode, request.first_token_s = decode, self._clock()
         self._show(request)
         try:
             self._runner.store_new(prefilled)
         except Exception:  # what cannot be stored costs time later, and this request nothing
             logger.exception("what request %d computed is not stored", request.id)
-        running.without_captures()
+        decode.without_captures()
         self._finish_if_done(request)
 
     def _advance(self, request: RequestState, logits: torch.Tensor) -> None:
@@ -377,19 +349,25 @@ class BatchingCore:
         request.shown = len(text)
 
     def _finish_if_done(self, request: RequestState) -> None:
-        running = request.decode
-        if running is None or not running.done:
+        decode = request.decode
+        if decode is None or not decode.done:
             return
-        rest = running.finish()
+        rest = decode.finish()
         try:
-            self._preparer.end(request.prepared, running)
+            self._preparer.end(request.prepared, decode)
         except Exception:  # what cannot be stored costs time in the conversation's next turn
             logger.exception("what request %d said is not stored", request.id)
-        answer = running.answer(self._runner.model.geometry, self._clock() - request.first_token_s)
+        assert request.admitted_s is not None, "who runs was admitted"
+        durations = Durations(
+            ttft_s=request.first_token_s - request.arrived_s,
+            decode_s=self._clock() - request.first_token_s,
+            queue_s=request.admitted_s - request.arrived_s,
+        )
+        answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer))
         if self._checks is not None:
-            self._checks.offer(running, greedy=request.prepared.request.sampling.greedy)
+            self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
 
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
@@ -424,15 +402,12 @@ class BatchingCore:
         self._end(request, error)
 
     def _end(self, request: RequestState, last: StreamEvent | Exception) -> None:
-        if not self._scheduler.end(request):
-            request.prefetch = self._look_ahead.take(request)
-            request.stop_reading()
-        del self._requests[request.id]
+        self._scheduler.end(request)
         self._preparer.abandon(request.prepared)
         request.deliver(last)
 
     def _under_way(self, number: int) -> RequestState:
-        request = self._requests.get(number)
+        request = self._scheduler.requests.get(number)
         if request is None:
             raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
         return request

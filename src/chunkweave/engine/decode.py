@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.registry import HistoryPart
-from chunkweave.conversation.turns import NextTurn
 from chunkweave.engine.prefill import Prefilled
-from chunkweave.engine.request import Answer, Durations, Request, make_report
-from chunkweave.ordering.arrangement import Arranged
-from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.engine.request import Answer, Durations, make_report
 from chunkweave.planning.outcome import explain_plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, SegmentId
+
+if TYPE_CHECKING:
+    from chunkweave.engine.prepare import PreparedRequest
 
 
 class Sampler:
@@ -96,55 +97,36 @@ class DecodeState:
 
     def __init__(
         self,
-        request: Request,
+        prepared: "PreparedRequest",
         prefilled: Prefilled,
         detokenizer: Detokenizer,
         *,
         stop_ids: Collection[int],
-        room: int,
-        queue_s: float,
-        choice: MethodChoice,
-        arranged: Arranged,
         tiers: Mapping[SegmentId, str],
         records: Mapping[SegmentId, SegmentRecord],
         history: tuple[HistoryPart, ...] = (),
-        content: NextTurn | None = None,
-        closing: tuple[int, ...] = (),
     ) -> None:
         """A request without a token yet.
 
         Args:
-            request: what was asked for.
+            prepared: what was asked for, how many tokens it may generate, and why it was prefilled by which method.
             prefilled: its cache, and the logits of the first token.
             detokenizer: turns its tokens into text.
             stop_ids: tokens that end it.
-            room: most tokens that it may generate.
-            queue_s: seconds that it waited before its prefill.
-            choice: why it was prefilled by which method.
-            arranged: how its chunks came to stand where they do.
             tiers: where each reused segment was found.
             records: what was known of the segments that were taken.
             history: of a conversation, what its next turn goes on from, but for this question and answer.
-            content: of a conversation, what its turn put into the prompt.
-            closing: of a conversation, the tokens that end the turn, computed behind the last one of the answer.
         """
         self.prefilled = prefilled
-        self.ttft_s = 0.0
-        """Seconds from its arrival to its first token; set by who measures them."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.history = history
-        self._sampler = Sampler(request.sampling)
+        self._prepared = prepared
+        self._sampler = Sampler(prepared.request.sampling)
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
-        self._room = room
-        self._queue_s = queue_s
-        self._choice = choice
-        self._arranged = arranged
         self._tiers = tiers
         self._records = records
-        self._content = content
-        self._closing = closing
         self._computed = 0
 
     @property
@@ -159,7 +141,7 @@ class DecodeState:
 
     @property
     def _behind(self) -> tuple[int, ...]:
-        return self._closing if self.finish_reason is not None else ()
+        return self._prepared.closing if self.finish_reason is not None else ()
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -175,7 +157,7 @@ class DecodeState:
     @property
     def done(self) -> bool:
         """Whether the answer is complete, and of a conversation the KV of its turn too."""
-        return self.finish_reason is not None and (self._content is None or not self.pending)
+        return self.finish_reason is not None and (self._prepared.turn is None or not self.pending)
 
     def advance(self, logits: torch.Tensor) -> str:
         """Choose the next token from its logits `[vocab]`; returns the text that may be shown now.
@@ -193,7 +175,7 @@ class DecodeState:
         text = self._detokenizer.add(self.token_ids)
         if self._detokenizer.stopped:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._room:
+        elif len(self.token_ids) >= self._prepared.room:
             self.finish_reason = "length"
         return text
 
@@ -204,7 +186,7 @@ class DecodeState:
 
     def without_captures(self) -> None:
         """Forget what the prefill captured, once that is stored; it is as large as the prompt's KV."""
-        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=())
+        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), woven=())
 
     def go_on_with(self, prefilled: Prefilled) -> None:
         """It was prefilled again with its tokens so far; its answer will tell of the first time."""
@@ -214,18 +196,18 @@ class DecodeState:
         """The text that was held back, now that no more comes."""
         return self._detokenizer.finish()
 
-    def answer(self, geometry: Geometry, decode_s: float) -> Answer:
-        """The whole answer, after `decode_s` seconds of decoding, with its report and the reasons for its plan."""
-        durations = Durations(self.ttft_s, decode_s, self._queue_s)
+    def answer(self, geometry: Geometry, durations: Durations) -> Answer:
+        """The whole answer with its report and the reasons for its plan."""
+        prepared = self._prepared
         report = make_report(
             self.prefilled,
             geometry,
             durations,
             len(self.token_ids),
             self._tiers,
-            self._choice,
-            self._arranged,
-            content=self._content,
+            prepared.choice,
+            prepared.arranged,
+            content=None if prepared.turn is None else prepared.turn.content,
         )
         explanation = explain_plan(
             self.prefilled.plan,

@@ -1,22 +1,22 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 from uuid import uuid4
-
-import torch
 
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
-from chunkweave.engine.decode import DecodeState
+from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
 from chunkweave.engine.request import Answer, Request, StreamEvent
-from chunkweave.engine.runner import Decoding, Runner
+from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
 from chunkweave.errors import ConversationEndedError
@@ -28,9 +28,10 @@ from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.store import TieredStore
-from chunkweave.types import Chunk, Geometry
+from chunkweave.types import Chunk
 
 
 class EngineOptions(TypedDict, total=False):
@@ -149,6 +150,14 @@ class Conversation:
         return state
 
 
+_NO_LIMITS = BatchingConfig(
+    max_running=1 << 30, step_tokens=1 << 31, kv_tokens=1 << 50, block_tokens=256, window=0, prefetch_requests=0
+)
+"""A call works on all its requests at once, each pass of a prefill in one step. Caches grow by larger blocks than a
+server's, since no other request waits for what half a block wastes."""
+
+Events = deque[StreamEvent | Exception]
+
 _EVERY_PATH = OrderingConfig(promotion_threshold=None)
 """CRAFT's threshold is for stores of exact paths alone; here what is stored can be woven too."""
 
@@ -221,7 +230,7 @@ class Engine:
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute)
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
-        self._checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
+        self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
         self.preparer = RequestPreparer(
             loaded,
             self.builder,
@@ -301,10 +310,6 @@ class Engine:
         return self._loaded
 
     @property
-    def _geometry(self) -> Geometry:
-        return self._loaded.model.geometry
-
-    @property
     def calibration(self) -> CalibrationRecord | None:
         """What quality targets resolve by; None if this model was not calibrated."""
         return self._chooser.record
@@ -336,6 +341,7 @@ class Engine:
             UsageError: an empty question or chunk, no such order, a ratio outside [0, 1], an unknown method or quality,
                 a quality target without a calibration record, quality `exact` with an approximate method.
             PromptTooLongError: chunks and question do not fit the model's context.
+            RequestFailedError: computing it failed twice; `__cause__` says why.
         """
         sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
         request = Request(question, tuple(chunks), system, sampling, cache_salt, order)
@@ -351,21 +357,14 @@ class Engine:
     ) -> Iterator[StreamEvent]:
         """The answer in pieces as tokens come; the last event carries the whole `Answer`.
 
-        Leaving the iteration early is fine: the prompt's chunks are stored by then.
+        Leaving the iteration early is fine: the prompt's chunks are stored by then. Raises what `generate` raises.
         """
         prepared = self.preparer.prepare(request, MethodRequest.of(method, quality, recompute_ratio))
-        try:
-            running = self._start(prepared, time.perf_counter(), 0.0)
-            started = time.perf_counter()
-            yield StreamEvent(running.text)
-            while not running.done:
-                yield StreamEvent(running.advance(self._decode([running])[0]))
-            rest = running.finish()
-            self.preparer.end(prepared, running)
-            self._offer(prepared, running)
-        finally:
-            self.preparer.abandon(prepared)
-        yield StreamEvent(rest, running.answer(self._geometry, time.perf_counter() - started))
+        with self._core([prepared]) as core:
+            events = _submit(core, 0, prepared, time.perf_counter())
+            while core.busy:
+                core.step()
+                yield from _taken(events)
 
     def generate_batch(
         self,
@@ -381,16 +380,25 @@ class Engine:
 
         Raises:
             UsageError: as `generate`; nothing has been computed then.
+            RequestFailedError: one of them failed twice; `__cause__` says why.
         """
         method_request = MethodRequest.of(method, quality, recompute_ratio)
         prepared: list[PreparedRequest] = []
-        try:
+        answers: list[Answer] = []
+        with self._core(prepared) as core:
             for request in requests:
                 prepared.append(self.preparer.prepare(request, method_request))  # noqa: PERF401  (those begun must be ended)
-            return self._answer(prepared)
-        finally:
-            for one in prepared:
-                self.preparer.abandon(one)
+            arrived_s = time.perf_counter()
+            inboxes = []
+            for number, one in enumerate(prepared):
+                inboxes.append(_submit(core, number, one, arrived_s))
+                while not inboxes[-1]:  # the next one is to find what this one has stored
+                    core.step()
+            while core.busy:
+                core.step()
+            for events in inboxes:
+                answers += [event.answer for event in _taken(events) if event.answer is not None]
+        return answers
 
     def conversation(
         self, conversation_id: str | None = None, *, system: str | None = None, cache_salt: str = ""
@@ -445,40 +453,32 @@ class Engine:
 
         What is found stands in `shadow.stats`, and may switch weaving off.
         """
-        if self._checks is not None:
-            self._checks.run()
+        if self.shadow_checks is not None:
+            self.shadow_checks.run()
 
-    def _offer(self, prepared: PreparedRequest, running: DecodeState) -> None:
-        if self._checks is not None:
-            self._checks.offer(running, greedy=prepared.request.sampling.greedy)
+    @contextmanager
+    def _core(self, prepared: Sequence[PreparedRequest]) -> Iterator[BatchingCore]:
+        """The step loop of one call; at its end, whatever has not ended of `prepared` is given up."""
+        core = BatchingCore(self.preparer, _NO_LIMITS, checks=self.shadow_checks)
+        try:
+            yield core
+        finally:
+            core.close()
+            for one in prepared:
+                self.preparer.abandon(one)
 
-    def _answer(self, prepared: Sequence[PreparedRequest]) -> list[Answer]:
-        """Prefill one after the other, decode together."""
-        arrived = time.perf_counter()
-        batch = [self._start(one, arrived, time.perf_counter() - arrived) for one in prepared]
-        started = time.perf_counter()
-        while active := [running for running in batch if not running.done]:
-            for running, logits in zip(active, self._decode(active), strict=True):
-                running.advance(logits)
-        elapsed = time.perf_counter() - started
-        for one, running in zip(prepared, batch, strict=True):
-            running.finish()
-            self.preparer.end(one, running)
-            self._offer(one, running)
-        return [running.answer(self._geometry, elapsed) for running in batch]
 
-    def _start(self, prepared: PreparedRequest, arrived: float, queue_s: float) -> DecodeState:
-        """Prefill one request, choose its first token, and store what was computed."""
-        new_tokens = prepared.room + len(prepared.closing)
-        prefilled = self.runner.prefill(
-            prepared.prompt, prepared.method, new_tokens=new_tokens, history=prepared.history
-        )
-        running = self.preparer.running(prepared, prefilled, queue_s=queue_s)
-        running.advance(prefilled.logits)
-        running.ttft_s = time.perf_counter() - arrived
-        self.runner.store_new(prefilled)
-        return running
+def _submit(core: BatchingCore, number: int, prepared: PreparedRequest, arrived_s: float) -> Events:
+    """Let a request wait; returns where its events will be."""
+    events: Events = deque()
+    core.submit(number, prepared, events.append, arrived_s=arrived_s, deadline_s=None)
+    return events
 
-    def _decode(self, active: Sequence[DecodeState]) -> torch.Tensor:
-        rows = [Decoding(running.prefilled.cache, running.pending, running.position) for running in active]
-        return self.runner.step(rows, [])
+
+def _taken(events: Events) -> Iterator[StreamEvent]:
+    """Take out the events that are there; raises why there is no answer, if that is one of them."""
+    while events:
+        event = events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        yield event

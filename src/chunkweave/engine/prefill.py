@@ -12,14 +12,13 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
-from chunkweave.conversation.turns import with_history
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, too_slow, without
-from chunkweave.planning.method import ReuseMethod
+from chunkweave.planning.method import ReuseMethod, with_history
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
 from chunkweave.store.lease import TieredLease

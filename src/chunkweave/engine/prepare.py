@@ -120,34 +120,28 @@ class RequestPreparer:
         """A speculative request is asked for."""
         self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
-    def end(self, prepared: PreparedRequest, running: DecodeState) -> None:
+    def end(self, prepared: PreparedRequest, decode: DecodeState) -> None:
         """Keep a complete answer for its conversation, if it is one's."""
         if prepared.turn is not None:
-            self.turn_builder.end(prepared.turn, running)
+            self.turn_builder.end(prepared.turn, decode)
 
     def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
             self.turn_builder.abandon(prepared.turn)
 
-    def running(self, prepared: PreparedRequest, prefilled: Prefilled, *, queue_s: float) -> DecodeState:
+    def start_decoding(self, prepared: PreparedRequest, prefilled: Prefilled) -> DecodeState:
         """A prefilled request without a token yet. Call it before what was loaded is promoted and what is new stored:
         where segments were found is noted here, and storing may evict them.
         """
         return DecodeState(
-            prepared.request,
+            prepared,
             prefilled,
             Detokenizer(self.loaded.tokenizer.decode, prepared.request.sampling.stop),
             stop_ids=self.loaded.tokenizer.stop_ids,
-            room=prepared.room,
-            queue_s=queue_s,
-            choice=prepared.choice,
-            arranged=prepared.arranged,
             tiers=self._tiers(prefilled),
             records=self._records(prefilled),
             history=() if prepared.turn is None else history_after(prefilled, prepared.turn),
-            content=None if prepared.turn is None else prepared.turn.content,
-            closing=prepared.closing,
         )
 
     def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from chunkweave.config import SamplingParams
@@ -157,41 +158,64 @@ Deliver = Callable[[StreamEvent | Exception], None]
 """Takes each event of a request as it comes; the last one has the answer, or is the reason why there is none."""
 
 
+class RequestStatus(Enum):
+    """Where a request is between its arrival and its end. Only the scheduler and the core change it."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request's state; only the core changes it.
+    """One request of a batching engine, from its arrival to its end.
 
-    Times are those of the core's clock. It waits, or is prefilled (`job`), or decodes; it holds blocks unless it waits.
-    `decode` is there from its first token on, preempted or not. `plan` is what it was woven by, if another plan could
-    give other tokens. Once it has failed it runs `apart` from all others. `shown` is how much text was delivered.
-    As long as it is `speculative` it yields to all that are not. Time in the queue counts from `waits_since_s`: its
-    arrival, or when it was confirmed. `number` is its place in the order of arrival, or of confirmation; speculations
-    have an order of their own. `prefetch` is what was read ahead for its prefill.
-    `context` is that of its submission: what is done for it alone is done there, so that logs tell whose it is.
+    It waits, is prefilled (`job`) or decodes, and holds `blocks` of KV memory unless it waits. Times are those of the
+    core's clock.
     """
 
     id: int
     prepared: "PreparedRequest"
     deliver: Deliver
     arrived_s: float
-    deadline_s: float | None
-    number: int = field(init=False)
-    waiting: "Waiting[RequestState] | None" = None
+    deadline_s: float | None = None
+    speculative: bool = False
+    """Nobody has asked for it yet: it yields to all requests that are not."""
+    status: RequestStatus = RequestStatus.WAITING
+    number: int = -1
+    """Its place in the order of arrival, or of confirmation; speculative requests have an order of their own."""
+    place: "Waiting[RequestState] | None" = None
+    """Its place in the cache-aware queue, kept while it runs."""
+    waits_since_s: float = field(init=False)
+    """Since when its time in the queue counts: its arrival, or when it was confirmed."""
     admitted_s: float | None = None
     first_token_s: float = 0.0
-    job: "PrefillJob | None" = None
-    decode: "DecodeState | None" = None
-    plan: Plan | None = None
-    passed_over: int = 0
-    apart: bool = False
-    shown: int = 0
-    speculative: bool = False
-    waits_since_s: float = field(init=False)
     prefetch: "Prefetch | None" = None
+    looked_ahead: bool = False
+    """Whether its segments were read ahead, or would have been, while it waits."""
+    blocks: int = 0
+    job: "PrefillJob | None" = None
+    passed_over: int = 0
+    """Steps in a row in which its prefill got nothing."""
+    decode: "DecodeState | None" = None
+    """From its first token on, preempted or not."""
+    plan: Plan | None = None
+    """What it was woven by, if another plan could give other tokens."""
+    apart: bool = False
+    """It has failed once, and runs apart from all others."""
+    shown: int = 0
+    """Characters of its text that were delivered."""
     context: Context = field(default_factory=copy_context)
+    """That of its submission: what is done for it alone is done there, so that logs tell whose it is."""
 
     def __post_init__(self) -> None:
         self.waits_since_s = self.arrived_s
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was admitted and has not ended."""
+        return self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING)
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -210,6 +234,7 @@ class RequestState:
 
     def stop_reading(self) -> None:
         """End what is read for its prefill, and that with it; a second time is harmless."""
+        self.looked_ahead = False
         if self.job is not None:
             self.job.close()
             self.job = None

@@ -1,14 +1,19 @@
-"""Who waits, who runs, who gives its memory up for whom, and what a step runs. It decides; the core computes."""
+"""Who waits, who runs, who gives its memory up for whom, and what a step runs. It decides; the core computes.
+
+Imports no torch.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from chunkweave.engine.blocks import BlockPool
-from chunkweave.engine.request import RequestState
+from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.errors import StoreError
 from chunkweave.scheduling.budget import BatchingConfig, Prefilling, TokenBudget
 from chunkweave.scheduling.queue import CacheAwareQueue, StoredPrefixes
+
+Fits = Callable[[RequestState], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,6 @@ class BatchingStats:
     prefetched_bytes: int = 0
 
 
-Fits = Callable[[RequestState], bool]
-
-
 class RequestQueue:
     """The cache-aware queue, and behind it the speculations, first come first served.
 
@@ -65,27 +67,22 @@ class RequestQueue:
         """How many of those that wait are confirmed."""
         return len(self._queue)
 
-    @property
-    def speculations(self) -> int:
-        """How many of those that wait are not confirmed."""
-        return len(self._speculations)
-
     def add(self, request: RequestState) -> None:
         """Let a request wait, and give it its number."""
         if request.speculative:
             request.number = next(self._numbers)
             self._speculations[request.number] = request
         else:
-            request.waiting = self._queue.submit(request, request.path, len(request.prepared.prompt))
-            request.number = request.waiting.number
+            request.place = self._queue.submit(request, request.path, len(request.prepared.prompt))
+            request.number = request.place.number
 
     def put_back(self, request: RequestState) -> None:
         """Let a request that was taken out wait again in its old place."""
         if request.speculative:
             self._speculations[request.number] = request
         else:
-            assert request.waiting is not None, "it had a place in the queue"
-            self._queue.put_back(request.waiting)
+            assert request.place is not None, "it had a place in the queue"
+            self._queue.put_back(request.place)
 
     def confirm(self, request: RequestState) -> None:
         """A speculation becomes a request like others, whether it waits or runs."""
@@ -94,8 +91,8 @@ class RequestQueue:
         if waits:
             self.add(request)
         else:
-            request.waiting = self._queue.place(request, request.path, len(request.prepared.prompt))
-            request.number = request.waiting.number
+            request.place = self._queue.place(request, request.path, len(request.prepared.prompt))
+            request.number = request.place.number
 
     def remove(self, request: RequestState) -> None:
         """A request is given up; one that does not wait is left alone."""
@@ -106,8 +103,8 @@ class RequestQueue:
 
     def pop(self, fits: Fits) -> RequestState | None:
         """Take out the confirmed request that is served next among those that fit."""
-        waiting = self._queue.pop(lambda one: fits(one.request))
-        return None if waiting is None else waiting.request
+        place = self._queue.pop(lambda one: fits(one.request))
+        return None if place is None else place.request
 
     def pop_speculation(self, fits: Fits) -> RequestState | None:
         """Take out the oldest speculation if it fits, and if nobody else waits."""
@@ -118,16 +115,16 @@ class RequestQueue:
 
     def next(self, count: int) -> list[RequestState]:
         """The confirmed requests that are served next as things stand."""
-        return [waiting.request for waiting in self._queue.next(count)]
+        return [place.request for place in self._queue.next(count)]
 
     def close(self) -> None:
-        """Follow the tree no longer; the room is of no use afterwards."""
+        """Follow the tree no longer; the queue is of no use afterwards."""
         self._queue.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """Those that decode, and prefills with how many tokens of each are taken."""
+    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills."""
 
     decoding: Sequence[RequestState]
     pieces: Sequence[tuple[RequestState, int]]
@@ -138,34 +135,8 @@ class StepGroup:
         return [*self.decoding, *(request for request, _ in self.pieces)]
 
 
-def share_step(requests: Sequence[RequestState], budget: TokenBudget) -> StepGroup:
-    """What of `requests` goes into a step; notes in each prefill whether it was passed over."""
-    decoding = [request for request in requests if request.job is None]
-    prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
-    seen = [
-        Prefilling(number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over)
-        for number, (request, job) in prefilling.items()
-    ]
-    pieces = [(prefilling[piece.number][0], piece.tokens) for piece in budget.pieces(len(decoding), seen)]
-    chosen = {request for request, _ in pieces}
-    for request, _ in prefilling.values():
-        request.passed_over = 0 if request in chosen else request.passed_over + 1
-    return StepGroup(decoding, pieces)
-
-
-def groups_of(requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
-    """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
-    ready = [request for request in requests if request.job is None or not request.job.loading]
-    together = [request for request in ready if not request.apart]
-    groups = [share_step(together, budget), *(share_step([request], budget) for request in ready if request.apart)]
-    groups = [group for group in groups if group.requests]
-    if not groups and requests:
-        return [share_step(requests[:1], budget)]
-    return groups
-
-
 class Scheduler:
-    """Requests between admission and end, and the blocks that those hold which run.
+    """Owns the requests from their arrival to their end, and the blocks that those hold which run.
 
     A request is admitted if what is known of it fits, and grows as it decodes. Where no block is left, the youngest
     request gives its KV up and waits again with its tokens kept. The oldest is never preempted for others, and no
@@ -178,8 +149,10 @@ class Scheduler:
     ) -> None:
         """Nothing waits yet. `preempting` is told of a request that is about to lose its memory."""
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
-        self.waiting = RequestQueue(tree, window=config.window)
-        self._running: list[RequestState] = []
+        self.queue = RequestQueue(tree, window=config.window)
+        self.requests: dict[int, RequestState] = {}
+        """All that wait or run, by id."""
+        self._running: list[RequestState] = []  # in the order of admission
         self._preempting = preempting
         self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
         self._spare = TokenBudget(tokens=config.tokens_of_speculations, max_running=config.max_running)
@@ -191,13 +164,14 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         """Let a new request wait."""
-        self.waiting.add(request)
+        self.requests[request.id] = request
+        self.queue.add(request)
 
     def confirm(self, request: RequestState) -> None:
         """A speculation is a request like others from now on."""
-        if request in self._running and self.waiting.requests:
+        if request.runs and self.queue.requests:
             self._preempt(request)  # others wait for its memory, or for more: the queue says who is next
-        self.waiting.confirm(request)
+        self.queue.confirm(request)
 
     def admit(self) -> Iterator[RequestState]:
         """Each request that is admitted now, with blocks of its own; it is to be started before the next one is taken.
@@ -206,23 +180,23 @@ class Scheduler:
         speculations that still fit.
         """
         while len(self._running) - len(self._speculations()) < self._budget.max_running:
-            request = self.waiting.pop(self._fits_without_speculations)
+            request = self.queue.pop(self._fits_without_speculations)
             if request is None:
                 break
             while len(self._running) >= self._budget.max_running or not self.pool.fits(request.tokens):
                 self._preempt(_youngest(self._speculations()))
-            yield self._seated(request)
+            yield self._admitted(request)
         while len(self._running) < self._budget.max_running:
-            request = self.waiting.pop_speculation(lambda one: self.pool.fits(one.tokens))
+            request = self.queue.pop_speculation(lambda one: self.pool.fits(one.tokens))
             if request is None:
                 break
-            yield self._seated(request)
+            yield self._admitted(request)
 
     def groups(self) -> list[StepGroup]:
         """What this step runs: the requests that were asked for, or else, with what time is to spare, speculations."""
         for speculative, budget in ((False, self._budget), (True, self._spare)):
             self._make_room(speculative=speculative)
-            groups = groups_of([request for request in self._running if request.speculative is speculative], budget)
+            groups = _groups([one for one in self._running if one.speculative is speculative], budget)
             if groups:
                 return groups
         return []
@@ -230,32 +204,35 @@ class Scheduler:
     def put_back(self, request: RequestState) -> None:
         """Let a running request wait again, with its tokens kept and nothing else."""
         self._stop(request)
-        self.waiting.put_back(request)
+        request.status = RequestStatus.WAITING
+        self.queue.put_back(request)
 
-    def end(self, request: RequestState) -> bool:
-        """A request neither waits nor runs any more; returns whether it ran."""
-        if request in self._running:
+    def end(self, request: RequestState) -> None:
+        """A request neither waits nor runs any more."""
+        if request.runs:
             self._stop(request)
-            return True
-        self.waiting.remove(request)
-        return False
+        else:
+            request.stop_reading()
+            self.queue.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.id]
 
     def check(self) -> None:
-        """Audit blocks and caches.
+        """Audit requests, blocks and caches.
 
         Raises:
             StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
         """
-        self.pool.check()
-        if set(self.pool.held) != set(self._running):
+        self.pool.check(self.requests.values())
+        runs = {one for one in self.requests.values() if one.runs}
+        if runs != set(self._running) or len(self.queue) + len(runs) != len(self.requests):
+            raise StoreError("a request neither waits nor runs, or does both")
+        if {one for one in self.requests.values() if one.blocks} != runs:
             raise StoreError("blocks are not held by the running requests")
         for request in self._running:
-            if request.decode is not None and request.decode.prefilled.cache.capacity > self.pool.capacity(request):
+            decode = request.decode
+            if decode is not None and decode.prefilled.cache.capacity > self.pool.capacity(request):
                 raise StoreError(f"the cache of request {request.id} is larger than its blocks")
-
-    def close(self) -> None:
-        """Nothing can wait afterwards."""
-        self.waiting.close()
 
     def _speculations(self) -> list[RequestState]:
         return [request for request in self._running if request.speculative]
@@ -263,17 +240,18 @@ class Scheduler:
     def _fits_without_speculations(self, request: RequestState) -> bool:
         return self.pool.fits(request.tokens, without=self._speculations())
 
-    def _seated(self, request: RequestState) -> RequestState:
+    def _admitted(self, request: RequestState) -> RequestState:
         reserved = self.pool.reserve(request, request.tokens)
         assert reserved, "only what fits is admitted"
+        request.status = RequestStatus.PREFILLING
         self._running.append(request)
         return request
 
     def _make_room(self, *, speculative: bool) -> None:
         """Let decoding requests of one kind have room for their last token's KV, the oldest first."""
         kind = [request for request in self._running if request.speculative is speculative]
-        for request in sorted(kind, key=lambda request: request.number):
-            while request.job is None and request in self._running:
+        for request in sorted(kind, key=lambda one: one.number):
+            while request.status is RequestStatus.DECODING:
                 assert request.decode is not None, "who decodes has a token"
                 if self.pool.grow(request, request.decode.position + len(request.decode.pending)):
                     request.decode.prefilled.cache.grow(self.pool.capacity(request))
@@ -296,3 +274,29 @@ class Scheduler:
 
 def _youngest(requests: Sequence[RequestState]) -> RequestState:
     return max(requests, key=lambda request: request.number)
+
+
+def _groups(requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
+    """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
+    ready = [request for request in requests if request.job is None or not request.job.loading]
+    together = [request for request in ready if not request.apart]
+    groups = [_share_step(together, budget), *(_share_step([one], budget) for one in ready if one.apart)]
+    groups = [group for group in groups if group.requests]
+    if not groups and requests:
+        return [_share_step(requests[:1], budget)]
+    return groups
+
+
+def _share_step(requests: Sequence[RequestState], budget: TokenBudget) -> StepGroup:
+    """What of `requests` goes into a step; notes in each prefill whether it was passed over."""
+    decoding = [request for request in requests if request.job is None]
+    prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
+    seen = [
+        Prefilling(number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over)
+        for number, (request, job) in prefilling.items()
+    ]
+    pieces = [(prefilling[piece.number][0], piece.tokens) for piece in budget.pieces(len(decoding), seen)]
+    chosen = {request for request, _ in pieces}
+    for request, _ in prefilling.values():
+        request.passed_over = 0 if request in chosen else request.passed_over + 1
+    return StepGroup(decoding, pieces)

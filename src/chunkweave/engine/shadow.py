@@ -86,15 +86,14 @@ class ShadowCheck:
 class ShadowChecks:
     """The answers that wait to be checked, and the one that is being checked. Owned by the thread that runs the model.
 
-    Whatever goes wrong with a check is counted and logged, and concerns no answer. With a `pool`, a check borrows its
-    KV memory there, and ends without a result when a request needs it.
+    Whatever goes wrong with a check is counted and logged, and concerns no answer.
     """
 
-    def __init__(self, runner: Runner, monitor: ShadowMonitor, pool: BlockPool | None = None) -> None:
+    def __init__(self, runner: Runner, monitor: ShadowMonitor) -> None:
         """Nothing to check yet."""
         self._runner = runner
         self._monitor = monitor
-        self._pool = pool
+        self._pool: BlockPool | None = None
         self._pending: deque[Woven] = deque()
         self._check: ShadowCheck | None = None
 
@@ -107,25 +106,28 @@ class ShadowChecks:
         """How many requests may be under way while a check goes on."""
         return self._monitor.config.beside
 
-    def offer(self, running: DecodeState, *, greedy: bool) -> None:
+    def offer(self, decode: DecodeState, *, greedy: bool) -> None:
         """A request was answered; if it was woven and its turn has come, it waits to be checked."""
-        prefilled, config = running.prefilled, self._monitor.config
+        prefilled, config = decode.prefilled, self._monitor.config
         if all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
             return
         if len(self._pending) >= config.most_pending:
             self._monitor.drop()
             return
-        tokens = running.token_ids[: config.compared_tokens] if greedy else ()
+        tokens = decode.token_ids[: config.compared_tokens] if greedy else ()
         try:
             self._pending.append(Woven(prefilled.prompt, prefilled.logits.clone(), tuple(tokens)))
         except Exception:  # the boundary between a check and the answers
             logger.warning("there is no shadow check of an answer", exc_info=True)
             self._monitor.fail()
 
-    def step(self) -> None:
-        """One piece of a check, if there is one."""
+    def step(self, pool: BlockPool | None = None) -> None:
+        """One piece of a check, if there is one.
+
+        With a `pool`, a check borrows its KV memory there, and ends without a result when a request needs it.
+        """
         try:
-            if self._check is None and not self._begin():
+            if self._check is None and not self._begin(pool):
                 return
             assert self._check is not None, "a check has begun"
             divergence = self._check.step(self._monitor.config.slice_tokens)
@@ -152,14 +154,15 @@ class ShadowChecks:
             self._taken_back()
             self._end()
 
-    def _begin(self) -> bool:
+    def _begin(self, pool: BlockPool | None) -> bool:
         if not self._pending:
             return False
         woven = self._pending.popleft()
         tokens = len(woven.prompt) + len(woven.token_ids)
-        if self._pool is not None and not self._pool.lend(tokens, self._taken_back):
+        if pool is not None and not pool.lend(tokens, self._taken_back):
             self._monitor.drop()
             return False
+        self._pool = pool
         self._check = ShadowCheck(self._runner, woven)
         return True
 
@@ -176,3 +179,4 @@ class ShadowChecks:
             self._check = None
         if self._pool is not None:
             self._pool.give_back()
+            self._pool = None
