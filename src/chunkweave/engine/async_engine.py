@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -215,7 +216,7 @@ class AsyncEngine:
             with self._changed:
                 self._refuse_if_full(speculative=speculative)
                 number = next(self._numbers)
-                stream = AnswerStream(number, self.abort, loop)
+                stream = AnswerStream(number, self.abort, loop, self.confirm)
                 state = RequestState(
                     number,
                     fitting,
