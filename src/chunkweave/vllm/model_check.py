@@ -1,11 +1,12 @@
-"""The start-up gate: weaving is switched on only where this worker's own model shows that it comes out right.
+"""Which model vLLM has loaded, whether it can be woven, and whether weaving it comes out right.
 
-Two things must hold on random tokens (one of them alone misses faults of the other): with every token active, each way
-to run a pass equals vLLM's own forward, and a chunk's KV, read, turned back, turned to another position and written,
-equals what vLLM computes at that position.
+At start-up each worker tries weaving on random tokens; two things must hold (one of them alone misses faults of the
+other). With every token active, each way to run a pass equals vLLM's own forward. And a chunk's KV, read, rotated back,
+rotated to another position and written, equals what vLLM computes at that position.
 """
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,46 @@ from chunkweave.vllm.weave import WeaveJob
 
 logger = logging.getLogger("vllm.chunkweave")
 
-
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse what weaving cannot handle before its layers are used.
+
+    Raises:
+        UnsupportedModelError: model or configuration have such a feature; the message names it.
+    """
+    reason = next(_unsupported(model, config, kv_cache_config), None)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be woven here: {reason}")
+
+
+def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if type(model).__name__ not in SUPPORTED:
+        yield f"the architecture is not one of {', '.join(SUPPORTED)}"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        yield "pipeline parallelism would need hidden-state transfer"
+    if config.speculative_config is not None:
+        yield "with speculative decoding drafts have a KV cache of their own"
+    if config.model_config.is_multimodal_model:
+        yield "multimodal prompts have parts that are not tokens"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        yield "hybrid KV cache groups are not uniform over layers"
+    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        yield f"{type(groups[0].kv_cache_spec).__name__} is not full attention"
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if any(attention.rotary_emb is not attentions[0].rotary_emb for attention in attentions):
+        yield "its layers rotate by different angles"
+    rotary = type(attentions[0].rotary_emb).__name__
+    if any(word in rotary for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
+        yield f"{rotary} depends on more than a token's position"
+    if getattr(attentions[0], "do_llama_4_scaling", False):
+        yield "its queries are scaled by their position"
+    windows = [getattr(attention.attn.impl, "sliding_window", None) for attention in attentions]
+    if any(window not in (None, -1, (-1, -1)) for window in windows):
+        yield "it attends within a sliding window"
+
 
 _TOKENS = 40
 _SHIFT = 13
@@ -37,10 +76,10 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def check(layers: StockLayers) -> None:
-    """Try both on blocks whose contents are put back afterwards.
+    """Try weaving on blocks whose contents are restored afterwards.
 
     Raises:
-        UnsupportedModelError: one does not hold; the message says which, and how far off it is.
+        UnsupportedModelError: the result differs from vLLM's own; the message says where, and by how much.
     """
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
@@ -84,31 +123,19 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     layers.forward(ids.to(layers.device), there, layers.activate(here, tables[0]))
     expected = [layers.paged.read(layer, tables[0].slots(here)) for layer in range(layers.num_layers)]
     before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
-    chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("gate"))
+    chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("check"))
     spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
     plan = Plan(
         "full-reuse",
-        (PartPlan(before, spans[0], KVSource.COMPUTED), PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("gate"))),
+        (PartPlan(before, spans[0], KVSource.COMPUTED), PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("check"))),
         (Pass((spans[0],)),),
     )
-    source = SegmentKV(torch.stack(stored).cpu())
-    job = WeaveJob(
-        layers,
-        tables[1],
-        plan,
-        [Placement(spans[1], source)],
-        before.token_ids + chunk.token_ids,
-        first=0,
-        stop=spans[1].stop,
-    )
-    job.run()
+    placed = [Placement(spans[1], SegmentKV(torch.stack(stored).cpu()))]
+    prompt = before.token_ids + chunk.token_ids
+    WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):
-        _compare(
-            f"KV shifted to another position, layer {layer},",
-            layers,
-            wanted,
-            layers.paged.read(layer, tables[1].slots(there)),
-        )
+        found = layers.paged.read(layer, tables[1].slots(there))
+        _compare(f"KV shifted to another position, layer {layer},", layers, wanted, found)
 
 
 def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:
@@ -137,10 +164,10 @@ def model_folder(config: VllmConfig) -> Path | None:
 
 
 def usual_start(model: ModelConfig) -> tuple[int, ...]:
-    """The token ids that belong to nobody at the beginning of a prompt: START, as the project's own engine makes it.
+    """The leading tokens of a prompt that are part of no chunk, as the project's own engine makes them.
 
-    That is what the model's tokenizer puts before a text. A config may name a BOS that the tokenizer does not add
-    (Qwen2.5); so the config is asked only where there is no tokenizer.
+    They are what the model's tokenizer puts before a text. A config may name a BOS that the tokenizer does not add
+    (Qwen2.5), so it is read only where there is no tokenizer.
     """
     bos = getattr(model.hf_config, "bos_token_id", None)
     named = (bos,) if isinstance(bos, int) else ()
@@ -175,44 +202,3 @@ def _folder(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
-
-
-def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what weaving cannot handle before its layers are taken.
-
-    Raises:
-        UnsupportedModelError: model or configuration have such a feature; the message names it.
-    """
-    name = type(model).__name__
-    reasons = [
-        (name not in SUPPORTED, f"the architecture is not one of {', '.join(SUPPORTED)}"),
-        (config.parallel_config.pipeline_parallel_size > 1, "pipeline parallelism would need hidden-state transfer"),
-        (config.speculative_config is not None, "with speculative decoding drafts have a KV cache of their own"),
-        (config.model_config.is_multimodal_model, "multimodal prompts have parts that are not tokens"),
-        (len(kv_cache_config.kv_cache_groups) != 1, "hybrid KV cache groups are not uniform over layers"),
-    ]
-    reasons += [
-        (
-            not isinstance(group.kv_cache_spec, FullAttentionSpec),
-            f"{type(group.kv_cache_spec).__name__} is not full attention",
-        )
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    for bad, reason in reasons:
-        if bad:
-            raise UnsupportedModelError(f"{name} cannot be woven here: {reason}")
-    _check_layers(name, model)
-
-
-def _check_layers(name: str, model: Any) -> None:
-    rotary = {id(layer.self_attn.rotary_emb) for layer in model.model.layers}
-    if len(rotary) != 1:
-        raise UnsupportedModelError(f"{name} cannot be woven here: its layers rotate by different angles")
-    kind = type(model.model.layers[0].self_attn.rotary_emb).__name__
-    if any(word in kind for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
-        raise UnsupportedModelError(f"{name} cannot be woven here: {kind} depends on more than a token's position")
-    if getattr(model.model.layers[0].self_attn, "do_llama_4_scaling", False):
-        raise UnsupportedModelError(f"{name} cannot be woven here: its queries are scaled by their position")
-    windows = [getattr(layer.self_attn.attn.impl, "sliding_window", None) for layer in model.model.layers]
-    if any(window not in (None, -1, (-1, -1)) for window in windows):
-        raise UnsupportedModelError(f"{name} cannot be woven here: it attends within a sliding window")

@@ -1,10 +1,11 @@
-"""Reading and writing vLLM's paged KV cache without knowing how a backend lays it out.
+"""Reading and writing vLLM's paged KV cache without knowing how a backend lays it out, and rotating its keys.
 
 Writing goes through the backend's own `do_kv_cache_update`. Reading needs the inverse, which no backend offers; so it
 is learnt: a block is written with the number of each of its elements, and what then lies where is looked up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ _DIGIT = 128
 class PagedKV:
     """The KV cache of all attention layers of one worker; slots are `block * block_size + offset`, as in vLLM.
 
-    Owns no memory: the tensors are vLLM's. `block_size` is the scheduler's; a backend may cut its blocks smaller, which
-    changes no slot.
+    Owns no memory: the tensors are vLLM's. `block_size` is the scheduler's; a backend may cut its blocks smaller, to
+    `kernel_block` tokens, which changes no slot.
     """
 
     def __init__(self, layers: Sequence[Any], block_size: int) -> None:
@@ -44,9 +45,9 @@ class PagedKV:
         self.block_size = block_size
         first = layers[0]
         cache = first.kv_cache
-        self._kernel_block = int(cache.shape[2])
+        self.kernel_block = int(cache.shape[2])
         self.shape = (int(first.num_kv_heads), int(first.head_size))
-        expected = (self.shape[0], self._kernel_block, 2 * self.shape[1])
+        expected = (self.shape[0], self.kernel_block, 2 * self.shape[1])
         if cache.dim() != 4 or tuple(cache.shape[1:]) != expected or not cache.is_floating_point():
             raise UnsupportedModelError(
                 f"a KV cache of shape {tuple(cache.shape)} and type {cache.dtype} cannot be read; chunkweave needs "
@@ -54,14 +55,9 @@ class PagedKV:
             )
         self.dtype: torch.dtype = cache.dtype
         self.device: torch.device = cache.device
-        self.num_slots = int(cache.shape[0]) * self._kernel_block
+        self.num_slots = int(cache.shape[0]) * self.kernel_block
         self._places = self._learn()
         self._verify()
-
-    @property
-    def kernel_block(self) -> int:
-        """Tokens of a block as the backend's kernels count them."""
-        return self._kernel_block
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put rotated `keys` and `values` `[tokens, kv_heads, head_dim]` into `slots` `[tokens]` of one layer."""
@@ -71,20 +67,27 @@ class PagedKV:
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Rotated keys and values of `slots` `[tokens]` of one layer, `[2, tokens, kv_heads, head_dim]`, a copy."""
         cache = self._layers[layer].kv_cache
-        blocks, rows = torch.unique(slots // self._kernel_block, return_inverse=True)
+        blocks, rows = torch.unique(slots // self.kernel_block, return_inverse=True)
         raw = cache[blocks].reshape(len(blocks), -1)
         tokens = raw[:, self._places.view(-1)].view(len(blocks), *self._places.shape)
-        found: torch.Tensor = tokens[rows, slots % self._kernel_block].transpose(0, 1)
+        found: torch.Tensor = tokens[rows, slots % self.kernel_block].transpose(0, 1)
         return found
 
-    def preserved(self, slots: torch.Tensor) -> "PreservedBlocks":
-        """A guard that puts the blocks of `slots` back as they were, in every layer."""
-        return PreservedBlocks([layer.kv_cache for layer in self._layers], torch.unique(slots // self._kernel_block))
+    @contextmanager
+    def preserved(self, slots: torch.Tensor) -> Iterator[None]:
+        """On leaving, the blocks of `slots` hold what they held on entering, in every layer."""
+        blocks = torch.unique(slots // self.kernel_block)
+        kept = [layer.kv_cache[blocks].clone() for layer in self._layers]
+        try:
+            yield
+        finally:
+            for layer, content in zip(self._layers, kept, strict=True):
+                layer.kv_cache[blocks] = content
 
     def _learn(self) -> torch.Tensor:
         """Place of each element in a flattened block, `[tokens, 2, kv_heads, head_dim]`."""
-        tokens, (heads, dim) = self._kernel_block, self.shape
-        block = self.num_slots // self._kernel_block - 1
+        tokens, (heads, dim) = self.kernel_block, self.shape
+        block = self.num_slots // self.kernel_block - 1
         slots = torch.arange(block * tokens, (block + 1) * tokens, device=self.device)
         numbers = torch.arange(tokens * 2 * heads * dim, device=self.device).view(tokens, 2, heads, dim)
         found = torch.zeros(numbers.numel(), dtype=torch.long, device=self.device)
@@ -102,9 +105,9 @@ class PagedKV:
     def _verify(self) -> None:
         """Write random KV to scattered slots of two blocks, and read it back, in the first and the last layer."""
         generator = torch.Generator().manual_seed(0)
-        block = self.num_slots // self._kernel_block - 2
-        slots = torch.randperm(2 * self._kernel_block, generator=generator)[: self._kernel_block + 3]
-        slots = slots.to(self.device) + max(block, 0) * self._kernel_block
+        block = self.num_slots // self.kernel_block - 2
+        slots = torch.randperm(2 * self.kernel_block, generator=generator)[: self.kernel_block + 3]
+        slots = slots.to(self.device) + max(block, 0) * self.kernel_block
         slots = slots[slots < self.num_slots]
         kv = torch.randn((2, len(slots), *self.shape), generator=generator).to(self.device, self.dtype)
         with self.preserved(slots):
@@ -114,23 +117,6 @@ class PagedKV:
                     raise UnsupportedModelError(f"layer {layer} of the KV cache does not read back as it was written")
 
 
-class PreservedBlocks:
-    """Context manager: on leaving, blocks of the given caches hold what they held on entering."""
-
-    def __init__(self, caches: Sequence[torch.Tensor], blocks: torch.Tensor) -> None:
-        self._caches = caches
-        self._blocks = blocks
-        self._kept: list[torch.Tensor] = []
-
-    def __enter__(self) -> None:
-        self._kept = [cache[self._blocks].clone() for cache in self._caches]
-
-    def __exit__(self, *_: object) -> None:
-        for cache, kept in zip(self._caches, self._kept, strict=True):
-            cache[self._blocks] = kept
-        self._kept = []
-
-
 class BlockTable:
     """One request's blocks, in both of the sizes that they are counted in."""
 
@@ -138,12 +124,12 @@ class BlockTable:
         ratio = paged.block_size // paged.kernel_block
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=paged.device)
         self._kernel_blocks = (blocks[:, None] * ratio + torch.arange(ratio, device=paged.device)).flatten()
-        self._kernel_block = paged.kernel_block
+        self.kernel_block = paged.kernel_block
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Slots of `positions` `[tokens]`, int64."""
-        blocks = self._kernel_blocks[positions // self._kernel_block]
-        return blocks * self._kernel_block + positions % self._kernel_block
+        blocks = self._kernel_blocks[positions // self.kernel_block]
+        return blocks * self.kernel_block + positions % self.kernel_block
 
     def rows(self, count: int) -> torch.Tensor:
         """The table as `count` requests that share it, `[count, blocks]`, int32."""
@@ -153,10 +139,10 @@ class BlockTable:
 class PagedCache:
     """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
 
-    What lies before `first` is in the blocks already. What lies from `stop` on has no blocks yet: a question that is
-    asked beforehand, whose KV of one layer is held until the next. Keys and values of the layer at hand lie in a row,
-    `[2, capacity, kv_heads, head_dim]`, for attention that is not vLLM's; passes that need none fill the blocks alone.
-    Owned by one weave.
+    What lies before `first` is in the blocks already. What lies from `stop` on has no blocks yet: a question whose
+    attention is read beforehand; its KV is held for one layer at a time. For attention that is not vLLM's, keys and
+    values of the current layer are laid out in a row, `[2, capacity, kv_heads, head_dim]`; other passes fill the blocks
+    alone. Owned by one weave.
     """
 
     kept_from: int | None = None
@@ -178,7 +164,9 @@ class PagedCache:
         placed = [one for one in placements if one.span.stop > first]
         self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
         inside = [Span(max(first, one.span.start), one.span.stop) for one in placed]
-        self.cached = _positions(inside).to(layers.device)
+        assert all(one.stop <= other.start for one, other in pairwise(inside))
+        positions = [position for span in inside for position in span.positions()]
+        self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
         """Positions of what the segments bring, ascending."""
         self._in_blocks = int((self.cached < stop).sum())
         self._below = torch.arange(stop, device=layers.device)
@@ -244,12 +232,12 @@ class PagedCache:
         self._row_of(layer).index_fill_(1, hidden, 0)
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values of positions below `stop` in the layer at hand, `[stop, kv_heads, head_dim]`."""
+        """Rotated keys and values of positions below `stop` in the current layer, `[stop, kv_heads, head_dim]`."""
         row = self._row_of(layer)
         return row[0, :stop], row[1, :stop]
 
     def _row_of(self, layer: int) -> torch.Tensor:
-        assert layer == self._at, "one layer is at hand at a time"
+        assert layer == self._at, "a layer is loaded before it is used"
         if self._row is None:
             shape = (2, self.capacity, *self._paged.shape)
             self._row = torch.zeros(shape, dtype=self._paged.dtype, device=self._paged.device)
@@ -269,12 +257,6 @@ class PagedCache:
             device, dtype = self._paged.device, self._paged.dtype
             self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
         return self._raw[1]
-
-
-def _positions(spans: Sequence[Span]) -> torch.Tensor:
-    """The positions of ascending spans in one row, `[tokens]`."""
-    assert all(one.stop <= other.start for one, other in pairwise(spans))
-    return torch.tensor([position for span in spans for position in span.positions()], dtype=torch.long)
 
 
 class Rotation:

@@ -1,6 +1,6 @@
 """The entry point that vLLM loads in every process (`vllm.general_plugins`).
 
-It registers the connector, and remembers the model that a worker loads: vLLM makes the connector afterwards, and never
+It registers the connector, and keeps the model that a worker loads: vLLM makes the connector afterwards, and never
 hands the model to it.
 """
 
@@ -25,13 +25,13 @@ _loaded_models: list[Any] = []
 def register() -> None:
     """Called by vLLM in every process, possibly more than once; does nothing the second time.
 
-    With another vLLM nothing is registered: it serves as if chunkweave were not installed, and a server that was
-    told to use the connector stops with the reason.
+    With another vLLM only a connector is registered that refuses to be made: vLLM serves as if chunkweave were not
+    installed, and a server with the connector in its configuration stops with the reason.
     """
     problem = version_problem(vllm_version())
     if problem is not None:
         logger.warning("chunkweave's plug-in is off: %s", problem)
-        _refuse(problem)
+        _register_refusal(problem)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -39,7 +39,7 @@ def register() -> None:
     if CONNECTOR in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR, "chunkweave.vllm.connector", CONNECTOR)
-    BaseModelLoader.load_model = _remembering(BaseModelLoader.load_model)
+    BaseModelLoader.load_model = _keeping_model(BaseModelLoader.load_model)
 
 
 def vllm_version() -> str:
@@ -78,7 +78,7 @@ def loaded_model() -> Any:
     return _loaded_models[-1]
 
 
-def _remembering(load_model: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = load_model(self, *args, **kwargs)
@@ -88,8 +88,8 @@ def _remembering(load_model: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _refuse(problem: str) -> None:
-    """Let a server that asks for the connector stop with the reason, as far as this vLLM can be told so."""
+def _register_refusal(problem: str) -> None:
+    """Let a server that asks for the connector stop with the reason, as far as this vLLM has such a registry."""
 
     def refuse() -> Any:
         raise ModelError(problem)

@@ -9,16 +9,16 @@ from typing import Any
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration import CalibrationRecord, Quality
-from chunkweave.planning.method import METHODS, needs_profiles, reads_question
+from chunkweave.planning.calibration import CalibrationRecord
+from chunkweave.planning.method import needs_profiles, reads_question
 from chunkweave.planning.method_choice import (
     FIELD,
     MethodChoice,
     MethodChooser,
     MethodRequest,
     Why,
-    checked_method,
-    checked_ratio,
+    checked_layer_numbers,
+    checked_number,
     checked_whole,
     refuse_unknown_keys,
 )
@@ -97,7 +97,9 @@ class Defaults:
         Raises:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
         """
-        chooser = MethodChooser(_method_request(extra), _reuse(extra, ReuseConfig()), record, how_to_calibrate)
+        request = _method_request(extra)
+        reuse = replace(_compared(extra, ReuseConfig()), **request.parameters)
+        chooser = MethodChooser(request, reuse, record, how_to_calibrate)
         usual = chooser.choose(MethodRequest())
         return cls(chooser, _capture(extra, needs_profiles(usual.method, usual.reuse)))
 
@@ -155,9 +157,9 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
     Raises:
         UsageError: the message says which field is wrong and why.
     """
-    chooser = replace(defaults.chooser, reuse=_reuse(params, defaults.chooser.reuse))
+    chooser = replace(defaults.chooser, reuse=_compared(params, defaults.chooser.reuse))
     choice = chooser.choose(_method_request(params))
-    fixed = sorted(_OTHERS & params.keys())
+    fixed = sorted(_COMPARED & params.keys())
     if fixed and choice.why is Why.CALIBRATED:
         raise UsageError(f"{', '.join(fixed)} can only be given with a method: what was calibrated has its own")
     if num_layers is not None:
@@ -171,7 +173,7 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
 def to_params(reuse: ReuseConfig) -> dict[str, Any]:
     """The fields that carry `reuse` in a request which names a method: the ratio, and what is not the default."""
     usual = ReuseConfig()
-    unusual = {name for name in _OTHERS if getattr(reuse, name) != getattr(usual, name)}
+    unusual = {name for name in _COMPARED | {"check_layers", "alpha"} if getattr(reuse, name) != getattr(usual, name)}
     return {name: _as_json(getattr(reuse, name)) for name in ("recompute_ratio", *sorted(unusual))}
 
 
@@ -196,28 +198,13 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
 
 
 def _method_request(params: Mapping[str, Any]) -> MethodRequest:
-    method = checked_method(params["method"], METHODS) if "method" in params else None
-    ratio = checked_ratio(params["recompute_ratio"]) if "recompute_ratio" in params else None
-    quality = params.get("quality")
-    if quality is not None and not isinstance(quality, str):
-        raise UsageError(f"unknown quality {quality!r}; there are: {', '.join(Quality)}")
-    return MethodRequest.of(method, quality, ratio)
+    return MethodRequest.of_fields(
+        {name: value for name, value in params.items() if (name, value) != ("quality", None)}
+    )
 
 
 def _capture(params: Mapping[str, Any], usual: bool) -> bool:
     return _flag(params["capture"], "capture") if "capture" in params else usual
-
-
-_Reader = Callable[[Any, str], Any]
-"""Checks a value of JSON, and raises a `UsageError` that names the field."""
-
-
-def _reuse(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
-    """`usual` with those parameters that are given."""
-    changed = {name: read(given[name], name) for name, read in _PARAMETERS.items() if name in given}
-    if "query" in given:
-        changed["query"] = _query(given["query"], usual.query)
-    return replace(usual, **changed)
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -226,19 +213,20 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{name} must be a number, not {value!r}")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise UsageError(f"{name} must be a number, not {value!r}") from error
+def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
+    """`usual` with those fields of `_COMPARED` that are given."""
+    changed: dict[str, Any] = {}
+    if "seed" in given:
+        changed["seed"] = checked_whole(given["seed"], "seed")
+    if "focus" in given:
+        changed["focus"] = _flag(given["focus"], "focus")
+    if "query" in given:
+        changed["query"] = _query(given["query"], usual.query)
+    return replace(usual, **changed)
 
 
-def _layers(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple):
-        raise UsageError(f"{name} must be a list of layer numbers")
-    return tuple(checked_whole(layer, name) for layer in value)
+_Reader = Callable[[Any, str], Any]
+"""Checks a value of JSON, and raises a `UsageError` that names the field."""
 
 
 def _one_of(kind: type[Combine] | type[DeviationFactor] | type[WatchedLayers]) -> _Reader:
@@ -261,29 +249,22 @@ def _query(given: Any, usual: QueryConfig) -> QueryConfig:
 
 _QUERY: Mapping[str, _Reader] = {
     "tail": lambda value, name: None if value is None else checked_whole(value, name),
-    "layers": lambda value, name: (_layers if isinstance(value, list | tuple) else _one_of(WatchedLayers))(value, name),
+    "layers": lambda value, name: (
+        checked_layer_numbers if isinstance(value, list | tuple) else _one_of(WatchedLayers)
+    )(value, name),
     "over_heads": _one_of(Combine),
     "over_tokens": _one_of(Combine),
     "over_layers": _one_of(Combine),
     "factor": _one_of(DeviationFactor),
-    "widen": _number,
+    "widen": checked_number,
     "first_tokens": checked_whole,
-    "mixed_share": _number,
+    "mixed_share": checked_number,
     "rounds": checked_whole,
 }
-"""The fields of `QueryConfig`. A request may give them as `query`, to compare variants of that method."""
+"""The fields of `QueryConfig`, and what reads each."""
 
-_PARAMETERS: Mapping[str, _Reader] = {
-    "recompute_ratio": lambda value, _: checked_ratio(value),
-    "check_layers": _layers,
-    "seed": checked_whole,
-    "alpha": _number,
-    "focus": _flag,
-}
-"""Fields of `ReuseConfig` that a request may give."""
+_COMPARED = frozenset({"seed", "focus", "query"})
+"""Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""
 
-_OTHERS = frozenset(_PARAMETERS.keys() - {"recompute_ratio"} | {"query"})
-"""Parameters beside the ratio; a calibrated method has its own."""
-
-SETTINGS = _OTHERS | {"recompute_ratio", "method", "quality", "capture"}
+SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "capture"}
 """What a request may say of the way it is woven, and the connector's extra config for those that do not."""
