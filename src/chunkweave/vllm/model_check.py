@@ -6,7 +6,7 @@ rotated to another position and written, equals what vLLM computes at that posit
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,10 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
         yield "hybrid KV cache groups are not uniform over layers"
     if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         yield f"{type(groups[0].kv_cache_spec).__name__} is not full attention"
-    attentions = [layer.self_attn for layer in model.model.layers]
+    yield from _unsupported_layers([layer.self_attn for layer in model.model.layers])
+
+
+def _unsupported_layers(attentions: Sequence[Any]) -> Iterator[str]:
     if any(attention.rotary_emb is not attentions[0].rotary_emb for attention in attentions):
         yield "its layers rotate by different angles"
     rotary = type(attentions[0].rotary_emb).__name__
