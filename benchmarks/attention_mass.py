@@ -37,8 +37,8 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.worlds.world import world_examples
 from chunkweave.fusion.capture import evenly_spread
 from chunkweave.planning.method import make_method
+from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
-from chunkweave.units import GIB
 
 OFF = CaptureConfig(profile=False)
 ALL = CaptureConfig(layers=None, heads=None)
@@ -207,7 +207,7 @@ def main() -> None:
     args = arguments()
     if args.out:
         check_writable(args.out)
-    store = StoreConfig(budget_bytes=8 * GIB)
+    store = StoreConfig(host_budget_bytes=8 * GIB)
     options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "store": store}
     if args.model:
         engine = Engine.load(args.model, **options)

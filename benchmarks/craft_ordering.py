@@ -34,7 +34,7 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, bundled_token_count, draw_requests
 from chunkweave.models.loading import load_folder, load_shape
-from chunkweave.units import GIB
+from chunkweave.settings import GIB
 
 ORDERINGS = ("frequency", "tree-greedy")
 METHODS = ("prefix", "cacheblend", "cachecraft", "query")

@@ -7,6 +7,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from chunkweave.ordering.ordering_config import OrderingConfig
+
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.datasets import Example, load_dataset
@@ -16,7 +18,7 @@ from chunkweave.eval.worlds.world import world_requests
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering import OrderingConfig
-from chunkweave.units import GIB
+from chunkweave.settings import GIB
 
 FULL = "full"
 _CANDIDATES = 8

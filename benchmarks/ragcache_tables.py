@@ -14,6 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from chunkweave.planning.analytic_cost import analytic_cost
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.known_shapes import known_shape
 from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
@@ -22,7 +25,7 @@ from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.eval.simulator.trace import Arrival, build_trace
 from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
-from chunkweave.units import GIB
+from chunkweave.settings import GIB
 
 SHAPE = "mistral-7b"
 FLOPS_PER_S = 50e12

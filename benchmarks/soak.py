@@ -100,7 +100,7 @@ def settings() -> Settings:
 
 
 def engine() -> Engine:
-    return Engine(toy_model("llama"), store=StoreConfig(budget_bytes=_STORE_BYTES), reuse=ReuseConfig())
+    return Engine(toy_model("llama"), store=StoreConfig(host_budget_bytes=_STORE_BYTES), reuse=ReuseConfig())
 
 
 def run(requests: int, seed: int) -> dict[str, Any]:

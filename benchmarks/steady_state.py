@@ -36,8 +36,8 @@ from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
+from chunkweave.settings import GIB
 from chunkweave.types import Chunk
-from chunkweave.units import GIB
 
 REFERENCE = "prefix"
 

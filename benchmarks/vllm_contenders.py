@@ -50,7 +50,7 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.server.vllm_backend.prompting import load_tokenizer
-from chunkweave.units import GIB
+from chunkweave.settings import GIB
 
 FULL = "full prefill"
 READER = VllmFlags("reader").source

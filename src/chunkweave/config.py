@@ -6,7 +6,7 @@ from math import ceil, isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
-from chunkweave.units import GIB, parse_bytes, parse_duration
+from chunkweave.settings import GIB, SERVERS, Place, Unit, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -15,72 +15,103 @@ DEFAULT_MAX_VARIANTS = 5
 """M of Cache-Craft's evaluation (its §5.1.2)."""
 
 
+_OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
+"""Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
+
+
+@configuration
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model answers."""
+
+    model: str | None = setting(
+        None,
+        "Checkpoint folder in Hugging Face format, or `reader`, the bundled model.",
+        places=_OWN_ENGINE | {Place.VLLM},
+    )
+    shape: str | None = setting(
+        None, "Random-weight model of a known geometry, for timing: its text means nothing.", places=_OWN_ENGINE
+    )
+    device: str = setting("auto", "auto, cpu or cuda.", places=_OWN_ENGINE)
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.", places=_OWN_ENGINE)
+    served_model_name: str | None = setting(
+        None,
+        "What /v1/models calls the model; its folder's name if left out.",
+        places=frozenset({Place.ENGINE}),
+        old=("served_name",),
+    )
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.shape is not None:
+            raise UsageError("give either model or shape, not both")
+
+    @property
+    def name(self) -> str:
+        """What clients call the model; never a path."""
+        return self.served_model_name or self.shape or Path(self.model or "").resolve().name
+
+
+@configuration
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a request gets that does not say."""
+
+    method: str | None = setting(
+        None, "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix."
+    )
+    quality: str | None = setting(
+        None,
+        "exact, balanced or fast, for requests that name neither this nor a method: how close to full prefill; the "
+        "last two need `chunkweave calibrate`.",
+    )
+    order: str | None = setting(
+        "fixed",
+        "free: chunks stand as is best for reuse; fixed: as they come.",
+        places=_OWN_ENGINE | {Place.VLLM},
+        defaults={Place.COMMANDS: None, Place.ENGINE: "free", Place.VLLM: "free"},
+    )
+
+
+@configuration
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where segments may be kept, how much room they may take there, and which one leaves first when it is full.
+    """Where segments are kept, how much room they may take there, and which one leaves first when it is full."""
 
-    `budget_bytes` is host memory, `device_budget_bytes` the accelerator's (0: none, segments lie on the host).
-    With a GPU, `pinned_bytes` of the host's (None: all of it) are page-locked, so that it reads them while it computes.
-    With a `cache_dir` they are kept on disk too, with a `remote_url` (`redis://...`, `s3://...`, `file://...`) on
-    another machine; the remote's budget bounds what this process puts there, and None leaves it to the server.
-    `codec` is how segments are encoded on disk and remote. A segment is written there once it was seen `admission`
-    times. Segments older than `ttl_s` seconds are dropped everywhere. Of the variants of a chunk at most
-    `max_variants` are kept, not counting segments that exact prefixes run over; of all segments at most
-    `max_instances` (None: as many as fit).
-    """
-
-    budget_bytes: int = 4 * GIB
-    policy: str = "lru"
-    device_budget_bytes: int = 0
-    cache_dir: Path | None = None
-    disk_budget_bytes: int = 64 * GIB
-    remote_url: str | None = None
-    remote_budget_bytes: int | None = None
-    codec: str = "raw"
-    admission: int = 1
-    ttl_s: float | None = None
-    max_variants: int | None = DEFAULT_MAX_VARIANTS
-    max_instances: int | None = None
-    pinned_bytes: int | None = None
-
-    @classmethod
-    def parse(
-        cls,
-        *,
-        store_budget: str = "4GiB",
-        policy: str = "lru",
-        cache_dir: Path | None = None,
-        disk_budget: str = "64GiB",
-        remote_url: str | None = None,
-        remote_budget: str | None = None,
-        codec: str = "raw",
-        admission: int = 1,
-        ttl: str | None = None,
-        max_variants: int | None = DEFAULT_MAX_VARIANTS,
-        max_instances: int | None = None,
-    ) -> "StoreConfig":
-        """From sizes and durations in text, as on the command line, in a server's settings and in vLLM's.
-
-        Raises:
-            UsageError: a size or duration is none, or what the configuration refuses.
-        """
-        return cls(
-            parse_bytes(store_budget),
-            policy,
-            cache_dir=cache_dir,
-            disk_budget_bytes=parse_bytes(disk_budget),
-            remote_url=remote_url,
-            remote_budget_bytes=None if remote_budget is None else parse_bytes(remote_budget),
-            codec=codec,
-            admission=admission,
-            ttl_s=None if ttl is None else parse_duration(ttl),
-            max_variants=max_variants,
-            max_instances=max_instances,
-        )
+    host_budget_bytes: int = setting(
+        4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes")
+    )
+    policy: str = setting("lru", "Eviction policy, such as lru, lfu, gdsf or pgdsf.")
+    device_budget_bytes: int = setting(
+        0, "Most accelerator memory for stored segments; 0 keeps them on the host.", unit=Unit.BYTES, places=_OWN_ENGINE
+    )
+    cache_dir: Path | None = setting(
+        None, "Folder that keeps segments on disk, for later runs and for other processes."
+    )
+    disk_budget_bytes: int = setting(64 * GIB, "Most disk space for stored segments, with cache_dir.", unit=Unit.BYTES)
+    remote_url: str | None = setting(
+        None, "Another machine that keeps segments too: redis://..., s3://..., file://...", secret=True
+    )
+    remote_budget_bytes: int | None = setting(
+        None, "Most bytes that this process keeps at remote_url; none leaves it to the server.", unit=Unit.BYTES
+    )
+    codec: str = setting("raw", "How segments are encoded on disk and remote: raw, int8 or fp8.")
+    admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.")
+    ttl_s: float | None = setting(None, "Drop segments older than that: 30s, 90m, 12h or 7d.", unit=Unit.SECONDS)
+    max_variants: int | None = setting(
+        DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
+    )
+    max_instances: int | None = setting(None, "Most segments in all; none: as many as fit.")
+    pinned_bytes: int | None = setting(
+        None,
+        "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
+        unit=Unit.BYTES,
+        name="host_pinned",
+        places=_OWN_ENGINE,
+    )
 
     def __post_init__(self) -> None:
         outer = (self.disk_budget_bytes, self.remote_budget_bytes or 0)
-        budgets = (self.budget_bytes, self.device_budget_bytes, self.pinned_bytes or 0, *outer)
+        budgets = (self.host_budget_bytes, self.device_budget_bytes, self.pinned_bytes or 0, *outer)
         if min(budgets) < 0:
             raise UsageError(f"the store's budget must not be negative: {min(budgets)}")
         if self.admission < 1:
@@ -114,18 +145,26 @@ class AttentionKernel(StrEnum):
         return cls(text)
 
 
+@configuration
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
     """How a model is run on its device; none of it changes what is computed.
 
-    `attention` says by which kernel. With `decode_graphs`, on CUDA and with the Triton kernel, a step in which all
-    requests decode is recorded once as a CUDA graph and replayed, so that it costs one launch instead of hundreds.
-    On CUDA `pinned_bytes` of host memory at most are page-locked for segments on their way from slower tiers.
+    With `decode_graphs`, on CUDA and with the Triton kernel, a step in which all requests decode is recorded once as a
+    CUDA graph and replayed, so that it costs one launch instead of hundreds.
     """
 
-    attention: AttentionKernel = AttentionKernel.AUTO
-    decode_graphs: bool = False
-    pinned_bytes: int = 4 * GIB
+    attention: AttentionKernel = setting(
+        AttentionKernel.AUTO, "What computes attention: auto, triton or sdpa.", places=_OWN_ENGINE
+    )
+    decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.", places=_OWN_ENGINE)
+    pinned_bytes: int = setting(
+        4 * GIB,
+        "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
+        unit=Unit.BYTES,
+        name="staging_pinned",
+        places=_OWN_ENGINE,
+    )
 
     def __post_init__(self) -> None:
         AttentionKernel.parse(self.attention)
@@ -247,6 +286,7 @@ class QueryConfig:
         return self.layers.of(num_layers) if isinstance(self.layers, WatchedLayers) else self.layers
 
 
+@configuration
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """What a reuse method may be told; each takes what concerns it.
@@ -265,11 +305,17 @@ class ReuseConfig:
     `capture` is no method's: it says what is kept of a prefill for the methods of later ones.
     """
 
-    recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
-    check_layers: tuple[int, ...] = (1,)
-    seed: int = 0
-    alpha: float = 1.0
-    focus: bool = True
+    recompute_ratio: float = setting(
+        DEFAULT_RECOMPUTE_RATIO, "Share of the reused chunks' tokens that a named method computes again, 0 to 1."
+    )
+    check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
+    seed: int = setting(0, "Feeds what a method draws at random.", places=frozenset({Place.CONNECTOR}))
+    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
+    focus: bool = setting(
+        True,
+        "Have cachecraft stop to compute again chunks that the question does not attend to.",
+        places=frozenset({Place.CONNECTOR}),
+    )
     focus_reading: FocusReading = FocusReading.LARGEST_GAP
     use_cci: bool = True
     use_overlap: bool = True
@@ -289,25 +335,44 @@ class ReuseConfig:
             raise UsageError(f"alpha must be a number from 0 on, not {self.alpha}")
 
 
+_WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
+_CONVERSATIONS = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
+
+
+@configuration
 @dataclass(frozen=True, slots=True)
 class ConversationConfig:
     """How long conversations may get and how many there may be.
 
-    A turn's prompt has at most `max_tokens` (None: as many as the model's context leaves room for, its answer counted).
-    Where it would have more, the oldest turns are cut off: as many latest ones stay as fit, and have at most the share
-    `keep` of those tokens. The less stays, the more turns go by until the next cut, which makes exact mode compute
-    again what is kept: with a half, all cuts together about double what a long conversation computes.
-
-    With `deduplicate` a chunk that is in the context already is not sent again (CRAFT §4.3). There are at most
-    `max_conversations`; one that was idle for `idle_s` seconds (None: never) is forgotten, and of too many the one that
-    was idle longest.
+    Where a turn's prompt would have more than `max_tokens`, the oldest turns are cut off: as many latest ones stay as
+    fit, and have at most the share `keep` of those tokens. The less stays, the more turns go by until the next cut,
+    which makes exact mode compute again what is kept: with a half, all cuts together about double what a long
+    conversation computes. `deduplicate` is CRAFT's §4.3.
     """
 
-    max_tokens: int | None = None
-    keep: float = 0.5
-    deduplicate: bool = True
-    max_conversations: int = 1024
-    idle_s: float | None = 3600.0
+    max_tokens: int | None = setting(
+        None,
+        "Most tokens of a turn's prompt, older turns are cut off; none: the model's context, less the answer.",
+        name="conversation_tokens",
+        old=("max_tokens",),
+        places=_CONVERSATIONS,
+    )
+    keep: float = setting(
+        0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", places=_CONVERSATIONS
+    )
+    deduplicate: bool = setting(
+        True, "Do not send a chunk again that is in a conversation's context already.", places=_CONVERSATIONS
+    )
+    max_conversations: int = setting(
+        1024, "Conversations that are kept; of more, the one that was idle longest is forgotten.", places=SERVERS
+    )
+    idle_s: float | None = setting(
+        3600.0,
+        "Forget a conversation that was idle for so long; none: never.",
+        unit=Unit.SECONDS,
+        name="conversation_idle",
+        places=SERVERS,
+    )
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -318,6 +383,46 @@ class ConversationConfig:
             raise UsageError(f"at least one conversation must be allowed, not {self.max_conversations}")
         if self.idle_s is not None and not self.idle_s > 0.0:
             raise UsageError(f"idle_s must be positive, not {self.idle_s}; None keeps conversations for good")
+
+
+@configuration
+@dataclass(frozen=True, slots=True)
+class WeaveConfig:
+    """How woven requests share vLLM's steps, and what is kept for later ones.
+
+    A request whose segments were not read within `load_timeout_s` is computed by vLLM.
+    """
+
+    weave_step_tokens: int | None = setting(
+        None,
+        "Tokens that weaves compute, through all layers, in a step with other requests; none: an eighth of vLLM's "
+        "max_num_batched_tokens.",
+        old=("step_tokens",),
+        places=_WEAVES,
+    )
+    load_timeout_s: float = setting(
+        10.0,
+        "Maximum wait for a request's segments before it is prefilled normally.",
+        unit=Unit.SECONDS,
+        places=_WEAVES,
+    )
+    lookup_timeout_s: float = setting(
+        0.5,
+        "Maximum wait for a remote lookup before the request is prefilled normally.",
+        unit=Unit.SECONDS,
+        old=("ask_timeout", "ask_timeout_s"),
+        places=_WEAVES,
+    )
+    capture: bool | None = setting(
+        None, "Keep what prefilled chunks attend to; none: if the usual method reads it.", places=_WEAVES
+    )
+
+    def __post_init__(self) -> None:
+        if self.weave_step_tokens is not None and self.weave_step_tokens < 1:
+            raise UsageError(f"weave_step_tokens must be at least 1, not {self.weave_step_tokens}")
+        for name in ("load_timeout_s", "lookup_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

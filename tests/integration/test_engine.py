@@ -137,7 +137,7 @@ def test_an_answer_ends_where_the_context_does(model):
 
 
 def test_the_store_keeps_its_budget(model):
-    engine = Engine(model, store=StoreConfig(budget_bytes=50_000))
+    engine = Engine(model, store=StoreConfig(host_budget_bytes=50_000))
     for i in range(12):
         engine.generate(QUESTION, [f"Note {i}: {text.text}" for i, text in enumerate(CHUNKS, i)], max_new_tokens=1)
         assert engine.store.used_bytes <= 50_000

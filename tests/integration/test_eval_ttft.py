@@ -66,7 +66,7 @@ def test_queries_warm_chunks_in_the_context_of_earlier_requests():
 
 
 def test_a_budget_of_one_prompt_is_enough_for_alone():
-    engine = Engine(toy_model(), store=StoreConfig(budget_bytes=110 * 4 * 4 * 2 * 2 * 16))
+    engine = Engine(toy_model(), store=StoreConfig(host_budget_bytes=110 * 4 * 4 * 2 * 2 * 16))
     samples = run(engine, config(methods=("full-reuse",), hf_reference=False))
     assert {sample.report.reused_tokens for sample in samples if sample.method == "full-reuse"} == {60}
     assert engine.store.used_bytes <= engine.store.budget_bytes

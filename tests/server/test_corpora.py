@@ -168,7 +168,7 @@ def test_an_empty_corpus_answers_nothing(client: Client):
 
 
 def test_pinned_chunks_stay(serve: Serve):
-    client = serve(store=StoreConfig(budget_bytes=300_000))
+    client = serve(store=StoreConfig(host_budget_bytes=300_000))
     body = {"documents": [FERRY]}
     client.post("/v1/cache/warm", json=body)
     assert client.post("/v1/cache/pin", json=body).json() == {"chunks": 1, "segments_pinned": 1}

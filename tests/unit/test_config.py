@@ -18,7 +18,7 @@ from chunkweave.errors import UsageError
         (lambda: ReuseConfig(alpha=float("inf")), "alpha"),
         (lambda: StoreConfig(max_variants=0), "at least one variant"),
         (lambda: StoreConfig(max_instances=-1), "at least one variant"),
-        (lambda: StoreConfig(budget_bytes=-1), "negative"),
+        (lambda: StoreConfig(host_budget_bytes=-1), "negative"),
         (lambda: StoreConfig(remote_budget_bytes=-1), "negative"),
         (lambda: StoreConfig(admission=0), "at least 1"),
         (lambda: StoreConfig(ttl_s=0.0), "positive"),

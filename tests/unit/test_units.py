@@ -4,9 +4,9 @@ import doctest
 
 import pytest
 
-from chunkweave import units
+from chunkweave import settings
 from chunkweave.errors import UsageError
-from chunkweave.units import parse_bytes, parse_duration
+from chunkweave.settings import parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,6 @@ def test_what_is_no_duration(text):
 
 
 def test_the_worked_examples():
-    result = doctest.testmod(units)
+    result = doctest.testmod(settings)
     assert result.attempted
     assert not result.failed

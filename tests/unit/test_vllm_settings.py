@@ -6,7 +6,7 @@ import pytest
 
 from chunkweave.config import DEFAULT_MAX_VARIANTS, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.units import GIB
+from chunkweave.settings import GIB
 from chunkweave.vllm.settings import PluginSettings
 
 EVERYTHING = {

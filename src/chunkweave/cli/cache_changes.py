@@ -20,8 +20,8 @@ from chunkweave.cli.console import Output, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, StoreOptions, with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import check_writable
+from chunkweave.settings import parse_duration
 from chunkweave.types import Chunk, SegmentId
-from chunkweave.units import parse_duration
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine

@@ -17,9 +17,13 @@ from chunkweave.cli.console import Json, Output, progress, seconds, size, status
 from chunkweave.cli.options import StoreOptions, TimedModelOptions, with_blocks
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.errors import UsageError
+from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.results import check_writable, drop_page_cache
 from chunkweave.planning.cost import CostModel, StorageDevice, choose_device, cost_model_path, ratio_that_hides
-from chunkweave.units import parse_bytes
+from chunkweave.planning.cost_file import cost_model_path
+from chunkweave.planning.cost_model import CostModel
+from chunkweave.planning.loading_controller import StorageDevice, choose_device, ratio_that_hides
+from chunkweave.settings import parse_bytes
 
 if TYPE_CHECKING:
     from chunkweave.models.loading import LoadedModel

@@ -11,7 +11,7 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.console import Json, Out, Output, Report, progress, seconds, size, status
 from chunkweave.errors import UsageError
-from chunkweave.units import parse_bytes
+from chunkweave.settings import parse_bytes
 
 if TYPE_CHECKING:
     from chunkweave.eval.chunk_order import Overlap, PathCache, Savings

@@ -38,7 +38,7 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
         UsageError: the remote URL cannot be used.
     """
     writer: BackgroundWriter[SegmentSource] = BackgroundWriter(
-        max_bytes=min(max(config.budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
+        max_bytes=min(max(config.host_budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
     )
     pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
     cost = stored_cost_model(config.cache_dir, fingerprint)
@@ -65,10 +65,10 @@ def _memory(
     if config.device_budget_bytes and device.type != "cpu":
         tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
         yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
-    memory = host_memory_for(device, config.budget_bytes if config.pinned_bytes is None else config.pinned_bytes)
+    memory = host_memory_for(device, config.host_budget_bytes if config.pinned_bytes is None else config.pinned_bytes)
     # On a CPU whatever is computed or read lies in the host's memory already.
     host: HostTier[SegmentSource] = HostTier(None if device.type == "cpu" else partial(moved_into, memory))
-    yield Level("host", _store(config, host, config.budget_bytes, prefill_s))
+    yield Level("host", _store(config, host, config.host_budget_bytes, prefill_s))
 
 
 def _slow(

@@ -18,7 +18,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.observability import request_id_of, serving
 from chunkweave.server.settings import LimitSettings, ListenSettings
-from chunkweave.units import parse_bytes
+from chunkweave.settings import parse_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{32,64}")

@@ -8,9 +8,9 @@ from chunkweave.engine.engine import Engine
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
+from chunkweave.settings import parse_bytes
 from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
-from chunkweave.units import parse_bytes
 
 
 class PinnedChunks:

@@ -18,8 +18,8 @@ from chunkweave.planning.method_choice import checked_method, checked_ratio
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
+from chunkweave.settings import parse_bytes
 from chunkweave.tiers.blobs import without_secrets
-from chunkweave.units import parse_bytes
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -9,8 +9,8 @@ from typing import Any
 from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import make_codec
+from chunkweave.settings import parse_duration
 from chunkweave.store.eviction import make_policy
-from chunkweave.units import parse_duration
 from chunkweave.vllm.request import SETTINGS, Defaults
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
