@@ -7,8 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chunkweave.ordering.ordering_config import OrderingConfig
-
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.datasets import Example, load_dataset

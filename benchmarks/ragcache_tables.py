@@ -14,9 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from chunkweave.planning.analytic_cost import analytic_cost
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.known_shapes import known_shape
 from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows

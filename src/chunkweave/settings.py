@@ -147,7 +147,7 @@ class Setting:
     @property
     def optional(self) -> bool:
         """Whether it may be None."""
-        return type(None) in get_args(self.kind)
+        return type(None) in get_args(self.kind) or None in self.defaults.values()
 
     def default_at(self, place: Place | None) -> Any:
         """What holds in a place where nothing is said."""

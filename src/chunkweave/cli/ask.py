@@ -18,13 +18,11 @@ from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus, retrieve
 from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
-    ModelChoice,
     ModelOptions,
     OrderOptions,
-    StoreOptions,
     with_blocks,
 )
-from chunkweave.config import SamplingParams
+from chunkweave.config import SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, PlanExplanation
@@ -58,7 +56,7 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
-    store: StoreOptions,
+    store: StoreConfig,
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
     ] = False,
@@ -72,10 +70,10 @@ def ask(
     output: Output,
 ) -> None:
     """Answer questions over documents; every question after the first reuses what is stored."""
-    choice = model.choice()
+    model.named()
     sampling = SamplingParams(max_new_tokens, temperature)
-    reuse, config = how.reuse(), store.config()
-    order, ordering = stand.said(retrieved=corpus is not None), stand.config()
+    engine_options = how.options(store=store, ordering=stand.config())
+    order = stand.said(retrieved=corpus is not None)
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
@@ -85,15 +83,15 @@ def ask(
     read = documents.read(paths)
     from chunkweave.engine.request import Request
 
-    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse, ordering=ordering) as engine:
+    with model.open(**engine_options) as engine:
         chunks = documents.chunks(engine, read)
-        if not output.json or choice.random_weights:
-            _hint(engine, choice, how)
+        if not output.json or model.random_weights:
+            _hint(engine, model, how)
         base = Request("", (), system, sampling, order=order)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
             told = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
-            output.finish({"model": choice.name, "answers": told})
+            output.finish({"model": model.name, "answers": told})
             return
         if precompute:
             precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
@@ -104,15 +102,15 @@ def ask(
     shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
     for number, retrieved in enumerate(found):
         shown[number]["retrieved"] = [chunk.as_dict() for chunk in retrieved]
-    output.finish({"model": choice.name, "answers": shown})
+    output.finish({"model": model.name, "answers": shown})
 
 
-def _hint(engine: "Engine", choice: ModelChoice, how: MethodOptions) -> None:
+def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions) -> None:
     """What to know about the answers that follow."""
-    if choice.random_weights:
-        stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing, only times do.[/yellow]")
+    if model.random_weights:
+        stderr().print(f"[yellow]{model.name} has random weights: its text means nothing, only times do.[/yellow]")
     elif how.default and engine.calibration is None:
-        hint = f"exact prefixes only: `chunkweave calibrate {choice.name}` finds out what more is safe"
+        hint = f"exact prefixes only: `chunkweave calibrate {model.name}` finds out what more is safe"
         stderr().print(escape(hint), soft_wrap=True)
 
 

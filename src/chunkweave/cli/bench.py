@@ -13,8 +13,8 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, ttft_table
-from chunkweave.cli.options import StoreOptions, TimedModelOptions, with_blocks
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
+from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
@@ -126,29 +126,29 @@ def ttft(
     methods: Annotated[
         str, typer.Option(help="Reuse methods, separated by commas; `full` is always added as the reference.")
     ] = "prefix,full-reuse,cacheblend",
-    recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
+    reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     chunks: Annotated[int, typer.Option(help="Chunks of a prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of every chunk; 0 leaves passages as they are.")] = 512,
     warm: options.Warm = "alone",
     questions: Annotated[int, typer.Option(help="Questions that are measured.")] = 10,
     hf_reference: Annotated[bool, typer.Option(help="Measure the Hugging Face forward too.")] = True,
-    store: StoreOptions,
+    store: StoreConfig,
     output: Output,
 ) -> None:
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
-    choice, kept = model.choice(), store.config()
+    model.named()
     model.bound_threads()
     from chunkweave.eval.ttft import TtftConfig, Warmth, make_workload
 
     names, warmth, seed = options.names(methods), Warmth.parse(warm), model.seed
-    config = TtftConfig(names, recompute_ratio, chunks, chunk_tokens, warmth, questions, seed, hf_reference)
+    config = TtftConfig(names, reuse.recompute_ratio, chunks, chunk_tokens, warmth, questions, seed, hf_reference)
     examples = (
         load_dataset(dataset, seed=seed)
         if dataset is not None
         else bundled_examples(config.warm.queries + questions, seed=seed)
     )
-    origin = {"model": choice.name, "dataset": str(dataset or "bundled documents"), **options.kept(kept)}
-    with choice.open(store=kept) as engine:
+    origin = {"model": model.name, "dataset": str(dataset or "bundled documents"), **options.kept(store)}
+    with model.open(store=store) as engine:
         workload = make_workload(examples, engine, config)
         run = TtftRun(engine, config, origin)
         with run.reported(output):
@@ -211,7 +211,7 @@ def loading(
     model: TimedModelOptions,
     chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every chunk.")] = 512,
-    recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
+    reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     quotients: Annotated[
         str, typer.Option(help="How slow the link is: loading time over recompute time, separated by commas.")
     ] = "0.25,0.5,1,2,4",
@@ -223,7 +223,7 @@ def loading(
     output: Output,
 ) -> None:
     """Time to first token when segments load slowly: all at once, in the background, layer by layer."""
-    choice = model.choice()
+    model.named()
     slowness = tuple(options.numbers(quotients, "--quotients"))
     if min(slowness) <= 0 or wait < 0:
         raise UsageError("--quotients must be positive and --wait not negative")
@@ -232,9 +232,9 @@ def loading(
     model.bound_threads()
     from chunkweave.eval.loading import LoadingConfig
 
-    config = LoadingConfig(recompute_ratio, slowness, repeats, wait)
-    origin = {"model": choice.name, "dataset": "bundled documents", "chunks": chunks, "chunk_tokens": chunk_tokens}
-    with choice.open() as engine:
+    config = LoadingConfig(reuse.recompute_ratio, slowness, repeats, wait)
+    origin = {"model": model.name, "dataset": "bundled documents", "chunks": chunks, "chunk_tokens": chunk_tokens}
+    with model.open() as engine:
         prompt = _prompt(engine, chunks, chunk_tokens, model.seed)
         run = LoadingRun(engine, config, origin, model.seed)
         with run.reported(output):

@@ -7,7 +7,7 @@ import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -17,7 +17,8 @@ from rich.markup import escape
 from chunkweave.cli import options
 from chunkweave.cli.cache import CachedSegment, CacheFolder, Selection
 from chunkweave.cli.console import Output, progress, size, status, stderr
-from chunkweave.cli.options import DocumentOptions, ModelOptions, StoreOptions, with_blocks
+from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
+from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import check_writable
 from chunkweave.settings import parse_duration
@@ -38,10 +39,7 @@ def warm(
     *,
     documents: DocumentOptions,
     model: ModelOptions,
-    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
-    disk_budget: options.DiskBudget = options.DEFAULT_DISK_BUDGET,
-    remote_url: options.RemoteUrl = None,
-    codec: options.Codec = "raw",
+    store: Annotated[StoreConfig, Only("host_budget", "disk_budget", "remote_url", "remote_budget", "codec")],
     output: Output,
 ) -> None:
     """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
@@ -52,11 +50,11 @@ def warm(
     paths = [*(documents.docs or []), *(more_docs or [])]
     if not paths:
         raise UsageError("no documents: give --docs")
-    choice = model.choice()
-    store = StoreOptions(store_budget, cache_dir, disk_budget, remote_url, codec).config()
+    store = replace(store, cache_dir=cache_dir)
+    model.named()
     read = documents.read(paths)
-    with choice.open(store=store) as engine:
-        result = {"model": choice.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
+    with model.open(store=store) as engine:
+        result = {"model": model.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
     written = f"computed {result['computed']} chunks, {result['present']} were there already; "
     output.show(f"{written}{result['tokens']} tokens, {size(result['bytes'])} on disk")
     if result["missing"]:
@@ -173,13 +171,14 @@ def clear(
     fingerprint: options.Fingerprint = None,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    remote_url: options.RemoteUrl = None,
+    remote: Annotated[StoreConfig, Only("remote_url")],
     output: Output,
 ) -> None:
     """Remove segments, with --remote-url from the remote too.
 
     Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
     """
+    remote_url = remote.remote_url
     before_s = None if older_than is None else time.time() - parse_duration(older_than)
     selection = Selection(document, chunk, segment, before_s)
     if everything != (selection.everything and fingerprint is None):

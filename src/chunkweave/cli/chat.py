@@ -13,15 +13,15 @@ from rich.markup import escape
 from chunkweave.cli.ask import answer_dict
 from chunkweave.cli.console import Out, Output, conversation_line, stderr, times, token_line
 from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus
-from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, StoreOptions, with_blocks
-from chunkweave.config import ConversationConfig, SamplingParams
+from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, with_blocks
+from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Conversation
 
-READER = Path("reader")
+READER = "reader"
 _PROMPT = "> "
 
 ChunksFor = Callable[[str], Sequence[Chunk]]
@@ -38,13 +38,8 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of a turn's prompt; older turns are cut off.", show_default="the model's context"
-        ),
-    ] = None,
-    store: StoreOptions,
+    limits: ConversationConfig,
+    store: StoreConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
     out: Out = None,
 ) -> None:
@@ -55,17 +50,16 @@ def chat(
     another is named. An empty line is passed over, the end of the input (Ctrl-D) ends it.
     """
     output = Output(as_json, out)
-    if model.model is None and model.shape is None:
-        model = replace(model, model=READER)
-    choice, reuse, config = model.choice(), how.reuse(), store.config()
+    if model.model.model is None and model.model.shape is None:
+        model = replace(model, model=replace(model.model, model=READER))
+    engine_options = how.options(store=store, conversations=limits)
     sampling = SamplingParams(max_new_tokens, temperature)
     if (corpus is not None and documents.docs) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
     read = documents.read(documents.docs or [])
-    limits = ConversationConfig(max_tokens=max_tokens)
-    with choice.open(store=config, method=how.method, quality=how.quality, reuse=reuse, conversations=limits) as engine:
-        if choice.random_weights:
-            stderr().print(f"[yellow]{choice.name} has random weights: its text means nothing.[/yellow]")
+    with model.open(**engine_options) as engine:
+        if model.random_weights:
+            stderr().print(f"[yellow]{model.name} has random weights: its text means nothing.[/yellow]")
         if corpus is not None:
             chunks_for = _nearest(corpus, top_k)
         else:
@@ -73,7 +67,7 @@ def chat(
             chunks_for = lambda _: fixed  # noqa: E731
         conversation = engine.conversation(system=system)
         turns = list(_hold(conversation, chunks_for, sampling, output))
-    output.save({"model": choice.name, "turns": turns})
+    output.save({"model": model.name, "turns": turns})
 
 
 def _hold(

@@ -1,17 +1,15 @@
 """`chunkweave demo`: woven answers of the bundled reader, and a TTFT table, without any argument."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
-from chunkweave.cli import options
 from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks
 from chunkweave.cli.bench import TtftRun
 from chunkweave.cli.console import Output
-from chunkweave.cli.options import ModelChoice, StoreOptions, with_blocks
-from chunkweave.config import SamplingParams
+from chunkweave.cli.options import ModelOptions, Only, with_blocks
+from chunkweave.config import ModelConfig, SamplingParams, StoreConfig
 from chunkweave.eval.datasets import Example, bundled_examples
 from chunkweave.eval.worlds.world import bundled_corpus
 
@@ -33,11 +31,11 @@ _TIMED_CHUNK_TOKENS = 512
 
 
 @with_blocks
-def demo(*, cache_dir: options.CacheDir = None, output: Output) -> None:
+def demo(*, store: Annotated[StoreConfig, Only("cache_dir")], output: Output) -> None:
     """Ask three questions over bundled passages, then compare times by reuse method. Under a minute on two cores."""
     corpus = bundled_corpus()
-    reader = ModelChoice(Path(READER), None)
-    with reader.open(store=StoreOptions(cache_dir=cache_dir).config(), method=METHOD) as engine:
+    reader = ModelOptions(ModelConfig(READER))
+    with reader.open(store=store, method=METHOD) as engine:
         output.show(
             f"Model: the bundled {reader.name}. {len(corpus.passages)} passages about invented places; the KV cache of "
             "each is computed once, by itself.\nEach question gets six of them in an order of its own.\n"
@@ -78,7 +76,7 @@ def _answers_table(answers: Sequence[dict[str, Any]]) -> Table:
 def _time_methods(output: Output) -> dict[str, Any]:
     from chunkweave.eval.ttft import TtftConfig, make_workload
 
-    choice = ModelChoice(None, TIMED_SHAPE)
+    choice = ModelOptions(ModelConfig(shape=TIMED_SHAPE))
     output.show(
         f"Times, on a larger model ({choice.name} geometry, random weights: only its times mean something), over other "
         "bundled documents:\n"

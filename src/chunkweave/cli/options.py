@@ -4,20 +4,22 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, get_args, get_origin, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import status, stderr
-from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig, StoreConfig
+from chunkweave.config import ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
 
@@ -25,44 +27,9 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine, EngineOptions
 
 
-Model = Annotated[
-    Path | None,
-    typer.Option("--model", help="Checkpoint folder in Hugging Face format, or `reader`, the bundled model."),
-]
-Shape = Annotated[
-    str | None,
-    typer.Option("--shape", help="Random-weight model of a known geometry, for timing: its text means nothing."),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Attention = Annotated[str, typer.Option(help="What computes attention: auto, triton or sdpa.")]
-DecodeGraphs = Annotated[bool, typer.Option(help="On CUDA, decode by recorded graphs.")]
-StoreBudget = Annotated[str, typer.Option(help="Most memory for stored segments, for example 2GiB.")]
-RecomputeRatio = Annotated[
-    float, typer.Option(help="Share of the reused chunks' tokens that is computed again, 0 to 1.")
-]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Warm = Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
-CacheDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache-dir",
-        help="Folder that keeps segments on disk, for later runs and for other processes.",
-        file_okay=False,
-    ),
-]
-DiskBudget = Annotated[str, typer.Option(help="Most disk space for stored segments, with --cache-dir.")]
-RemoteUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--remote-url",
-        envvar="CHUNKWEAVE_REMOTE_URL",
-        help="Another machine that keeps segments too: redis://..., s3://..., file://...",
-    ),
-]
-Codec = Annotated[str, typer.Option(help="How segments are encoded on disk and remote: raw, int8 or fp8.")]
-Ttl = Annotated[str | None, typer.Option(help="Drop segments older than that: 30s, 90m, 12h or 7d.")]
 CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]
 Fingerprint = Annotated[
     str | None, typer.Option("--fingerprint", help="Only this model's; the beginning of its fingerprint is enough.")
@@ -73,8 +40,6 @@ ChunkPrefix = Annotated[
 ]
 SegmentPrefix = Annotated[str | None, typer.Option("--segment", help="Only this segment: its id, or its beginning.")]
 
-DEFAULT_STORE_BUDGET = "4GiB"
-DEFAULT_DISK_BUDGET = "64GiB"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
 
@@ -119,33 +84,162 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """A checkpoint folder or a shape, and how to compute with it.
+class Only:
+    """In `Annotated[StoreConfig, Only("ttl")]`: of a configuration's settings a command takes these as options."""
 
-    Raises:
-        UsageError: both were given, or neither.
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as Typer is to see it: each parameter whose type is a dataclass is replaced by the fields of that.
+
+    The fields are annotated as options are, are dataclasses in their turn, or are settings, which become the options
+    that they declare. The command is called with the block made of their values.
     """
+    hints = get_type_hints(command, include_extras=True)
+    shown: list[inspect.Parameter] = []
+    blocks: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(_plain(kind)):
+            blocks[parameter.name] = kind
+            shown += _parameters_of(kind)
+        else:
+            shown.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
-    folder: Path | None
-    shape: str | None
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
+    def call(**values: Any) -> None:
+        made = {name: _made(kind, values) for name, kind in blocks.items()}
+        command(**values, **made)
+
+    return as_command(call, command, shown)
+
+
+def as_command(
+    call: Callable[..., None], command: Callable[..., None], shown: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """`call` with the name and the help of `command`, and the parameters that Typer is to see."""
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return call
+
+
+def _plain(kind: Any) -> Any:
+    """A type without what it is annotated with."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _settings(kind: Any) -> dict[str, Setting]:
+    """The settings of a block that become options."""
+    known = settings_at(_plain(kind), Place.COMMANDS)
+    only = [one for one in get_args(kind)[1:] if isinstance(one, Only)]
+    return {name: known[name] for name in only[0].names} if only else known
+
+
+def _parameters_of(kind: Any) -> list[inspect.Parameter]:
+    if settings_of(_plain(kind)):
+        return option_parameters(_settings(kind).values(), Place.COMMANDS)
+    hints = get_type_hints(kind, include_extras=True)
+    shown = []
+    for one in fields(kind):
+        if is_dataclass(_plain(hints[one.name])):
+            shown += _parameters_of(hints[one.name])
+        else:
+            default = inspect.Parameter.empty if one.default is MISSING else one.default
+            shown.append(
+                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
+            )
+    return shown
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """A block of the values of its options, which are taken out of `values`."""
+    plain = _plain(kind)
+    if settings_of(plain):
+        return read(plain, given_options(_settings(kind), values), Place.COMMANDS)
+    hints = get_type_hints(plain, include_extras=True)
+    blocks = {one.name for one in fields(plain) if is_dataclass(_plain(hints[one.name]))}
+    made = {one: _made(hints[one], values) for one in blocks}
+    return plain(**{one.name: made[one.name] if one.name in blocks else values.pop(one.name) for one in fields(plain)})
+
+
+def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Parameter]:
+    """An option for each setting, and a hidden one for each other spelling. None is one that was not given."""
+    shown = []
+    for one in known:
+        for spelling in (one.name, *one.spellings, *one.old):
+            flag = f"--{spelling.replace('_', '-')}"
+            default = one.default_at(place)
+            option = typer.Option(
+                f"{flag}/--no-{flag[2:]}" if one.plain is bool else flag,
+                help=one.meaning,
+                hidden=spelling != one.name,
+                show_default=one.text(default) if default not in (None, "", False, ()) else False,
+                metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
+                envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
+            )
+            shown.append(
+                inspect.Parameter(
+                    spelling,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=Annotated[_option_kind(one), option],
+                )
+            )
+    return shown
+
+
+def _option_kind(one: Setting) -> Any:
+    kind = one.plain
+    if kind is tuple and get_args(one.kind)[0] is str:
+        return list[str] | None
+    numbers_alone = kind in (int, float) and one.unit is None and not (one.optional and one.default is not None)
+    return kind | None if kind in (bool, Path) or numbers_alone else str | None
+
+
+def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
+    """The options of settings that were given, by the settings' names; they are taken out of `values`."""
+    spellings = [spelling for one in known.values() for spelling in (one.name, *one.spellings, *one.old)]
+    given = {spelling: values.pop(spelling) for spelling in spellings}
+    given = {spelling: value for spelling, value in given.items() if value is not None and value != []}
+    warn = lambda told: stderr().print(f"[yellow]{escape(told)}[/yellow]", soft_wrap=True)  # noqa: E731
+    found = spelled(given, known, warn)
+    flags = {name: f"--{name.replace('_', '-')}" for name in found}
+    return {
+        name: (known[name].parse if isinstance(value, str) else known[name].check)(value, flags[name])
+        for name, value in found.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model computes, and how. PyTorch and transformers are imported when it is loaded."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
-    def __post_init__(self) -> None:
-        if (self.folder is None) == (self.shape is None):
+    def named(self) -> Self:
+        """These, if a model was named.
+
+        Raises:
+            UsageError: none was.
+        """
+        if (self.model.model is None) == (self.model.shape is None):
             raise UsageError("give either --model FOLDER or --shape NAME")
+        return self
 
     @property
     def name(self) -> str:
         """What to call the model on screen."""
-        return self.shape if self.folder is None else str(self.folder)  # type: ignore[return-value]
+        return self.model.model or self.model.shape or ""
 
     @property
     def random_weights(self) -> bool:
         """Whether the weights are random, so that only times mean something."""
-        return self.folder is None
+        return self.model.model is None
 
     @contextmanager
     def open(self, **options: "Unpack[EngineOptions]") -> Iterator["Engine"]:
@@ -156,7 +250,7 @@ class ModelChoice:
             UsageError: no such shape, method, quality, ordering or codec, a quality that was not calibrated, or a
                 remote URL that cannot be used.
         """
-        engine = self.load(**options)
+        engine = self._load(**options)
         try:
             yield engine
         finally:
@@ -166,22 +260,21 @@ class ModelChoice:
             if unwritten := stats.writes_failed + stats.writes_skipped:
                 stderr().print(f"[yellow]{unwritten} writes of segments to disk or remote were not done.[/yellow]")
 
-    def load(self, **options: "Unpack[EngineOptions]") -> "Engine":
-        """Load the model and put an engine around it.
+    @property
+    def weights_seed(self) -> int:
+        """What random weights are drawn with."""
+        return 0
 
-        Raises:
-            ModelError: the model cannot be loaded or driven.
-            UsageError: no such shape, method, quality or ordering, or a quality that was not calibrated.
-        """
+    def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
 
-            if self.folder is not None:
-                return Engine.load(self.folder, device=self.device, dtype=self.dtype, **options)
-            shape = self.shape or ""
-            return Engine.load_shape(shape, device=self.device, dtype=self.dtype, seed=self.seed, **options)
+            where = {"device": self.model.device, "dtype": self.model.dtype}
+            if self.model.model is not None:
+                return Engine.load(self.model.model, **where, **options)
+            return Engine.load_shape(self.model.shape or "", **where, seed=self.weights_seed, **options)
 
 
 def _quiet_transformers() -> None:
@@ -191,82 +284,16 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as Typer is to see it: each parameter whose type is a dataclass is replaced by the fields of that.
-
-    The fields are annotated as options are. The command is called with the block made of their values.
-    """
-    hints = get_type_hints(command, include_extras=True)
-    shown: list[inspect.Parameter] = []
-    blocks: dict[str, type[Any]] = {}
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if is_dataclass(kind) and isinstance(kind, type):
-            blocks[parameter.name] = kind
-            shown += _parameters_of(kind)
-        else:
-            shown.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
-
-    def call(**values: Any) -> None:
-        made = {
-            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-            for name, kind in blocks.items()
-        }
-        command(**values, **made)
-
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return call
-
-
-def _parameters_of(block: type[Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(block, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(block)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Which model computes, and how."""
-
-    model: Model = None
-    shape: Shape = None
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"
-    decode_graphs: DecodeGraphs = False
-
-    def choice(self) -> ModelChoice:
-        """The model that was asked for.
-
-        Raises:
-            UsageError: none was, or two; or there is no such attention.
-        """
-        compute = ComputeConfig(AttentionKernel.parse(self.attention), self.decode_graphs)
-        return ModelChoice(self.model, self.shape, self.device, self.dtype, compute=compute)
-
-
 @dataclass(frozen=True, slots=True)
 class SeededModelOptions(ModelOptions):
     """A model in a benchmark. Random weights are drawn with the seed, as everything else is."""
 
     seed: Seed = 0
 
-    def choice(self) -> ModelChoice:
-        """The model that was asked for.
-
-        Raises:
-            UsageError: none was, or two.
-        """
-        return replace(ModelOptions.choice(self), seed=self.seed)
+    @property
+    def weights_seed(self) -> int:
+        """What random weights are drawn with."""
+        return self.seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,28 +315,6 @@ class TimedModelOptions(SeededModelOptions):
         import torch
 
         torch.set_num_threads(self.threads)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """Where segments are kept."""
-
-    store_budget: StoreBudget = DEFAULT_STORE_BUDGET
-    cache_dir: CacheDir = None
-    disk_budget: DiskBudget = DEFAULT_DISK_BUDGET
-    remote_url: RemoteUrl = None
-    codec: Codec = "raw"
-    ttl: Ttl = None
-
-    def config(self) -> StoreConfig:
-        """What the options ask for.
-
-        Raises:
-            UsageError: a size, a duration, a codec or the cache folder is not one.
-        """
-        if self.cache_dir is not None and self.cache_dir.exists() and not self.cache_dir.is_dir():
-            raise UsageError(f"--cache-dir {self.cache_dir} is not a folder")
-        return StoreConfig.parse(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,23 +350,9 @@ class DocumentOptions:
 class OrderOptions:
     """In which order chunks stand."""
 
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help="free: chunks stand as is best for reuse; fixed: as they come.",
-            show_default="free for what is retrieved, else fixed",
-        ),
-    ] = None
-    ordering: Annotated[str, typer.Option(help="How a free order is chosen: frequency, tree-greedy or original.")] = (
-        "frequency"
-    )
-    promote: Annotated[
-        int | None,
-        typer.Option(
-            help="With a free order, keep and grow exact prefixes over chunks that this many questions took.",
-            show_default="off: a command counts its own questions only",
-        ),
-    ] = None
+    requests: Annotated[RequestDefaults, Only("order")]
+    ordering: OrderingConfig
+    promote: Annotated[int | None, typer.Option("--promote", hidden=True)] = None
 
     def config(self) -> OrderingConfig:
         """How a free order is chosen.
@@ -370,8 +361,11 @@ class OrderOptions:
             UnknownMethodError: there is no such ordering.
             UsageError: a threshold below 1.
         """
-        make_ordering(self.ordering)
-        return OrderingConfig(self.ordering, promotion_threshold=self.promote, continuation_threshold=self.promote)
+        make_ordering(self.ordering.ordering)
+        if self.promote is None:
+            return self.ordering
+        stderr().print("[yellow]--promote is now --promotion-threshold and --continuation-threshold[/yellow]")
+        return replace(self.ordering, promotion_threshold=self.promote, continuation_threshold=self.promote)
 
     def said(self, *, retrieved: bool) -> str:
         """What requests say, whose chunks were retrieved or not.
@@ -379,44 +373,28 @@ class OrderOptions:
         Raises:
             UsageError: there is no such order.
         """
-        return ChunkOrder.parse(self.order or ("free" if retrieved else "fixed"))
+        return ChunkOrder.parse(self.requests.order or ("free" if retrieved else "fixed"))
 
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
     """How chunks are reused."""
 
-    method: Annotated[
-        str | None,
-        typer.Option(help="Reuse method; `prefix` is exact.", show_default="`balanced` if calibrated, else prefix"),
-    ] = None
-    quality: Annotated[
-        str | None,
-        typer.Option(
-            help="exact, balanced or fast: how close to full prefill; the last two need `chunkweave calibrate`."
-        ),
-    ] = None
-    recompute_ratio: Annotated[
-        float | None, typer.Option(help="Share of the reused chunks' tokens that --method computes again, 0 to 1.")
-    ] = None
-    alpha: Annotated[
-        float | None, typer.Option(help="Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
-    ] = None
+    requests: Annotated[RequestDefaults, Only("method", "quality")]
+    reuse: ReuseConfig
 
     @property
     def default(self) -> bool:
         """Whether the choice is left to the engine."""
-        return self.method is None and self.quality is None
+        return self.requests.method is None and self.requests.quality is None
 
-    def reuse(self) -> ReuseConfig:
-        """What a named method is to be told.
+    def options(self, **others: "Unpack[EngineOptions]") -> "EngineOptions":
+        """As an engine takes them, beside `others`.
 
         Raises:
-            UsageError: a value is out of range, or there is no method that it could be for.
+            UsageError: there is no method that a value could be for.
         """
-        asked = {"recompute_ratio": self.recompute_ratio, "alpha": self.alpha}
-        told: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-        config = ReuseConfig(**told)
-        if told and self.method is None:
-            raise UsageError("--recompute-ratio and --alpha set a method: name it with --method")
-        return config
+        method, quality = self.requests.method, self.requests.quality
+        if self.reuse != ReuseConfig() and method is None:
+            raise UsageError("--recompute-ratio, --alpha and --check-layers set a method: name it with --method")
+        return {**others, "method": method, "quality": quality, "reuse": self.reuse}

@@ -14,15 +14,11 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Json, Output, progress, seconds, size, status, stderr
-from chunkweave.cli.options import StoreOptions, TimedModelOptions, with_blocks
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
+from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.page_cache import drop_page_cache
 from chunkweave.eval.results import check_writable, drop_page_cache
 from chunkweave.planning.cost import CostModel, StorageDevice, choose_device, cost_model_path, ratio_that_hides
-from chunkweave.planning.cost_file import cost_model_path
-from chunkweave.planning.cost_model import CostModel
-from chunkweave.planning.loading_controller import StorageDevice, choose_device, ratio_that_hides
 from chunkweave.settings import parse_bytes
 
 if TYPE_CHECKING:
@@ -34,8 +30,7 @@ if TYPE_CHECKING:
 def profile(
     *,
     model: TimedModelOptions,
-    cache_dir: options.CacheDir = None,
-    remote_url: options.RemoteUrl = None,
+    store: Annotated[StoreConfig, Only("cache_dir", "remote_url", "codec")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -47,29 +42,28 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each pair; the median counts.")] = 3,
     segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the segments that tiers read.")] = 512,
     segments: Annotated[int, typer.Option(min=1, help="Segments that tiers read.")] = 8,
-    codec: options.Codec = "raw",
     json: Json = False,
 ) -> None:
     """Measure prefill times and each tier's throughput, and write the cost-model file.
 
     Exit code 1 if a tier could not be measured; the file has the rest then.
     """
+    cache_dir, remote_url = store.cache_dir, store.remote_url
     if out is None and cache_dir is None:
         raise UsageError("where should the cost model go? Give --cache-dir, or --out FILE")
     if out is not None:
         check_writable(out)
-    choice = model.choice()
+    model.named()
     cached, new = _axis(cached_tokens, 0, "--cached-tokens"), _axis(new_tokens, 1, "--new-tokens")
-    StoreOptions(cache_dir=cache_dir, remote_url=remote_url).config()
     model.bound_threads()
-    with choice.open() as engine:
+    with model.open() as engine:
         loaded = engine.loaded
     cost = _prefill_times(loaded, cached, new, repeats)
-    tiers = _throughputs(loaded, cache_dir, remote_url, codec, segment_tokens, segments)
+    tiers = _throughputs(loaded, cache_dir, remote_url, store.codec, segment_tokens, segments)
     cost = replace(cost, tier_bytes_per_s=tiers)
     path = out or _default_place(cache_dir, loaded.fingerprint)
     _save_costs(cost, path)
-    _show_costs(Output(json), cost, path, choice.name)
+    _show_costs(Output(json), cost, path, model.name)
     asked = {"disk": cache_dir, "remote": remote_url}
     if any(place is not None and name not in tiers for name, place in asked.items()):
         raise typer.Exit(1)
@@ -198,10 +192,11 @@ def advise(
     ],
     *,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request's reused chunks.")] = 3072,
-    recompute_ratio: options.RecomputeRatio = DEFAULT_RECOMPUTE_RATIO,
+    reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     output: Output,
 ) -> None:
     """The cheapest device whose loading hides behind recomputation, else the fastest (CacheBlend §5.1)."""
+    recompute_ratio = reuse.recompute_ratio
     if not 0 < recompute_ratio <= 1:
         raise UsageError(f"--recompute-ratio must be above 0 and at most 1, not {recompute_ratio}")
     devices = [_parsed_device(text) for text in device]

@@ -1,7 +1,7 @@
 """`chunkweave bench quality` and `calibrate`: what answers are worth by reuse method and recompute ratio."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +13,8 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, stderr
-from chunkweave.cli.options import ModelChoice, SeededModelOptions, StoreOptions, with_blocks
-from chunkweave.config import ReuseConfig
+from chunkweave.cli.options import ModelOptions, Only, SeededModelOptions, with_blocks
+from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.results import Measured, Measurements, check_writable
@@ -112,14 +112,14 @@ def quality(
         int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
     ] = 0,
     deviations: Annotated[int, typer.Option(help="Questions on which KV and attention deviation are measured.")] = 20,
-    store: StoreOptions,
+    store: StoreConfig,
     plot: Annotated[Path | None, typer.Option(help="Draw F1 against recompute fraction into this PNG.")] = None,
     output: Output,
 ) -> None:
     """Answer quality by reuse method: the same questions, the same warm store, paired intervals."""
     if plot is not None:
         check_writable(plot)
-    choice = model.choice()
+    model.named()
     from chunkweave.eval.quality import QualityConfig
     from chunkweave.eval.ttft import Warmth
 
@@ -134,10 +134,9 @@ def quality(
     )
     config.contenders()
     examples = asked.draw(model.seed, earlier=config.warm.queries, worlds=worlds)
-    kept = store.config()
     drawn = {"dataset": asked.dataset, "chunks": asked.chunks, "worlds": worlds, "kinds": asked.kinds}
-    with choice.open(store=kept) as engine:
-        run = QualityRun(engine, config, {"model": choice.name, **drawn, **options.kept(kept)}, plot)
+    with model.open(store=store) as engine:
+        run = QualityRun(engine, config, {"model": model.name, **drawn, **options.kept(store)}, plot)
         with run.reported(output):
             run.measure(examples, deviations)
 
@@ -273,15 +272,13 @@ def calibrate(
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.", show_default=False)
     ] = None,
     *,
-    shape: options.Shape = None,
     targets: _TargetOptions,
     asked: QuestionOptions,
     seed: Annotated[
         int, typer.Option(help="Draws the questions; not 0, so that `bench quality` asks others afterwards.")
     ] = 1,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    store_budget: options.StoreBudget = options.DEFAULT_STORE_BUDGET,
+    computed: Annotated[ModelConfig, Only("shape", "device", "dtype")],
+    store: Annotated[StoreConfig, Only("host_budget")],
     cache_dir: Annotated[
         Path | None,
         typer.Option(
@@ -295,14 +292,14 @@ def calibrate(
 
     Interrupted, it goes on where it was when it is called again in the same way.
     """
-    if (model is None) == (shape is None):
+    if (model is None) == (computed.shape is None):
         raise UsageError("give either MODEL, a checkpoint folder, or --shape NAME")
-    choice = ModelChoice(model, shape, device, dtype)
+    choice = ModelOptions(replace(computed, model=None if model is None else str(model)))
     config = targets.config(asked, seed)
     examples = asked.draw(seed, earlier=config.warm.queries)
     from chunkweave.eval import calibration
 
-    with choice.open(store=StoreOptions(store_budget).config(), method="full") as engine:
+    with choice.open(store=store, method="full") as engine:
         place = record_path(cache_dir, engine.loaded.folder, engine.loaded.fingerprint)
         existing_records(place)  # one of another version is refused now, not after hours of measuring
         calibration.check_prompts(engine, examples)

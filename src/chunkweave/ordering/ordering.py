@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import Protocol
 
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.settings import SERVERS, Place, configuration, setting
+from chunkweave.trees.knowledge_tree import TreePlace
 from chunkweave.trees.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
@@ -36,24 +38,43 @@ class ChunkOrder(StrEnum):
             raise UsageError(f"unknown order {text!r}; there are: {', '.join(cls)}") from None
 
 
+_OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
+_EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None}
+"""Commands and servers keep every exact path: a command counts its own few questions only."""
+
+
+@configuration
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
-    """How requests of free order are arranged (CRAFT §4).
+    """How requests of free order are arranged (CRAFT §4), and what is promoted.
 
-    `ordering` is a name of `chunkweave.ordering.ordering`. Chunks are counted over the last `window` requests (§6.2.4).
-    A chunk that was asked for `promotion_threshold` times among these is promoted (§6.2.5): only then an exact method
-    keeps an exact path on over it. None keeps exact paths as they come.
-
-    A method that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows, once
-    `continuation_threshold` of these requests began with that path; None lets it weave. To compute a chunk costs a
-    request several times what weaving saves each later one, so here it is the path that must come back: by CRAFT's
-    rule, which looks at the chunk alone, nearly every request would pay for it.
+    Only over promoted chunks an exact method keeps an exact path on; without a `promotion_threshold` it keeps paths as
+    they come. A method that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows,
+    once `continuation_threshold` requests began with that path. To compute a chunk costs a request several times what
+    weaving saves each later one, so here it is the path that must come back: by CRAFT's rule, which looks at the chunk
+    alone, nearly every request would pay for it.
     """
 
-    ordering: str = "frequency"
-    window: int = 1000
-    promotion_threshold: int | None = 2
-    continuation_threshold: int | None = 4
+    ordering: str = setting(
+        "frequency",
+        "How a free order is chosen: frequency, tree-greedy or original.",
+        places=_OWN_ENGINE | {Place.VLLM},
+    )
+    window: int = setting(
+        1000, "Latest requests over which chunks are counted (CRAFT §6.2.4).", name="ordering_window", places=SERVERS
+    )
+    promotion_threshold: int | None = setting(
+        2,
+        "With a free order, promote a chunk that so many of the counted requests took (CRAFT §6.2.5); none: all.",
+        places=_OWN_ENGINE,
+        defaults=_EVERY_PATH,
+    )
+    continuation_threshold: int | None = setting(
+        4,
+        "With a free order, weaving methods grow a prefix that so many counted requests began with; none: never.",
+        places=_OWN_ENGINE,
+        defaults={Place.COMMANDS: None},
+    )
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -6,6 +6,7 @@ from math import isfinite
 
 from chunkweave.errors import UsageError
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
+from chunkweave.settings import SERVERS, Place, Unit, configuration, setting
 
 DEFAULT_PATIENCE = 4
 """Steps that a prefill is passed over at most before it goes first; few, since a step may last a second."""
@@ -80,33 +81,53 @@ class TokenBudget:
         return not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
 
 
+_ENGINE = frozenset({Place.ENGINE})
+_DEADLINE = {Place.ENGINE: 600.0, Place.VLLM: 600.0}
+
+
+@configuration
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
     """The limits of a batching engine.
 
-    At most `max_running` requests are worked on, `step_tokens` tokens in a step. The KV of all of them together has
-    room for `kv_tokens`, shared out in blocks of `block_tokens`. At most `max_waiting` more wait, each passed over at
-    most `window` times. A request that names no deadline gets `deadline_s` seconds (None: any time), and one that was
-    not begun within `queue_timeout_s` is given up. A prompt has at most `max_prompt_tokens` (None: as many as fit).
-
-    Speculations run only in steps in which nothing else can, with `speculation_tokens` tokens each (None:
-    `step_tokens`; fewer read the weights more often): whoever arrives meanwhile waits for one layer of so many at most.
-    Of the next `prefetch_requests` that wait, segments on slow levels are read ahead, `prefetch_bytes` at most at any
-    time; 0 reads nothing ahead.
+    Speculations run only in steps in which nothing else can: whoever arrives meanwhile waits for one layer of
+    `speculation_tokens` at most; fewer of them read the weights more often.
     """
 
-    max_running: int = 8
-    step_tokens: int = 512
-    kv_tokens: int = 32768
-    block_tokens: int = 32
-    max_waiting: int = 256
-    window: int = DEFAULT_WINDOW
-    deadline_s: float | None = None
-    queue_timeout_s: float | None = None
-    max_prompt_tokens: int | None = None
-    speculation_tokens: int | None = None
-    prefetch_requests: int = 2
-    prefetch_bytes: int = 256 << 20
+    max_running: int = setting(
+        8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",), places=_ENGINE
+    )
+    step_tokens: int = setting(
+        512, "Tokens of one step of the engine.", name="max_num_batched_tokens", old=("step_tokens",), places=_ENGINE
+    )
+    kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.", places=_ENGINE)
+    block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size", places=_ENGINE)
+    max_waiting: int = setting(256, "Requests that may wait; a server answers further ones with 503.", places=SERVERS)
+    window: int = setting(
+        DEFAULT_WINDOW,
+        "How often a waiting request may be passed over by ones of which more is cached.",
+        name="queue_window",
+        old=("window",),
+        places=SERVERS,
+    )
+    deadline_s: float | None = setting(
+        None, "Longest time that a request may take; none: any.", unit=Unit.SECONDS, places=SERVERS, defaults=_DEADLINE
+    )
+    queue_timeout_s: float | None = setting(
+        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, places=_ENGINE
+    )
+    max_prompt_tokens: int | None = setting(
+        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", places=_ENGINE
+    )
+    speculation_tokens: int | None = setting(
+        None, "Tokens of a step of speculations; none: as many as of any other step.", places=_ENGINE
+    )
+    prefetch_requests: int = setting(
+        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", places=_ENGINE
+    )
+    prefetch_bytes: int = setting(
+        256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, places=_ENGINE
+    )
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)

@@ -11,32 +11,55 @@ from threading import Lock
 
 from chunkweave.errors import UsageError
 from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.settings import SERVERS, Place, configuration, setting
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1000
+_ENGINE = frozenset({Place.ENGINE})
 
 
+@configuration
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
     """How often to check, how much room a check may take, and what makes weaving stop.
 
-    One in `every` woven answers is checked: its prompt is prefilled in full, and at most `compared_tokens` of its
-    answer are decoded again. That happens in pieces of `slice_tokens`, while at most `beside` requests are under way.
-    At most `most_pending` answers wait to be checked; what comes on top is dropped.
-
-    Once `window` checks have been made, weaving is switched off if over the last `window` of them the mean divergence
-    is above `max_divergence` (nats), or first tokens agreed less often than `min_agreement` (a share). None: never.
+    A check prefills an answer's prompt in full and decodes the beginning of the answer again. Once `window` checks have
+    been made, weaving is switched off if they stray too far. A server makes none unless `shadow_every` is set.
     """
 
-    every: int = 100
-    window: int = 20
-    max_divergence: float | None = None
-    min_agreement: float | None = None
-    compared_tokens: int = 16
-    slice_tokens: int = 256
-    most_pending: int = 4
-    beside: int = 0
+    every: int = setting(
+        100,
+        "Check one in so many woven answers against full prefill, when idle; none: no checks.",
+        name="shadow_every",
+        places=SERVERS,
+        defaults={Place.ENGINE: None, Place.VLLM: None},
+    )
+    window: int = setting(20, "Checks that are looked at together.", name="shadow_window", places=SERVERS)
+    max_divergence: float | None = setting(
+        None,
+        "Switch weaving off above this mean divergence of first tokens, in nats; none: never.",
+        name="shadow_max_divergence",
+        places=SERVERS,
+    )
+    min_agreement: float | None = setting(
+        None,
+        "Switch weaving off where first tokens agree less often, a share; none: never.",
+        name="shadow_min_agreement",
+        places=SERVERS,
+    )
+    compared_tokens: int = setting(
+        16, "Tokens of an answer that a check decodes again.", name="shadow_compared_tokens", places=_ENGINE
+    )
+    slice_tokens: int = setting(
+        256, "Tokens of a prompt that a check prefills at once.", name="shadow_slice_tokens", places=_ENGINE
+    )
+    most_pending: int = setting(
+        4, "Answers that may wait to be checked; further ones are dropped.", name="shadow_pending", places=_ENGINE
+    )
+    beside: int = setting(
+        0, "Requests that may be under way while a check goes on.", name="shadow_beside", places=_ENGINE
+    )
 
     def __post_init__(self) -> None:
         for name in ("every", "window", "slice_tokens", "most_pending"):
