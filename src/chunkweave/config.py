@@ -19,10 +19,24 @@ _OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
 """Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
 
 
+class Backend(StrEnum):
+    """What computes the answers."""
+
+    ENGINE = "engine"
+    """The engine of this package, in this process."""
+    VLLM = "vllm"
+    """vLLM servers, with the connector of this package."""
+
+    @property
+    def place(self) -> Place:
+        """Where its settings are changed."""
+        return Place(self.value)
+
+
 @configuration
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model answers."""
+    """Which model answers, and what computes it."""
 
     model: str | None = setting(
         None,
@@ -34,6 +48,9 @@ class ModelConfig:
     )
     device: str = setting("auto", "auto, cpu or cuda.", places=_OWN_ENGINE)
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.", places=_OWN_ENGINE)
+    backend: Backend = setting(
+        Backend.ENGINE, "What computes answers: engine, the one of this package, or vllm.", places=SERVERS
+    )
     served_model_name: str | None = setting(
         None,
         "What /v1/models calls the model; its folder's name if left out.",

@@ -236,9 +236,13 @@ def setting(
     return field(default=default, metadata={"setting": declared})
 
 
-@cache
-def settings_of(config: Any) -> Mapping[str, Setting]:
+def settings_of(config: type[Any]) -> Mapping[str, Setting]:
     """The settings that a configuration class declares, by name."""
+    return _declared(cast(Any, config))
+
+
+@cache
+def _declared(config: Any) -> Mapping[str, Setting]:
     hints = get_type_hints(config)
     found = {}
     for one in fields(config):
@@ -251,7 +255,7 @@ def settings_of(config: Any) -> Mapping[str, Setting]:
     return found
 
 
-def settings_at(config: Any, place: Place) -> dict[str, Setting]:
+def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
     """The settings of a class that can be changed in a place, by name."""
     return {name: one for name, one in settings_of(config).items() if place in one.places}
 
@@ -280,7 +284,7 @@ def configuration(config: type[ConfigT], /) -> type[ConfigT]:
 
     @wraps(plain)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        known = settings_of(cast(Any, config))
+        known = settings_of(config)
         values = {one.attribute: given.pop(one.attribute) for one in known.values() if one.attribute in given}
         renamed = spelled(given, known, lambda told: warnings.warn(told, DeprecationWarning, stacklevel=4))
         values |= {known[name].attribute if name in known else name: value for name, value in renamed.items()}
@@ -290,7 +294,7 @@ def configuration(config: type[ConfigT], /) -> type[ConfigT]:
         plain(self, *args, **values)
 
     def renamed(self: Any, attribute: str) -> Any:
-        for one in settings_of(cast(Any, config)).values():
+        for one in settings_of(config).values():
             if attribute in one.old:
                 warnings.warn(f"{attribute} is now called {one.attribute}", DeprecationWarning, stacklevel=2)
                 return getattr(self, one.attribute)
@@ -313,7 +317,7 @@ def read(
     Raises:
         UsageError: an unknown name, a value of a wrong type, or what the configuration refuses.
     """
-    known = settings_of(cast(Any, config)) if place is None else settings_at(config, place)
+    known = settings_of(config) if place is None else settings_at(config, place)
     found = spelled(given, known, warn)
     if unknown := sorted(found.keys() - known.keys()):
         raise UsageError(f"no such settings: {', '.join(unknown)}; there are: {', '.join(known)}")

@@ -59,8 +59,9 @@ app.command()(profile)
 app.command()(advise)
 app.command()(simulate)
 app.command()(analyze)
-app.command()(serve)
-app.command("vllm-serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(vllm_serve)
+_FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("serve", context_settings=_FOR_VLLM)(serve)
+app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
 bench.app.command()(quality)
 for change in (clear, warm, pin, unpin, export):
     cache.app.command()(change)

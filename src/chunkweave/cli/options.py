@@ -200,12 +200,16 @@ def _option_kind(one: Setting) -> Any:
     return kind | None if kind in (bool, Path) or numbers_alone else str | None
 
 
+def warn(told: str) -> None:
+    """A line on stderr that somebody should read."""
+    stderr().print(f"[yellow]{escape(told)}[/yellow]", soft_wrap=True)
+
+
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """The options of settings that were given, by the settings' names; they are taken out of `values`."""
     spellings = [spelling for one in known.values() for spelling in (one.name, *one.spellings, *one.old)]
     given = {spelling: values.pop(spelling) for spelling in spellings}
     given = {spelling: value for spelling, value in given.items() if value is not None and value != []}
-    warn = lambda told: stderr().print(f"[yellow]{escape(told)}[/yellow]", soft_wrap=True)  # noqa: E731
     found = spelled(given, known, warn)
     flags = {name: f"--{name.replace('_', '-')}" for name in found}
     return {

@@ -18,7 +18,6 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.observability import request_id_of, serving
 from chunkweave.server.settings import LimitSettings, ListenSettings
-from chunkweave.settings import parse_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{32,64}")
@@ -240,8 +239,8 @@ class Gate:
         self._app = app
         self._service = service
         self._but = but
-        self._max_body_bytes = parse_bytes(limits.max_body)
-        self._max_upload_bytes = parse_bytes(limits.max_upload)
+        self._max_body_bytes = limits.max_body_bytes
+        self._max_upload_bytes = limits.max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""

@@ -8,7 +8,6 @@ from chunkweave.engine.engine import Engine
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
-from chunkweave.settings import parse_bytes
 from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
 
@@ -22,7 +21,7 @@ class PinnedChunks:
     def __init__(self, engine: Engine, batching: AsyncEngine, settings: LimitSettings) -> None:
         self._engine = engine
         self._batching = batching
-        self._budget_bytes = parse_bytes(settings.pin_budget)
+        self._budget_bytes = settings.pin_budget_bytes
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
     async def pin(self, tenant: Tenant, chunks: Sequence[Chunk], cache_salt: str) -> int:

@@ -147,7 +147,7 @@ class Service:
             await in_thread(engine.close)
             raise
         self._enter(Stage.STARTING_ENGINE)
-        batching = AsyncEngine(engine, self.settings.batching.config())
+        batching = AsyncEngine(engine, self.settings.batching)
         observer = self._observer(engine, batching)
         answering = Answering(engine, batching, corpora, self.limits, self.settings.limits, observer)
         pins = PinnedChunks(engine, batching, self.settings.limits)
@@ -197,12 +197,15 @@ def load_engine(settings: Settings) -> Engine:
     """
     model = settings.model
     options: EngineOptions = {
-        "store": settings.store.config(),
-        "method": model.method,
-        "quality": model.quality,
-        "order": model.order,
-        "shadow": settings.watch.shadow(),
-        "compute": model.compute(),
+        "store": settings.store,
+        "method": settings.requests.method,
+        "quality": settings.requests.quality,
+        "reuse": settings.reuse,
+        "order": settings.requests.order or "",
+        "ordering": settings.ordering,
+        "conversations": settings.conversations,
+        "shadow": settings.shadow,
+        "compute": settings.compute,
     }
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)

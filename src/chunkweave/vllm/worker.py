@@ -71,10 +71,10 @@ class ConnectorWorker:
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
         self._follower = self._store.follow_chunks()
-        self._lookups = RemoteLookups(self._store.probe, settings.ask_timeout_s)
+        self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
         self._events = StoreEvents(self._follower.take, self._lookups.answered)
         slow = any(level.background for level in self._store.levels)
-        self._queue = WeaveQueue(self, ranks, background=slow, timeout_s=settings.load_timeout_s)
+        self._queue = WeaveQueue(self, ranks, background=slow, timeout_s=settings.weave.load_timeout_s)
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()

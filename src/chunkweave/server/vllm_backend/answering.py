@@ -23,7 +23,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
 from chunkweave.server.observability import Observer, RequestMeta
 from chunkweave.server.requests import ReuseField, answer_tokens, check_documents, check_earlier, check_reuse, chunks_of
-from chunkweave.server.settings import FrontSettings
+from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
 from chunkweave.server.vllm_backend.bodies import FrontBody
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
@@ -219,7 +219,7 @@ class FrontAnswer:
     def _left_s(self) -> float | None:
         if self._ended_by_us:
             return 0.0
-        limit_s = self._answering.settings.fleet.deadline_s
+        limit_s = self._answering.settings.batching.deadline_s
         return None if limit_s is None else max(0.0, self._asking.arrived_s + limit_s - time.perf_counter())
 
     def _failed(self, error: Exception) -> Exception:
@@ -239,7 +239,7 @@ class FrontAnswering:
         inbox: ReportInbox | None,
         corpora: Corpora,
         limits: TenantLimits,
-        settings: FrontSettings,
+        settings: Settings,
         observer: Observer,
         shadow: FrontShadow | None = None,
     ) -> None:

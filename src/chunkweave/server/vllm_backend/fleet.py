@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.errors import QueueFullError
 from chunkweave.ordering.arrangement import Arranged, Arranger
-from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing, waiting_path
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample
-from chunkweave.server.settings import FleetSettings
+from chunkweave.server.settings import Settings
 from chunkweave.server.vllm_backend.prompting import Prepared
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import ChunkId
@@ -80,12 +79,12 @@ class Fleet:
     routed anew when it goes down.
     """
 
-    def __init__(self, upstreams: Sequence[Upstream], settings: FleetSettings, ordering: OrderingConfig) -> None:
+    def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
         """All replicas are down until they are said to be `up`."""
-        self._settings = settings
-        self._routing = make_routing(settings.routing, settings.imbalance)
+        self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
+        self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
         self._numbers = itertools.count()
-        self.replicas = tuple(_replica(one, settings, ordering) for one in upstreams)
+        self.replicas = tuple(_replica(one, settings) for one in upstreams)
         self.on_idle: Callable[[], None] | None = None
         """Called when a request has left and nothing is under way."""
 
@@ -144,7 +143,7 @@ class Fleet:
         replicas = self._up()
         if avoid is not None and len(replicas) > 1:
             replicas = [one for one in replicas if one is not avoid]
-        if self.waiting >= self._settings.max_waiting:
+        if self.waiting >= self._max_waiting:
             raise QueueFullError(f"{self.waiting} requests wait already; try again later or raise max_waiting")
         placed = self._choose(prepared, replicas, like)
         number = next(self._numbers)
@@ -215,7 +214,7 @@ class Fleet:
 
     def _release(self, replica: Replica) -> None:
         """Give a replica what it may have, the most cached first."""
-        while replica.up and replica.running < self._settings.replica_requests:
+        while replica.up and replica.running < self._fleet.replica_requests:
             waiting = replica.queue.pop()
             if waiting is None:
                 return
@@ -234,10 +233,10 @@ class Fleet:
         return next(replica for replica in self.replicas if replica.name == name)
 
 
-def _replica(upstream: Upstream, settings: FleetSettings, ordering: OrderingConfig) -> Replica:
-    contents = ReplicaContents(settings.mirror_tokens)
-    queue: CacheAwareQueue[int] = CacheAwareQueue(contents, window=settings.window)
-    return Replica(upstream.name, upstream, contents, Arranger(ordering, contents.tree), queue)
+def _replica(upstream: Upstream, settings: Settings) -> Replica:
+    contents = ReplicaContents(settings.fleet.mirror_tokens)
+    queue: CacheAwareQueue[int] = CacheAwareQueue(contents, window=settings.batching.window)
+    return Replica(upstream.name, upstream, contents, Arranger(settings.ordering, contents.tree), queue)
 
 
 def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:

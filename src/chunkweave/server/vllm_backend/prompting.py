@@ -170,7 +170,7 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
 
 
 def chooser_for(
-    source: str, *, method: str | None, quality: str | None, recompute_ratio: float | None, dtype: str | None
+    source: str, *, method: str | None, quality: str | None, reuse: ReuseConfig, dtype: str | None
 ) -> MethodChooser:
     """What chooses methods: what the operator says, and the calibration record beside the model, if there is one.
 
@@ -179,7 +179,6 @@ def chooser_for(
     Raises:
         UsageError: a quality without a record.
     """
-    reuse = ReuseConfig() if recompute_ratio is None else ReuseConfig(recompute_ratio=recompute_ratio)
     record = _calibration(Path(source), dtype)
     chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
     chooser.choose(MethodRequest())

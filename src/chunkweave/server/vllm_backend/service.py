@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -24,7 +23,7 @@ from chunkweave.server.limits import TenantLimits
 from chunkweave.server.metrics import ServerMetrics
 from chunkweave.server.observability import Observer, open_traces
 from chunkweave.server.service import OnStage, Stage
-from chunkweave.server.settings import FrontSettings
+from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
 from chunkweave.server.vllm_backend.answering import FrontAnswering
 from chunkweave.server.vllm_backend.fleet import Fleet, fleet_samples, labelled
@@ -61,7 +60,7 @@ class FrontService:
     `tokenizer` and `transport` take the places of what is loaded and of the network, for tests.
     """
 
-    settings: FrontSettings
+    settings: Settings
     flags: VllmFlags
     keys: KeyRing = field(default_factory=KeyRing)
     on_stage: OnStage | None = None
@@ -161,7 +160,7 @@ class FrontService:
             self.processes = [self._process(number) for number in range(fleet_settings.replicas)]
             urls = {process.name: process.url for process in self.processes}
         self._upstreams = [self._upstream(name, url) for name, url in urls.items()]
-        fleet = Fleet(self._upstreams, fleet_settings, self.settings.reuse.ordering_config())
+        fleet = Fleet(self._upstreams, self.settings)
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
         parts = await in_thread(partial(self._parts, fleet, tokenizer, most_tokens))
@@ -218,17 +217,12 @@ class FrontService:
     def _process(self, number: int) -> VllmProcess:
         fleet = self.settings.fleet
         assert self._inbox is not None, "reports come from processes of ours"
-        environment = {VARIABLE: self._inbox.path, **fleet.environments().get(number, {})}
+        secrets = self.settings.connector_environment()
+        environment = {VARIABLE: self._inbox.path, **secrets, **fleet.environments().get(number, {})}
         launch = Launch(
-            lambda port: self.flags.command(port, self._connector_config()), environment, fleet.start_timeout_s
+            lambda port: self.flags.command(port, self.settings.connector_config()), environment, fleet.start_timeout_s
         )
         return VllmProcess(f"replica-{number}", launch)
-
-    def _connector_config(self) -> Mapping[str, Any]:
-        """What direct requests get that say nothing, as requests through the front do."""
-        reuse, config = self.settings.reuse, self.settings.fleet.connector_config()
-        usual = {"method": reuse.method, "recompute_ratio": reuse.recompute_ratio}
-        return {**config, **{name: value for name, value in usual.items() if value is not None}}
 
     def _upstream(self, name: str, url: str) -> Upstream:
         return Upstream(name, url, transport=None if self.transport is None else self.transport(url))
@@ -240,14 +234,13 @@ class FrontService:
         return load_tokenizer(self.flags.tokenizer, flags)
 
     def _parts(self, fleet: Fleet, tokenizer: TextTokenizer, most_tokens: int) -> FrontParts:
-        reuse, watch = self.settings.reuse, self.settings.watch
-        config = watch.shadow()
-        monitor = None if config is None else ShadowMonitor(config)
+        usual, shadowing = self.settings.requests, self.settings.shadow
+        monitor = None if shadowing is None else ShadowMonitor(shadowing)
         chooser = chooser_for(
             self.flags.source,
-            method=reuse.method,
-            quality=reuse.quality,
-            recompute_ratio=reuse.recompute_ratio,
+            method=usual.method,
+            quality=usual.quality,
+            reuse=self.settings.reuse,
             dtype=self.flags.value("--dtype"),
         )
         prompting = Prompting(
@@ -255,7 +248,8 @@ class FrontService:
             model=self.flags.name,
             most_tokens=most_tokens,
             chooser=chooser,
-            usual_order=ChunkOrder.parse(reuse.order),
+            usual_order=ChunkOrder.parse(usual.order or ""),
+            conversations=self.settings.conversations,
             shadow=monitor,
         )
         corpora, observer = self._corpora(tokenizer), self._observer(fleet, monitor)
