@@ -20,7 +20,7 @@ from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.eval.results import commit, machine, to_json, versions, write_json
 from chunkweave.server.run import ServerThread
 from chunkweave.server.service import Service, Stage
-from chunkweave.server.settings import BatchingSettings, LimitSettings, ListenSettings, ModelSettings, Settings
+from chunkweave.server.settings import Settings, resolve
 from chunkweave.testing import toy_model
 
 _PASSAGES = [f"Passage {number}: the ferry leaves pier {number} at nine and at noon." for number in range(400)]
@@ -91,12 +91,8 @@ async def soak(url: str, requests: int, seed: int, sizes: list[dict[str, int]]) 
 
 
 def settings() -> Settings:
-    return Settings(
-        ModelSettings(shape="toy"),
-        batching=BatchingSettings(kv_tokens=4096),
-        listen=ListenSettings(port=0),
-        limits=LimitSettings(max_concurrent=1000),
-    )
+    values = {"shape": "toy", "kv_tokens": 4096, "port": 0, "max_concurrent": 1000}
+    return resolve(values, {}).settings
 
 
 def engine() -> Engine:

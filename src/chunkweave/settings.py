@@ -263,8 +263,8 @@ def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
 def spelled(given: Mapping[str, Any], known: Mapping[str, Setting], warn: Callable[[str], None]) -> dict[str, Any]:
     """`given` by the names of `known` settings. Old spellings are told to `warn`; what is no setting stays as it is."""
     names: dict[str, str] = {}
-    for name, one in known.items():
-        names |= dict.fromkeys((name, *one.spellings, *one.old), name)
+    for name, one in known.items():  # of two with one old spelling the first has it
+        names = dict.fromkeys((name, *one.spellings, *one.old), name) | names
     found = {}
     for spelling, value in given.items():
         name = names.get(spelling, spelling)

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.server.app import create_app
 from chunkweave.server.auth import KeyRing, StoredKey, Tenant
 from chunkweave.server.service import Parts, Service, Stage
-from chunkweave.server.settings import Settings, setting_fields
+from chunkweave.server.settings import Settings, resolve
 from chunkweave.testing import toy_model
 
 KEYS = {"acme": "acme-key-that-is-long-enough", "bolt": "bolt-key-that-is-long-enough"}
@@ -23,24 +22,19 @@ ADMIN_KEY = "admin-key-that-is-long-enough"
 
 
 def toy_engine(store: StoreConfig | None = None, settings: Settings | None = None) -> Engine:
-    settings = settings or Settings()
+    settings = settings or settings_of()
     return Engine(
         toy_model("llama"),
         store=store,
         reuse=ReuseConfig(recompute_ratio=0.3),
-        order=settings.model.order,
-        shadow=settings.watch.shadow(),
+        order=settings.requests.order or "",
+        shadow=settings.shadow,
     )
 
 
 def settings_of(**values: Any) -> Settings:
     """Settings with some values by name, the others as they are by default."""
-    settings = Settings()
-    groups = {one.name: one.group for one in setting_fields()}
-    for name, value in {"shape": "toy", "served_name": "toy", **values}.items():
-        group = groups[name]
-        settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
-    return settings
+    return resolve({"shape": "toy", "served_model_name": "toy", **values}, {}).settings
 
 
 def key_ring() -> KeyRing:

@@ -4,16 +4,16 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from typing import Any
 
 import httpx
 
+from chunkweave.config import Backend
 from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.server.auth import KeyRing
 from chunkweave.server.run import Server, listening_socket
 from chunkweave.server.service import Stage
-from chunkweave.server.settings import FrontSettings, ListenSettings, setting_fields
+from chunkweave.server.settings import ListenSettings, Settings, resolve
 from chunkweave.server.vllm_backend.app import create_front
 from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.server.vllm_backend.service import FrontService
@@ -24,14 +24,8 @@ DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board shi
 MORE = "The harbour of Skerrow was founded in 1871."
 
 
-def front_settings(**values: Any) -> FrontSettings:
-    settings = FrontSettings()
-    groups = {one.name: one.group for one in setting_fields(FrontSettings)}
-    assert {one.name for one in fields(FrontSettings)} >= set(groups.values())
-    for name, value in values.items():
-        group = groups[name]
-        settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
-    return settings
+def front_settings(**values: Any) -> Settings:
+    return resolve(values, {}, backend=Backend.VLLM).settings
 
 
 class Front(httpx.Client):

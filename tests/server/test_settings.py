@@ -1,12 +1,15 @@
 """Settings from a file, the environment and flags: one precedence, and nothing secret shown."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
 
+from chunkweave.config import Backend
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import Settings, resolve, setting_fields, shown, unused_variables
+from chunkweave.server.settings import GROUPS, resolve, server_settings, shown, unused_variables
+from chunkweave.settings import settings_of as declared_in
 from tests.integration.command_line import invoke
 
 TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'
@@ -20,30 +23,44 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_flags_win_over_environment_over_file_over_defaults(file: Path):
-    environment = {"CHUNKWEAVE_PORT": "9002", "CHUNKWEAVE_MAX_RUNNING": "3", "CHUNKWEAVE_HOST": "::1"}
+    environment = {"CHUNKWEAVE_PORT": "9002", "CHUNKWEAVE_MAX_NUM_SEQS": "3", "CHUNKWEAVE_HOST": "::1"}
     resolved = resolve({"host": "localhost", "port": None}, environment, file)
     settings, origins = resolved.settings, resolved.origins
     assert (settings.listen.host, origins["host"]) == ("localhost", "--host")
     assert (settings.listen.port, origins["port"]) == (9002, "CHUNKWEAVE_PORT")
-    assert (settings.batching.max_running, origins["max_running"]) == (3, "CHUNKWEAVE_MAX_RUNNING")
+    assert (settings.batching.max_running, origins["max_num_seqs"]) == (3, "CHUNKWEAVE_MAX_NUM_SEQS")
     assert (settings.model.model, origins["model"]) == ("reader", str(file))
     assert (settings.corpora.corpus, settings.batching.deadline_s) == (("a", "b=c"), 5.0)
-    assert (settings.limits.burst, origins["burst"]) == (Settings().limits.burst, "default")
+    assert (settings.limits.burst, origins["burst"]) == (resolve({}, {}).settings.limits.burst, "default")
 
 
-def test_every_setting_can_be_said_in_every_way(tmp_path: Path):
-    for one in setting_fields():
-        default = one.default if one.default is not None else {"requests_per_minute": 2.0}.get(one.name)
-        if default is None or isinstance(default, bool) or default == ():
+_ANYTHING = {"requests_per_minute": 2.0, "shadow_max_divergence": 1.5, "recompute_ratio": 0.5, "min_agreement": 0.5}
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_every_setting_can_be_said_in_every_way(tmp_path: Path, backend: Backend):
+    groups = {name: group for group, kind in GROUPS.items() for name in declared_in(kind)}
+    for name, one in server_settings(backend).items():
+        default = one.default_at(backend.place)
+        if name == "shadow_every":
             continue
-        value = default + 1 if isinstance(default, int | float) else default
-        environment = {f"CHUNKWEAVE_{one.name.upper()}": str(value)}
-        from_environment = getattr(getattr(resolve({}, environment).settings, one.group), one.name)
-        from_flag = getattr(getattr(resolve({one.name: value}, {}).settings, one.group), one.name)
+        default = default if default is not None else _ANYTHING.get(name)
+        if default is None or isinstance(default, bool | StrEnum) or default == () or name == "backend":
+            continue
+        raised = isinstance(default, int | float) and name not in (
+            "recompute_ratio",
+            "conversation_keep",
+            "device_budget",
+        )
+        value = default + 1 if raised else default
+        text = one.text(value)
         path = tmp_path / "one.yaml"
-        path.write_text(f"{one.name}: {json.dumps(value)}\n")
-        from_file = getattr(getattr(resolve({}, {}, path).settings, one.group), one.name)
-        assert from_environment == from_flag == from_file == value
+        path.write_text(f"{name}: {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
+        sources = (({}, {f"CHUNKWEAVE_{name.upper()}": text}, None), ({name: value}, {}, None), ({}, {}, path))
+        for flags, environment, file in sources:
+            checked = {"CHUNKWEAVE_SHADOW_EVERY": "7"}  # else there is no group of its settings
+            settings = resolve(flags, checked | environment, file, backend=backend).settings
+            assert getattr(getattr(settings, groups[name]), one.attribute) == value, name
         assert one.meaning.endswith((".", "..."))
 
 
@@ -128,6 +145,6 @@ def test_keys_new_shows_a_key_once(tmp_path: Path):
 
 
 def test_shown_masks_only_secrets():
-    secret = next(one for one in setting_fields() if one.secret)
+    secret = next(one for one in server_settings().values() if one.secret)
     assert "pw" not in shown(secret, "redis://u:pw@h/0")
     assert shown(secret, None) is None

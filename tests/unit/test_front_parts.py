@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.config import Backend
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.server.settings import FleetSettings, ReuseSettings
+from chunkweave.server.settings import FleetSettings, resolve
 from chunkweave.server.vllm_backend.fleet import labelled
 from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
@@ -76,7 +77,7 @@ def test_wrong_settings_are_refused(wrong, told):
 
 def test_a_method_that_does_not_exist_is_refused_at_the_start():
     with pytest.raises(UnknownMethodError, match="there are"):
-        ReuseSettings(method="magic")
+        resolve({"method": "magic"}, {}, backend=Backend.VLLM)
 
 
 def test_samples_of_one_metric_stand_together_under_one_description():

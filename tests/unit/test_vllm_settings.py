@@ -21,9 +21,9 @@ EVERYTHING = {
     "ttl": "7d",
     "max_variants": 3,
     "max_instances": 1000,
-    "step_tokens": 64,
+    "weave_step_tokens": 64,
     "load_timeout": "2s",
-    "ask_timeout": "0.25s",
+    "lookup_timeout": "0.25s",
     "method": "cacheblend",
     "recompute_ratio": 0.2,
     "check_layers": [1],
@@ -38,14 +38,14 @@ def read(extra, **environment) -> PluginSettings:
 def test_nothing_said_is_memory_alone():
     settings = read({})
     assert settings.store == StoreConfig(4 * GIB, max_variants=DEFAULT_MAX_VARIANTS)
-    assert (settings.step_tokens, settings.load_timeout_s, settings.ask_timeout_s) == (256, 10.0, 0.5)
+    assert (settings.step_tokens, settings.weave.load_timeout_s, settings.weave.lookup_timeout_s) == (256, 10.0, 0.5)
     assert settings.requests == {}
 
 
 @pytest.mark.parametrize(("batched", "woven"), [(8192, 1024), (2048, 256), (4, 1)])
 def test_a_step_weaves_an_eighth_of_what_it_may_compute(batched, woven):
     assert PluginSettings.from_config({}, {}, most_tokens=batched).step_tokens == woven
-    assert PluginSettings.from_config({"step_tokens": 64}, {}, most_tokens=batched).step_tokens == 64
+    assert PluginSettings.from_config({"weave_step_tokens": 64}, {}, most_tokens=batched).step_tokens == 64
 
 
 def test_every_key_arrives():
@@ -63,7 +63,7 @@ def test_every_key_arrives():
         max_variants=3,
         max_instances=1000,
     )
-    assert (settings.step_tokens, settings.load_timeout_s, settings.ask_timeout_s) == (64, 2.0, 0.25)
+    assert (settings.step_tokens, settings.weave.load_timeout_s, settings.weave.lookup_timeout_s) == (64, 2.0, 0.25)
     assert settings.requests == {"method": "cacheblend", "recompute_ratio": 0.2, "check_layers": [1], "seed": 7}
 
 
@@ -89,11 +89,11 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
         ({"host_budget": "much"}, "not a size"),
         ({"ttl": "soon"}, "not a duration"),
         ({"load_timeout": "0s"}, "load_timeout"),
-        ({"ask_timeout": "0s"}, "ask_timeout"),
+        ({"lookup_timeout": "0s"}, "lookup_timeout"),
         ({"admission": 0}, "admission"),
         ({"admission": None}, "admission"),
         ({"max_variants": 1.5}, "max_variants"),
-        ({"step_tokens": True}, "step_tokens"),
+        ({"weave_step_tokens": True}, "weave_step_tokens"),
         ({"cache_dir": 5.5j}, "cache_dir"),
         ({"remote_url": "localhost"}, "URL"),
         ({"policy": "best"}, "eviction policy"),

@@ -168,7 +168,7 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
 
 def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Parameter]:
     """An option for each setting, and a hidden one for each other spelling. None is one that was not given."""
-    shown = []
+    shown: dict[str, inspect.Parameter] = {}
     for one in known:
         for spelling in (one.name, *one.spellings, *one.old):
             flag = f"--{spelling.replace('_', '-')}"
@@ -181,15 +181,14 @@ def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Pa
                 metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
                 envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
             )
-            shown.append(
-                inspect.Parameter(
-                    spelling,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=None,
-                    annotation=Annotated[_option_kind(one), option],
-                )
+            parameter = inspect.Parameter(
+                spelling,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[_option_kind(one), option],
             )
-    return shown
+            shown.setdefault(spelling, parameter)
+    return list(shown.values())
 
 
 def _option_kind(one: Setting) -> Any:
@@ -208,7 +207,7 @@ def warn(told: str) -> None:
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """The options of settings that were given, by the settings' names; they are taken out of `values`."""
     spellings = [spelling for one in known.values() for spelling in (one.name, *one.spellings, *one.old)]
-    given = {spelling: values.pop(spelling) for spelling in spellings}
+    given = {spelling: values.pop(spelling) for spelling in dict.fromkeys(spellings)}
     given = {spelling: value for spelling, value in given.items() if value is not None and value != []}
     found = spelled(given, known, warn)
     flags = {name: f"--{name.replace('_', '-')}" for name in found}

@@ -161,7 +161,7 @@ def show(*, resolved: Resolved, json: Json = False, out: Out = None) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         value = row["value"]
-        told = "" if value in (None, []) else ", ".join(value) if isinstance(value, list) else str(value)
+        told = "" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         origin = str(row["origin"])
         table.add_row(
             str(row["name"]), escape(told), origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"

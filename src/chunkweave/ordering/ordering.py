@@ -12,7 +12,6 @@ from typing import Protocol
 
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.settings import SERVERS, Place, configuration, setting
-from chunkweave.trees.knowledge_tree import TreePlace
 from chunkweave.trees.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 

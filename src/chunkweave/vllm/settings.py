@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from chunkweave.config import RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError
-from chunkweave.kv.codecs import make_codec
+from chunkweave.kv.segment import make_codec
 from chunkweave.settings import Place, read, settings_at, spelled
 from chunkweave.store.eviction import make_policy
 from chunkweave.vllm.request import SETTINGS, Defaults
