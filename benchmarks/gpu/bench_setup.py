@@ -23,9 +23,9 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.method import make_method
-from chunkweave.store.store import TieredStore
+from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.tier_store import SegmentStore
 
 FINGERPRINT = "gpu-benchmark"
 _ROOM = 1 << 40

@@ -34,7 +34,7 @@ def test_profile_writes_the_cost_model_into_the_cache_directory(tmp_path):
     assert json.loads(invoke("cache", "stats", cache, "--json").stdout)["models"][0]["cost_model"] is True
     with Engine.load_shape("demo", store=StoreConfig(cache_dir=cache, policy="pgdsf")) as engine:
         assert engine.runner.cost == cost
-        policies = [level.store._ledger.catalog._policy for level in engine.store.levels]
+        policies = [level.store._index._policy for level in engine.store.levels]
         assert [policy._prefill_s(16, 32) for policy in policies] == [cost.prefill(16, 32)] * 2
 
 

@@ -11,8 +11,8 @@ from chunkweave.config import StoreConfig
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
@@ -134,6 +134,6 @@ def test_a_configuration_opens_its_levels_and_a_second_process_finds_the_first_o
     found = second.get(record.id)
     assert found is not None
     assert torch.equal(torch.stack([found.layer(i) for i in range(2)]), segment.kv)
-    assert second.discard_source("a.txt") == 2
+    assert second.remove_where(lambda record: record.document == "a.txt") == 2
     assert second.close()
     assert open_store(config, "model", torch.device("cpu")).record(record.id) is None

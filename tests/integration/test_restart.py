@@ -13,8 +13,8 @@ import pytest
 from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.engine.stores import open_store
 from chunkweave.store.shared_folder import PinFile
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
@@ -159,7 +159,7 @@ def test_removing_a_document_removes_its_kv_from_every_tier(tmp_path):
         engine.generate(QUESTION, CHUNKS, max_new_tokens=1)
         engine.store.flush(10)
         held = len(segment_files(tmp_path))
-        engine.store.discard_source("mill")
+        engine.store.remove_where(lambda record: record.document == "mill")
         assert "mill" not in {record.source for record in engine.store.records()}
     assert len(segment_files(tmp_path)) == held - 1
 
@@ -240,7 +240,7 @@ def test_a_document_is_removed_with_all_its_chunks(tmp_path):
     with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path)) as engine:
         engine.precompute([*parts, CHUNKS[0]])
         engine.store.flush(10)
-        assert engine.store.discard_source("quay.md") == 6
+        assert engine.store.remove_where(lambda record: record.document == "quay.md") == 6
         assert [record.source for record in engine.store.records()] == ["harbour"]
 
 

@@ -62,7 +62,7 @@ def test_hits_after_a_miss_are_used_and_the_miss_is_stored_inexact(bench):
     assert sources(again) == "EECC"  # its predecessors were exact, so the stored miss is too
 
     other = make_prompt(SIZES, order=(3, 2, 1, 0))
-    bench.runner.store.discard_chunk(prompt.parts[2].id)
+    bench.runner.store.remove_where(lambda record: record.chunk_id == prompt.parts[2].id)
     woven = bench.prefill(other, "cacheblend", keep=True)
     assert sources(woven) == "ERCR"
     stored = [r for r in bench.runner.store.records() if r.chunk_id == prompt.parts[2].id]

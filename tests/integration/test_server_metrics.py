@@ -21,8 +21,8 @@ from chunkweave.errors import (
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier

@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chunk=chunks)
     def discard_chunk(self, chunk: str) -> None:
         gone = [segment for segment, (record, _) in self.model.items() if record.chunk_id == chunk]
-        assert self.store.discard_chunk(ChunkId(chunk)) == len(gone)
+        assert self.store.remove_where(lambda record: record.chunk_id == ChunkId(chunk)) == len(gone)
         for segment in gone:
             self.forget(segment)
 

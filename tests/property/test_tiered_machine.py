@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.retention import VariantLimits
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (
@@ -153,9 +153,9 @@ class TieredMachine(RuleBasedStateMachine):
     def discard(self, chunk: str, by_source: bool) -> None:
         ids = self.ids_of(chunk)
         if by_source:
-            self.store.discard_source(chunk)
+            self.store.remove_where(lambda record: record.document == chunk)
         else:
-            self.store.discard_chunk(ChunkId(chunk))
+            self.store.remove_where(lambda record: record.chunk_id == ChunkId(chunk))
         self.gone(ids)
 
     def ids_of(self, chunk: str) -> set[SegmentId]:

@@ -459,8 +459,8 @@ def test_inserting_over_a_lost_payload_stores_the_new_one() -> None:
 
 def test_remove_discard_and_clear() -> None:
     store = _store("A", "B", "AB", "AC")
-    assert store.discard_chunk(ChunkId("B")) == 2
-    assert store.discard_chunk(ChunkId("B")) == 0
+    assert store.remove_where(lambda record: record.chunk_id == ChunkId("B")) == 2
+    assert store.remove_where(lambda record: record.chunk_id == ChunkId("B")) == 0
     assert _paths(store) == {"A", "AC"}
     store.check()
     assert store.remove(_id("A"))
@@ -478,35 +478,35 @@ def test_remove_discard_and_clear() -> None:
 
 
 def _break_bytes(store: Store) -> None:
-    store._ledger.catalog._used_bytes += 1
+    store._index._used_bytes += 1
 
 
 def _break_policy(store: Store) -> None:
-    store._ledger.catalog._policy.on_remove(_id("A"))
+    store._index._policy.on_remove(_id("A"))
 
 
 def _break_chunk_index(store: Store) -> None:
-    store._ledger.catalog._chunks.remove(_record("A"))
+    store._index._chunks.remove(_record("A"))
 
 
 def _break_path_index(store: Store) -> None:
-    store._ledger.catalog._paths.remove(_record("AB"))
+    store._index._paths.remove(_record("AB"))
 
 
 def _let_inexact_in(store: Store) -> None:
-    store._ledger.catalog._paths.add(_record("X"))
+    store._index._paths.add(_record("X"))
 
 
 def _orphan(store: Store) -> None:
-    store._ledger.catalog._paths._nodes[_id("A")].value = None
+    store._index._paths._nodes[_id("A")].value = None
 
 
 def _break_budget(store: Store) -> None:
-    store._ledger.budget_bytes = 5
+    store.budget_bytes = 5
 
 
 def _break_tier(store: Store) -> None:
-    store._tier.put(_record("Z", nbytes=1), Payload(1))
+    store.tier.put(_record("Z", nbytes=1), Payload(1))
 
 
 def _break_pins(store: Store) -> None:
@@ -567,7 +567,7 @@ INTERRUPTED: dict[str, Callable[[Store], object]] = {
     "insert": lambda store: _put(store, "ABC", nbytes=15),
     "replace": lambda store: _put(store, "AX", nbytes=15),
     "lease": lambda store: store.lease([_id("A"), _id("AB")]),
-    "discard": lambda store: store.discard_chunk(ChunkId("B")),
+    "discard": lambda store: store.remove_where(lambda record: record.chunk_id == ChunkId("B")),
     "clear": lambda store: store.clear(),
 }
 

@@ -7,8 +7,8 @@ from threading import Event
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import (
@@ -220,8 +220,8 @@ def test_a_shared_level_is_asked_once_a_lookup_and_only_for_what_the_faster_ones
     "act",
     [
         lambda store: store.remove(id_of("A")),
-        lambda store: store.discard_chunk(ChunkId("A")),
-        lambda store: store.discard_source("A"),
+        lambda store: store.remove_where(lambda record: record.chunk_id == ChunkId("A")),
+        lambda store: store.remove_where(lambda record: record.document == "A"),
         lambda store: store.clear(),
     ],
 )
@@ -252,10 +252,10 @@ def test_a_removal_in_the_middle_of_a_write_wins() -> None:
     store: TieredStore[Payload] = TieredStore(levels)
     record = record_of("A")
     assert store.insert(record, payload_of(record))
-    while id_of("A") not in levels[1].store._ledger.under_way:
+    while id_of("A") not in levels[1].store._claims:
         time.sleep(0.001)
     assert store.lookup(prompt_of("A")).parts[1].exact is not None, "a slow write keeps nobody waiting"
-    assert store.discard_source("A") == 1
+    assert store.remove_where(lambda record: record.document == "A") == 1
     disk.gate.set()
     assert store.close(5)
     assert not disk.payloads()

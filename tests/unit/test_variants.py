@@ -7,8 +7,8 @@ import pytest
 
 from chunkweave.errors import UsageError
 from chunkweave.store.retention import ReuseFrequencies, VariantLimits
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of
@@ -330,4 +330,4 @@ def test_reuse_of_the_unknown_is_ignored():
     shelf.store.note_reuse(id_of("AX"), 0.5)
     shelf.put("AX", "BX")
     assert shelf.held("X") == {"BX"}
-    assert shelf.store.discard_chunk(ChunkId("X")) > 0
+    assert shelf.store.remove_where(lambda record: record.chunk_id == ChunkId("X")) > 0

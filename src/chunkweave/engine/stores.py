@@ -11,9 +11,9 @@ from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
 from chunkweave.store.retention import VariantLimits
 from chunkweave.store.shared_folder import pinned_segments
-from chunkweave.store.store import TieredStore
+from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import SharedTier, Tier
-from chunkweave.store.tier_store import Level, SegmentStore
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 

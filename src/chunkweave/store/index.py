@@ -251,7 +251,7 @@ class ChunkFollower:
         return ChunkChanges(added, removed, more)
 
 
-class Catalog:
+class SegmentIndex:
     """The bookkeeping of a segment store, without payloads (DESIGN §3.4: one pool, two indexes).
 
     The records are the truth; indexes, byte count and policy follow from them and can be rebuilt.

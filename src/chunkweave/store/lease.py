@@ -45,6 +45,27 @@ class Lease:
         self.release()
 
 
+class TieredLease(Lease):
+    """One lease a level; releases them all, on leaving a `with` block too. Abandoned, it pins nothing."""
+
+    __slots__ = ("_leases",)
+
+    def __init__(self, ids: Iterable[SegmentId], leases: Sequence[Lease]) -> None:
+        super().__init__(ids)
+        self._leases = tuple(leases)
+
+    @property
+    def ids(self) -> tuple[SegmentId, ...]:
+        """Segments pinned on some level, in the order asked for; empty after the release."""
+        pinned = {segment for lease in self._leases for segment in lease.ids}
+        return tuple(segment for segment in self._ids if segment in pinned)
+
+    def release(self) -> None:
+        """Unpin everything. A second release is harmless."""
+        for lease in self._leases:
+            lease.release()
+
+
 class Pins:
     """The leases of one store, referred to weakly. Not thread-safe: the store's lock guards it."""
 
@@ -71,33 +92,6 @@ class Pins:
         return [lease for lease in (weak() for weak in self._leases) if lease is not None and lease.ids]
 
 
-class TieredLease:
-    """One lease a level; releases them all, on leaving a `with` block too. Abandoned, it pins nothing."""
-
-    __slots__ = ("_leases", "_order")
-
-    def __init__(self, order: Iterable[SegmentId], leases: Sequence[Lease]) -> None:
-        self._order = tuple(order)
-        self._leases = tuple(leases)
-
-    @property
-    def ids(self) -> tuple[SegmentId, ...]:
-        """Segments pinned on some level, in the order asked for; empty after the release."""
-        pinned = {segment for lease in self._leases for segment in lease.ids}
-        return tuple(segment for segment in self._order if segment in pinned)
-
-    def release(self) -> None:
-        """Unpin everything. A second release is harmless."""
-        for lease in self._leases:
-            lease.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-
 class Claim:
     """One segment's payload under way, claimed by the thread that moves it. Nobody else may move that segment.
 
@@ -115,7 +109,7 @@ class Claim:
         self.unwanted = False
 
 
-class UnderWay:
+class Claims:
     """The claims of one store, by segment. Not thread-safe: the store's lock guards it."""
 
     def __init__(self) -> None:
@@ -145,7 +139,8 @@ class UnderWay:
 
     def broken(self) -> list[SegmentId]:
         """Segments whose move failed: what the tier has of them is to go."""
-        return [segment for segment, (weak, _) in self._claims.items() if _is_broken(weak())]
+        claims = ((segment, weak()) for segment, (weak, _) in self._claims.items())
+        return [segment for segment, claim in claims if claim is None or claim.given_up]
 
     def extra_bytes(self, records: Mapping[SegmentId, SegmentRecord]) -> int:
         """Bytes reserved beyond those of the records that are going to be replaced."""
@@ -153,7 +148,3 @@ class UnderWay:
             max(0, nbytes - (records[segment].nbytes if segment in records else 0))
             for segment, (_, nbytes) in self._claims.items()
         )
-
-
-def _is_broken(claim: Claim | None) -> bool:
-    return claim is None or claim.given_up

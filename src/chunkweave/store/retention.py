@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from chunkweave.errors import UsageError
 from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import PayloadT
-from chunkweave.store.tier_store import Level
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
+
+if TYPE_CHECKING:
+    from chunkweave.store.store import Level
 
 _CAPACITY = 65_536
 """Segments whose uses are remembered: far more than are stored with payloads, a few MB."""
@@ -93,7 +95,7 @@ class VariantKeeper(Generic[PayloadT]):
     """
 
     def __init__(
-        self, levels: Sequence[Level[PayloadT]], writer: BackgroundWriter[PayloadT], limits: VariantLimits
+        self, levels: Sequence["Level[PayloadT]"], writer: BackgroundWriter[PayloadT], limits: VariantLimits
     ) -> None:
         """Watch over `levels`, and over what `writer` has yet to bring there."""
         self._levels = levels
@@ -125,13 +127,10 @@ class VariantKeeper(Generic[PayloadT]):
     def place_for(self, record: SegmentRecord) -> Iterator[bool]:
         """Drop what a segment not stored yet would be too many for; False if what is left may not go.
 
-        Only one at a time comes in while there are limits, or two would take the same place.
+        Only one at a time comes in, or two would take the same place.
         """
         with self._lock:
             self._frequencies.start(record.id)
-        if self._limits == VariantLimits():
-            yield True
-            return
         with self._placing:
             yield self._make_place(record)
 
@@ -195,11 +194,12 @@ class Ages:
 
     def __init__(
         self,
-        ttl_s: float | None,
+        ttl_s: float,
         clock: Callable[[], float],
         stored_at_s: Callable[[SegmentId], float | None],
         ageless: frozenset[SegmentId] = frozenset(),
     ) -> None:
+        """No ages yet; `ageless` segments never expire."""
         self._ttl_s = ttl_s
         self._clock = clock
         self._stored_at_s = stored_at_s
@@ -208,22 +208,19 @@ class Ages:
 
     def born(self, segment: SegmentId) -> None:
         """It was computed now."""
-        if self._ttl_s is not None:
-            self._born_s[segment] = self._clock()
+        self._born_s[segment] = self._clock()
 
     def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
         """Those of `segments` that have outlived their time."""
-        if self._ttl_s is None:
-            return []
         oldest_s = (self._clock() if now_s is None else now_s) - self._ttl_s
-        return [s for s in segments if s not in self._ageless and self._since(s) <= oldest_s]
+        return [s for s in segments if s not in self._ageless and self._since_s(s) <= oldest_s]
 
     def keep_only(self, segments: Iterable[SegmentId]) -> None:
         """Forget all others."""
         kept = set(segments)
         self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in kept}
 
-    def _since(self, segment: SegmentId) -> float:
+    def _since_s(self, segment: SegmentId) -> float:
         if segment not in self._born_s:
             stored_at_s = self._stored_at_s(segment)
             self._born_s[segment] = self._clock() if stored_at_s is None else stored_at_s

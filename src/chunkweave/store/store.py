@@ -13,217 +13,158 @@ from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.index import ChunkFollower, PromptLookup, look_up, path_request_of
 from chunkweave.store.lease import TieredLease
-from chunkweave.store.records import SegmentRecord, segment_id, union
+from chunkweave.store.records import SegmentRecord, TieredStats, segment_id, union
 from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLimits
-from chunkweave.store.tier import PayloadT
-from chunkweave.store.tier_store import Level, TieredStats
-from chunkweave.store.writer import BackgroundWriter, Write, WriterStats
+from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
-
 _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "undeletable")
 
 
-def total(
-    own: TieredStats, levels: Iterable[Level[PayloadT]], records: Sequence[SegmentRecord], writer: WriterStats
-) -> TieredStats:
-    """`own` counters of a hierarchy, with its levels', its writer's, and what is held now."""
-    by_name = {level.name: level.store.stats for level in levels}
-    sums = {name: getattr(own, name) + sum(getattr(stats, name) for stats in by_name.values()) for name in _SUMMED}
-    variants = Counter(record.chunk_id for record in records)
-    return replace(
-        own,
-        segments=len(records),
-        chunks=len(variants),
-        variants=dict(sorted(Counter(variants.values()).items())),
-        writes_queued=writer.queued,
-        writes_done=writer.written,
-        writes_skipped=own.writes_skipped + writer.skipped,
-        writes_rejected=writer.rejected,
-        writes_failed=writer.failed,
-        levels=by_name,
-        **sums,
-    )
+class Level(Generic[PayloadT]):
+    """A segment store with a name ("host", "disk", ...) that survives its tier's failures.
 
-
-class LevelMoves(Generic[PayloadT]):
-    """Brings segments into memory, down from there, and through a background writer to the slow levels.
-
-    What memory evicts goes one level down unless it is there already (RAGCache §5.1, swap-out-only-once). A segment
-    that is removed while a copy of it is in hand does not come back. Thread-safe: its lock guards the sightings and the
-    moment at which a write is queued, and is never held while a payload moves.
+    A tier that raises `OSError` several times in a row is left alone for a while: nothing is found, read or written
+    here meanwhile. Then it is tried again, and one more failure pauses it anew.
     """
 
     def __init__(
         self,
-        levels: Sequence[Level[PayloadT]],
-        writer: BackgroundWriter[PayloadT],
+        name: str,
+        store: SegmentStore[PayloadT],
         *,
-        admission: int,
-        count: Callable[..., None],
+        background: bool = False,
+        patience: int = 3,
+        pause_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Moves between `levels`, from fast to slow, which from now on tell this what they evict.
+        """A level in use.
 
         Args:
-            levels: those in memory come before those that are written in the background.
-            writer: writes to the latter.
-            admission: how often a segment must have been seen to be written to them.
-            count: told of demotions and of writes that were not queued.
+            name: what reports call it.
+            store: records, budget and tier of this level.
+            background: written to by the background writer, not by requests: its tier is slow.
+            patience: failures in a row that pause it.
+            pause_s: for how long.
+            clock: seconds, monotonic.
         """
-        self._levels = tuple(levels)
-        self._memory = tuple(level for level in levels if not level.background)
-        self._slow = tuple(level for level in levels if level.background)
-        self._writer = writer
-        self._admission = admission
-        self._count = count
-        self._lock = threading.Lock()
-        self._sightings = Sightings()
-        self._removals = 0
-        self._started = threading.local()
-        for index, level in enumerate(self._memory):
-            level.store.on_evict = self._demoter(index)
+        self.name = name
+        self.store = store
+        self.background = background
+        self._patience = patience
+        self._pause_s = pause_s
+        self._clock = clock
+        self._failures_in_a_row = 0
+        self._paused_until_s = float("-inf")
+        self.failures = 0
+        """`OSError`s of the tier since the level was made."""
 
-    def store_new(self, record: SegmentRecord, payload: PayloadT, born: Callable[[SegmentId], None]) -> bool:
-        """Keep what was just computed: in memory, and on slow levels if it has been seen often enough.
+    @property
+    def available(self) -> bool:
+        """Whether the level is in use now."""
+        return self._clock() >= self._paused_until_s
 
-        `born` is told as soon as it is somewhere. True if it is held or about to be written.
-        """
-        with self._moving() as unchanged:
-            stored = self._into_memory(record, payload, unchanged)
-            born(record.id)
-            if record.exact:
-                self._drop_inexact(record.id)
-            seen = self._see(record.id)
-            written = seen >= self._admission and self._write_through(record, payload, unchanged)
-            return written or stored
+    def record(self, segment: SegmentId) -> SegmentRecord | None:
+        """The record held here; None too while the level is paused."""
+        return self.store.record(segment) if self.available else None
 
-    def promote(self, record: SegmentRecord, payload: PayloadT, faster: Sequence[Level[PayloadT]]) -> bool:
-        """Keep in `faster` memory what was read from a level below, and bring it to the slow levels that lack it."""
-        with self._moving() as unchanged:
-            promoted = self._into_memory(record, payload, unchanged, faster)
-            self._count(promotions=int(promoted))
-            self._write_through(record, payload, unchanged)
-            return promoted
+    def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
+        """Segments for a part, most recently used first; none while the level is paused."""
+        return self.store.variants(part) if self.available else ()
 
-    def note_use(self, segment: SegmentId) -> None:
-        """Count a sighting by use, and write what has thereby been seen often enough."""
-        if not self._slow:
+    def records(self) -> tuple[SegmentRecord, ...]:
+        """All records held here; none while the level is paused."""
+        return self.store.records() if self.available else ()
+
+    def records_of(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
+        """All variants of a chunk held here; none while the level is paused."""
+        return self.store.records_of(chunk) if self.available else ()
+
+    def drop(self, segment: SegmentId) -> bool:
+        """Evict a segment that nobody claims; False if it stays, as it does while the level is paused."""
+        return self.available and self.store.drop(segment)
+
+    def probe(self, segments: Sequence[SegmentId]) -> None:
+        """Learn which of `segments` a shared tier holds. A failure is logged and counted."""
+        if not segments or not self.available:
             return
-        seen = self._see(segment)
-        if seen < self._admission or all(level.record(segment) is not None for level in self._slow):
-            return
-        with self._moving() as unchanged:
-            for level in self._memory:
-                record = level.record(segment)
-                payload = None if record is None else level.get(segment)
-                if record is not None and payload is not None:
-                    self._write_through(record, payload, unchanged)
-                    return
-
-    def remove_where(self, doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None = None) -> int:
-        """Drop every segment that `doomed` names on every level, and on its way there; returns how many copies."""
-        # From slow to fast, after the count: whoever moves a copy up or down meanwhile finds it changed.
-        with self._lock:
-            self._removals += 1
-            self._writer.cancel(doomed)
-        return sum(level.store.remove_where(doomed, among=among) for level in reversed(self._levels))
-
-    def _into_memory(
-        self,
-        record: SegmentRecord,
-        payload: PayloadT,
-        unchanged: Callable[[], bool],
-        memory: Sequence[Level[PayloadT]] | None = None,
-    ) -> bool:
-        """Put it into the fastest memory (of `memory`, if given) that takes it."""
-        levels = self._memory if memory is None else memory
-        return any(level.available and _insert_quietly(level, record, payload, unchanged) for level in levels)
-
-    def _demoter(self, index: int) -> Callable[[SegmentRecord, PayloadT], None]:
-        below = self._memory[index + 1 :]
-
-        def demote(record: SegmentRecord, payload: PayloadT) -> None:
-            unchanged: Callable[[], bool] = getattr(self._started, "unchanged", lambda: True)
-            demoted = False
-            if below:
-                demoted = below[0].record(record.id) is None and _insert_quietly(below[0], record, payload, unchanged)
-            elif self._sightings.count(record.id) >= self._admission:
-                demoted = self._write_through(record, payload, unchanged)
-            self._count(demotions=int(demoted))
-
-        return demote
-
-    def _see(self, segment: SegmentId) -> int:
-        with self._lock:
-            return self._sightings.see(segment)
-
-    def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
-        nbytes = self._memory[-1].store.tier.size_of(record, payload)
-        taken = False
-        for level in self._slow:
-            held = level.store.record(record.id)
-            if held is not None and (held.exact or not record.exact):
-                continue
-            if not level.available:
-                self._count(writes_skipped=1)
-                continue
-            with self._lock:  # so that a removal either sees this write in the queue or is seen here
-                taken = (unchanged() and self._writer.offer(Write(level, record, payload, nbytes))) or taken
-        return taken
-
-    def _drop_inexact(self, segment: SegmentId) -> None:
-        """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
-        self._writer.cancel(lambda record: record.id == segment and not record.exact)
-        for level in self._levels:
-            record = level.store.record(segment)
-            if record is not None and not record.exact:
-                level.store.remove_where(lambda held: held.id == segment and not held.exact, among=[segment])
-
-    @contextmanager
-    def _moving(self) -> Iterator[Callable[[], bool]]:
-        """While a payload in hand is moved between levels: tells whether nothing was removed since it began.
-
-        What was removed meanwhile may be the very segment in hand, which then must not come back.
-        """
-        before = self._removals
-
-        def unchanged() -> bool:
-            return self._removals == before
-
-        self._started.unchanged = unchanged
         try:
-            yield unchanged
-        finally:
-            del self._started.unchanged
+            self.store.probe(segments)
+        except OSError as error:
+            self._failed(error)
 
+    def get(self, segment: SegmentId) -> PayloadT | None:
+        """The payload, or None if it is not here, is lost, or cannot be read now."""
+        if not self.available:
+            return None
+        try:
+            payload = self.store.get(segment)
+        except OSError as error:
+            self._failed(error)
+            return None
+        if payload is not None:
+            self._failures_in_a_row = 0
+        return payload
 
-def _insert_quietly(
-    level: Level[PayloadT], record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]
-) -> bool:
-    try:
-        return level.insert(record, payload, wanted=wanted)
-    except OSError:
-        return False  # counted and logged by the level
+    def insert(self, record: SegmentRecord, payload: PayloadT, *, wanted: Callable[[], bool]) -> bool:
+        """`SegmentStore.insert`; failures are counted here too.
 
+        Raises:
+            OSError: the tier cannot take it.
+        """
+        try:
+            stored = self.store.insert(record, payload, wanted=wanted)
+        except OSError as error:
+            self._failed(error)
+            raise
+        self._failures_in_a_row = 0
+        return stored
 
-__all__ = ["Level", "TieredStore"]
+    def try_insert(self, record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]) -> bool:
+        """`insert`, where a tier that is paused or fails is a tier that has no room."""
+        try:
+            return self.available and self.insert(record, payload, wanted=wanted)
+        except OSError:
+            return False  # counted and logged
+
+    def stored_at_s(self, segment: SegmentId) -> float | None:
+        """When a segment came into a tier that remembers it, in seconds since the epoch."""
+        tier = self.store.tier
+        return tier.stored_at_s(segment) if isinstance(tier, DatedTier) else None
+
+    def close(self) -> None:
+        """Give back what the tier holds open."""
+        if isinstance(self.store.tier, ClosableTier):
+            self.store.tier.close()
+
+    def _failed(self, error: OSError) -> None:
+        self.failures += 1
+        self._failures_in_a_row += 1
+        logger.warning("the %s tier failed: %s", self.name, error)
+        if self._failures_in_a_row >= self._patience:
+            self._paused_until_s = self._clock() + self._pause_s
+            logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)
 
 
 class TieredStore(Generic[PayloadT]):
     """Levels from fast to slow behind the interface of one store (CacheBlend §5, Cache-Craft §3.5, RAGCache §5.1).
 
     What is computed goes into the fastest level, and through a background writer into the slow ones once it was seen
-    often enough. What memory evicts goes one level down unless it is there already; what is used from below is promoted
-    (`LevelMoves`). Slow levels evict on their own; what only they had is gone then.
+    often enough. What memory evicts goes one level down unless it is there already (RAGCache §5.1,
+    swap-out-only-once); what is used from below is promoted. Slow levels evict on their own; what only they had is
+    gone then.
 
     A level that fails is a level that has nothing: the next one is asked, at last the segment is computed. An exact
-    segment is never answered with an inexact copy of it from another level.
+    segment is never answered with an inexact copy of it from another level. A segment that is removed while a copy of
+    it moves between levels does not come back.
 
-    Thread-safe. Its own lock guards the counters and ages, and is never held while a payload moves.
+    Thread-safe. Its own lock guards counters, ages, sightings and the moment at which a write is queued, and is never
+    held while a payload moves.
     """
 
     def __init__(
@@ -260,15 +201,21 @@ class TieredStore(Generic[PayloadT]):
         self._memory = tuple(level for level in levels if not level.background)
         self._slow = tuple(level for level in levels if level.background)
         self._writer: BackgroundWriter[PayloadT] = BackgroundWriter() if writer is None else writer
+        self._admission = admission
         self._lock = threading.Lock()
-        self._ages = Ages(ttl_s, clock, self._stored_at_s, ageless)
-        self._keeper = VariantKeeper(self.levels, self._writer, limits or VariantLimits())
         self._counts = TieredStats()
-        self._moves = LevelMoves(self.levels, self._writer, admission=admission, count=self._count)
+        self._sightings = Sightings()
+        self._ages = None if ttl_s is None else Ages(ttl_s, clock, self._stored_at_s, ageless)
+        limited = limits is not None and limits != VariantLimits()
+        self._keeper = VariantKeeper(self.levels, self._writer, limits) if limits is not None and limited else None
+        self._removals = 0
+        self._moving_now = threading.local()
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([level.name for level in levels])
         """Where each exact path lies, kept current by the levels; paused levels are shown as they were."""
         for level in levels:
             level.store.show_in(self.tree, level.name)
+        for index, level in enumerate(self._memory):
+            level.store.on_evict = self._demoter(self._memory[index + 1 :])
 
     @property
     def budget_bytes(self) -> int:
@@ -283,8 +230,24 @@ class TieredStore(Generic[PayloadT]):
     @property
     def stats(self) -> TieredStats:
         """A snapshot of the counters of all levels."""
-        own = replace(self._counts, variants_dropped=self._keeper.dropped)
-        return total(own, self.levels, self.records(), self._writer.stats)
+        own, writer, records = self._counts, self._writer.stats, self.records()
+        by_name = {level.name: level.store.stats for level in self.levels}
+        sums = {name: getattr(own, name) + sum(getattr(one, name) for one in by_name.values()) for name in _SUMMED}
+        variants = Counter(record.chunk_id for record in records)
+        return replace(
+            own,
+            segments=len(records),
+            chunks=len(variants),
+            variants=dict(sorted(Counter(variants.values()).items())),
+            variants_dropped=0 if self._keeper is None else self._keeper.dropped,
+            writes_queued=writer.queued,
+            writes_done=writer.written,
+            writes_skipped=own.writes_skipped + writer.skipped,
+            writes_rejected=writer.rejected,
+            writes_failed=writer.failed,
+            levels=by_name,
+            **sums,
+        )
 
     def __len__(self) -> int:
         return len(self.records())
@@ -351,8 +314,9 @@ class TieredStore(Generic[PayloadT]):
         """
         ids = tuple(dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted))
         lease = TieredLease(ids, [level.store.lease(ids) for level in self.levels])
-        for segment in lease.ids:
-            self._moves.note_use(segment)
+        if self._slow:
+            for segment in lease.ids:
+                self._note_use(segment)
         return lease
 
     def get(self, segment: SegmentId, *, exact: bool = False) -> PayloadT | None:
@@ -385,32 +349,13 @@ class TieredStore(Generic[PayloadT]):
             return False
         if held is not None and held.exact and not record.exact:
             return True
-        if held is not None:
-            return self._moves.store_new(record, payload, self._ages.born)
+        if held is not None or self._keeper is None:
+            return self._store_new(record, payload)
         with self._keeper.place_for(record) as placed:
             if placed:
-                return self._moves.store_new(record, payload, self._ages.born)
+                return self._store_new(record, payload)
         self._count(rejected=1)
         return False
-
-    def note_reuse(self, segment: SegmentId, impact: float) -> None:
-        """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
-
-        `impact` is its CCI (1 - beta') in that prompt, 0 where it was exactly right (Cache-Craft §3.3).
-        """
-        record = self.record(segment)
-        if record is not None:
-            self._keeper.note_reuse(record, impact)
-
-    def hold(self, segments: Iterable[SegmentId]) -> None:
-        """Count these as no variants of their chunks: somebody goes on from them. They are evicted as all others."""
-        self._keeper.hold(segments)
-
-    def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Drop what was held and is good for nobody else, on every level."""
-        gone = tuple(segments)
-        self._keeper.let_go(gone)
-        self._moves.remove_where(lambda record: record.id in gone, among=gone)
 
     def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
         """Keep in faster memory what was read, whole, from a level below. Never needed for an answer: call it after.
@@ -421,15 +366,47 @@ class TieredStore(Generic[PayloadT]):
         faster = self._memory[: self.levels.index(holders[0][0])] if holders else ()
         if not faster:
             return False
-        return self._moves.promote(holders[0][1], payload, faster)
+        record = holders[0][1]
+        with self._moving() as unchanged:
+            promoted = any(level.try_insert(record, payload, unchanged) for level in faster)
+            self._count(promotions=int(promoted))
+            self._write_through(record, payload, unchanged)
+            return promoted
+
+    def note_reuse(self, segment: SegmentId, impact: float) -> None:
+        """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
+
+        `impact` is its CCI (1 - beta') in that prompt, 0 where it was exactly right (Cache-Craft §3.3).
+        """
+        if self._keeper is not None and (record := self.record(segment)) is not None:
+            self._keeper.note_reuse(record, impact)
+
+    def hold(self, segments: Iterable[SegmentId]) -> None:
+        """Do not count these as variants of their chunks: a conversation goes on from them. They are evicted as all."""
+        if self._keeper is not None:
+            self._keeper.hold(segments)
+
+    def let_go(self, segments: Iterable[SegmentId]) -> None:
+        """Drop what was held and is good for nobody else, on every level."""
+        gone = tuple(segments)
+        if self._keeper is not None:
+            self._keeper.let_go(gone)
+        self.remove_where(lambda record: record.id in gone, among=gone)
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment on every level, pinned or not; False if it was on none."""
-        return self._moves.remove_where(lambda record: record.id == segment, among=[segment]) > 0
+        return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
-    def discard_chunk(self, chunk: ChunkId) -> int:
-        """Drop all variants of a chunk on every level, pinned or not; returns how many copies there were."""
-        return self._moves.remove_where(lambda record: record.chunk_id == chunk)
+    def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
+        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
+
+        On every level, and on its way there; returns how many copies there were.
+        """
+        # From slow to fast, after the count: whoever moves a copy up or down meanwhile finds it changed.
+        with self._lock:
+            self._removals += 1
+            self._writer.cancel(doomed)
+        return sum(level.store.remove_where(doomed, among=among) for level in reversed(self.levels))
 
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
         """Drop all variants of chunks, and of others what was computed after one of them and has attended to it.
@@ -437,21 +414,16 @@ class TieredStore(Generic[PayloadT]):
         On every level, pinned or not; returns how many copies there were.
         """
         gone = frozenset(chunks)
-        return self._moves.remove_where(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
-
-    def discard_source(self, source: str) -> int:
-        """Drop all segments of a document, or of one chunk of it, on every level, pinned or not; returns how many.
-
-        `source` is a document's name or a chunk's (`document#3`).
-        """
-        return self._moves.remove_where(lambda record: source in (record.source, record.document))
+        return self.remove_where(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
 
     def clear(self) -> None:
         """Drop everything on every level, pinned or not. Counters go on."""
-        self._moves.remove_where(lambda _: True)
+        self.remove_where(lambda _: True)
 
     def expire(self, now_s: float | None = None) -> int:
         """Drop what has outlived its time; returns how many segments. Called now and then, by nobody in a hurry."""
+        if self._ages is None:
+            return 0
         ids = {record.id for record in (*self.records(), *self._writer.records())}
         with self._lock:
             expired = self._ages.expired(ids, now_s)
@@ -490,26 +462,111 @@ class TieredStore(Generic[PayloadT]):
         return sorted(found, key=lambda pair: not pair[1].exact)
 
     def _probe(self, path: Mapping[SegmentId, ChunkId]) -> None:
-        alone = (segment_id(chunk, ()) for chunk in path.values())
-        asked = dict.fromkeys((*path, *alone))
+        wanted = dict.fromkeys((*path, *(segment_id(chunk, ()) for chunk in path.values())))
         for level in self._slow:
-            if level.probes:
-                level.probe([segment for segment in asked if self.record(segment) is None])
+            if level.store.probes and level.available:
+                level.probe([segment for segment in wanted if self.record(segment) is None])
 
     def _variants(self, part: PromptPart, expired: set[SegmentId]) -> tuple[SegmentRecord, ...]:
         found = union(*(level.variants(part) for level in self.levels))
+        if self._ages is None:
+            return found
         with self._lock:
             expired.update(self._ages.expired(record.id for record in found))
         return tuple(record for record in found if record.id not in expired)
 
     def _expire(self, expired: set[SegmentId]) -> None:
         if expired:
-            self._moves.remove_where(lambda record: record.id in expired, among=tuple(expired))
+            self.remove_where(lambda record: record.id in expired, among=tuple(expired))
             self._count(expired=len(expired))
 
     def _stored_at_s(self, segment: SegmentId) -> float | None:
         times = [level.stored_at_s(segment) for level in self.levels]
         return min((stored_at_s for stored_at_s in times if stored_at_s is not None), default=None)
+
+    def _store_new(self, record: SegmentRecord, payload: PayloadT) -> bool:
+        """Keep what was just computed: in memory, and on slow levels if it has been seen often enough."""
+        with self._moving() as unchanged:
+            stored = any(level.try_insert(record, payload, unchanged) for level in self._memory)
+            if self._ages is not None:
+                self._ages.born(record.id)
+            if record.exact:
+                self._drop_inexact(record.id)
+            seen_enough = bool(self._slow) and self._see(record.id) >= self._admission
+            written = seen_enough and self._write_through(record, payload, unchanged)
+            return written or stored
+
+    def _note_use(self, segment: SegmentId) -> None:
+        """Count a sighting by use, and write what has thereby been seen often enough."""
+        seen = self._see(segment)
+        if seen < self._admission or all(level.record(segment) is not None for level in self._slow):
+            return
+        with self._moving() as unchanged:
+            for level in self._memory:
+                record = level.record(segment)
+                payload = None if record is None else level.get(segment)
+                if record is not None and payload is not None:
+                    self._write_through(record, payload, unchanged)
+                    return
+
+    def _see(self, segment: SegmentId) -> int:
+        with self._lock:
+            return self._sightings.see(segment)
+
+    def _demoter(self, below: Sequence[Level[PayloadT]]) -> Callable[[SegmentRecord, PayloadT], None]:
+        """What a level in memory calls with each segment that it evicts; `below` is the memory under it."""
+
+        def demote(record: SegmentRecord, payload: PayloadT) -> None:
+            unchanged: Callable[[], bool] = getattr(self._moving_now, "unchanged", lambda: True)
+            demoted = False
+            if below:
+                demoted = below[0].record(record.id) is None and below[0].try_insert(record, payload, unchanged)
+            elif self._slow and self._sightings.count(record.id) >= self._admission:
+                demoted = self._write_through(record, payload, unchanged)
+            self._count(demotions=int(demoted))
+
+        return demote
+
+    def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
+        """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
+        nbytes = self._memory[-1].store.tier.size_of(record, payload)
+        taken = False
+        for level in self._slow:
+            held = level.store.record(record.id)
+            if held is not None and (held.exact or not record.exact):
+                continue
+            if not level.available:
+                self._count(writes_skipped=1)
+                continue
+            with self._lock:  # so that a removal either sees this write in the queue or is seen here
+                taken = (unchanged() and self._writer.offer(Write(level, record, payload, nbytes))) or taken
+        return taken
+
+    def _drop_inexact(self, segment: SegmentId) -> None:
+        """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
+        if self._slow:
+            self._writer.cancel(lambda record: record.id == segment and not record.exact)
+        for level in self.levels:
+            record = level.store.record(segment)
+            if record is not None and not record.exact:
+                level.store.remove_where(lambda held: held.id == segment and not held.exact, among=[segment])
+
+    @contextmanager
+    def _moving(self) -> Iterator[Callable[[], bool]]:
+        """While a payload in hand moves between levels: says whether nothing was removed since it began.
+
+        What was removed meanwhile may be the very segment in hand, which then must not come back.
+        """
+        before = self._removals
+
+        def unchanged() -> bool:
+            return self._removals == before
+
+        self._moving_now.unchanged = unchanged
+        try:
+            yield unchanged
+        finally:
+            del self._moving_now.unchanged
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
-from chunkweave.store.index import Catalog
+from chunkweave.store.index import SegmentIndex
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.replication import missing_replicas
 from chunkweave.trees.prefix_trie import KnowledgeTree
@@ -73,7 +73,7 @@ class TreeCache:
         self._counts: Counter[str] = Counter()
         self._no_pins: tuple[Set[SegmentId], ...] = (frozenset(),) * len(tiers)
         self._tiers = tuple(tiers)
-        self._catalogs = tuple(Catalog(tier.policy) for tier in tiers)
+        self._catalogs = tuple(SegmentIndex(tier.policy) for tier in tiers)
         for tier, catalog in zip(tiers, self._catalogs, strict=True):
             catalog.show_in(self.tree, tier.name)
 

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import PayloadT
-from chunkweave.store.tier_store import Level
+
+if TYPE_CHECKING:
+    from chunkweave.store.store import Level
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ _IDLE_S = 5.0
 class Write(Generic[PayloadT]):
     """One segment on its way to one level. `nbytes` is what its payload holds in memory meanwhile."""
 
-    level: Level[PayloadT]
+    level: "Level[PayloadT]"
     record: SegmentRecord
     payload: PayloadT
     nbytes: int
