@@ -114,13 +114,13 @@ class Run:
         with progress(f"{self.warm}: {title}") as report:
             answers = answer_questions(self._engine, self.examples, missing, self.warm, MAX_NEW_TOKENS, report)
             for answer in answers:
-                told = answer.report
+                found = answer.report
                 scores = best_scores(answer.text, self.measured[answer.question].answers)
                 kept = Kept(
-                    recompute_fraction=told.recompute_fraction,
-                    flops_limit=told.flops_limit,
-                    ttft_s=told.ttft_s,
-                    found_share=1.0 - told.computed_tokens / told.prompt_tokens,
+                    recompute_fraction=found.recompute_fraction,
+                    flops_limit=found.flops_limit,
+                    ttft_s=found.ttft_s,
+                    found_share=1.0 - found.computed_tokens / found.prompt_tokens,
                     **scores,
                 )
                 self.measurements.add(answer.question, answer.contender, kept)

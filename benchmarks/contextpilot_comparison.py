@@ -53,9 +53,9 @@ def contextpilot(python: Path, mode: str, requests: Sequence[Sequence[int]]) -> 
     Raises:
         UsageError: it does not run there.
     """
-    asked = json.dumps({"mode": mode, "requests": requests})
+    job = json.dumps({"mode": mode, "requests": requests})
     command = [python, SCRIPT]  # the script beside this one
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise UsageError(f"ContextPilot does not run under {python}: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout[done.stdout.index("{") :])
@@ -91,16 +91,16 @@ def rows_of(
     if python is None:
         return rows
     numbers: dict[str, int] = {}
-    asked = [[numbers.setdefault(part.name, len(numbers)) for part in arrival.documents] for arrival in arrivals]
+    sets = [[numbers.setdefault(part.name, len(numbers)) for part in arrival.documents] for arrival in arrivals]
     for mode in ("incremental", "offline"):
         with status(f"ContextPilot, {mode}"):
-            found = contextpilot(python, mode, asked)
+            found = contextpilot(python, mode, sets)
         times = {"order_median_s": median(found["seconds"]), "order_mean_s": fmean(found["seconds"])}
         orders = dict(zip(found["served"], found["ordered"], strict=True))
         for served in dict.fromkeys((tuple(range(len(arrivals))), tuple(found["served"]))):
             as_they_came = served == tuple(range(len(arrivals)))
             row = {"contender": f"contextpilot {mode}{'' if as_they_came else ', rescheduled'}"}
-            places = [_places(asked[number], orders[number]) for number in served]
+            places = [_places(sets[number], orders[number]) for number in served]
             for cache, make in caches.items():
                 sequence = [arrivals[number] for number in served]
                 saved = replay_arranged(sequence, "", lambda i, _, places=places: places[i], cache=make())
@@ -109,22 +109,22 @@ def rows_of(
     return rows
 
 
-def _places(asked: Sequence[int], ordered: Sequence[int]) -> list[int]:
+def _places(given: Sequence[int], ordered: Sequence[int]) -> list[int]:
     """Where each chunk of `ordered` stood.
 
     Raises:
-        UsageError: they are not the chunks that were asked for.
+        UsageError: they are not the chunks that were given.
     """
-    left = list(asked)
+    left = list(given)
     places = []
     for chunk in ordered:
         if chunk not in left:
-            raise UsageError(f"ContextPilot changed a request: {asked} became {ordered}")
+            raise UsageError(f"ContextPilot changed a request: {given} became {ordered}")
         place = left.index(chunk)
         left[place] = -1
         places.append(place)
-    if len(places) < len(asked):
-        raise UsageError(f"ContextPilot changed a request: {asked} became {ordered}")
+    if len(places) < len(given):
+        raise UsageError(f"ContextPilot changed a request: {given} became {ordered}")
     return places
 
 

@@ -15,11 +15,11 @@ def main() -> None:
     """Read, order, write orders with the seconds that each took."""
     from contextpilot import ContextPilot
 
-    asked = json.load(sys.stdin)
+    job = json.load(sys.stdin)
     pilot = ContextPilot(use_gpu=False)
-    requests = asked["requests"]
+    requests = job["requests"]
     with contextlib.redirect_stdout(StringIO()):  # it prints while it builds
-        if asked["mode"] == "offline":
+        if job["mode"] == "offline":
             started = time.perf_counter()
             ordered, served = pilot.reorder([list(request) for request in requests])
             seconds = [(time.perf_counter() - started) / len(requests)] * len(requests)

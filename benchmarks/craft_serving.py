@@ -26,12 +26,12 @@ _CANDIDATES = 8
 def zipf_worlds(count: int, k: int, *, questions: int, worlds: int, exponent: float, seed: int) -> list[Example]:
     """`count` requests over `k` passages of generated worlds, the passages that an answer takes ranked first.
 
-    `questions` different ones are asked, about `worlds` worlds in turn, again and again by Zipf's law.
+    `questions` different ones are submitted, about `worlds` worlds in turn, again and again by Zipf's law.
     """
-    asked = world_requests(questions, max(k, _CANDIDATES), seed=seed, worlds=worlds)
+    pool = world_requests(questions, max(k, _CANDIDATES), seed=seed, worlds=worlds)
     rng = Random(f"ranks {seed}")
     examples = []
-    for request in asked:
+    for request in pool:
         others = [place for place in range(len(request.chunks)) if place not in request.needed]
         ranked = [*request.needed, *rng.sample(others, len(others))]
         chunks = tuple(request.chunks[place] for place in ranked)

@@ -29,9 +29,9 @@ def measured(name: str, questions: list[str], own: list[int], paragraphs: list[s
     started = time.perf_counter()
     vectors = embedder.embed_documents(paragraphs)
     between = time.perf_counter()
-    asked = np.stack([embedder.embed_query(question) for question in questions])
+    queries = np.stack([embedder.embed_query(question) for question in questions])
     finished = time.perf_counter()
-    scores = asked @ vectors.T
+    scores = queries @ vectors.T
     better = (scores > scores[np.arange(len(own)), own][:, np.newaxis]).sum(axis=1)
     recall = {f"recall_at_{rank}": float((better < rank).mean()) for rank in RANKS}
     seconds = {"paragraphs_s": between - started, "questions_s": finished - between}

@@ -83,7 +83,7 @@ class LoadResult:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able; what there is no figure for is None."""
-        told: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "requests": len(self.requests),
             "error_rate": self.error_rate,
             "duration_s": self.duration_s,
@@ -93,9 +93,9 @@ class LoadResult:
         }
         several = any(one.tpot_s is not None for one in self.answered)
         for percent in (50, 90, 99):
-            told[f"ttft_p{percent}_s"] = self.ttft_s(percent) if self.answered else None
-            told[f"tpot_p{percent}_s"] = self.tpot_s(percent) if several else None
-        return told
+            summary[f"ttft_p{percent}_s"] = self.ttft_s(percent) if self.answered else None
+            summary[f"tpot_p{percent}_s"] = self.tpot_s(percent) if several else None
+        return summary
 
     def _ttfts(self) -> list[float]:
         return [request.ttft_s for request in self.answered if request.ttft_s is not None]

@@ -53,13 +53,13 @@ def hold(tree: KnowledgeTree[ChunkId], path: list[ChunkId]) -> None:
         tree.placed(path[:end], "host", TOKENS)
 
 
-def parts(ordering: str, asked: list[list[ChunkId]], window: int) -> Iterator[dict[str, float]]:
+def parts(ordering: str, requested: list[list[ChunkId]], window: int) -> Iterator[dict[str, float]]:
     """Seconds of each part of each request's ordering."""
     table: AccessTable[ChunkId] = AccessTable(window)
     tree: KnowledgeTree[ChunkId] = KnowledgeTree(["host"])
     made = make_ordering(ordering)
     hold(tree, [SYSTEM])
-    for ids in asked:
+    for ids in requested:
         started = time.perf_counter()
         given = Unordered(ids, [table.count(one) for one in ids], [TOKENS] * len(ids), tree.at([SYSTEM]))
         path = [SYSTEM, *(ids[place] for place in made.order(given))]
@@ -72,14 +72,14 @@ def parts(ordering: str, asked: list[list[ChunkId]], window: int) -> Iterator[di
         yield {"reorder": ordered - started, "lookup": looked_up - ordered, "update": ended - looked_up}
 
 
-def arranged(ordering: str, asked: list[list[ChunkId]], window: int) -> Iterator[float]:
+def arranged(ordering: str, requested: list[list[ChunkId]], window: int) -> Iterator[float]:
     """Seconds of `Arranger.arrange` on prompts, promotion included."""
     tree: KnowledgeTree[ChunkId] = KnowledgeTree(["host"])
     arranger = Arranger(OrderingConfig(ordering, window), tree)
     head = (PromptPart(PartKind.START, (1,)), PromptPart(PartKind.SYSTEM, (5,) * 90, SYSTEM))
     question = PromptPart(PartKind.QUESTION, (7,) * 30)
     ids_of_tokens = (9,) * TOKENS
-    for ids in asked:
+    for ids in requested:
         prompt = Prompt((*head, *(PromptPart(PartKind.CHUNK, ids_of_tokens, one) for one in ids), question))
         started = time.perf_counter()
         found = arranger.arrange(prompt, ChunkOrder.FREE)
@@ -99,12 +99,12 @@ def memory(make: Callable[[], object]) -> int:
     return taken
 
 
-def sizes(asked: list[list[ChunkId]], window: int) -> dict[str, int]:
+def sizes(requested: list[list[ChunkId]], window: int) -> dict[str, int]:
     """Entries and bytes of the table, and of the tree with every path by frequency."""
 
     def table() -> AccessTable[ChunkId]:
         made: AccessTable[ChunkId] = AccessTable(window)
-        for ids in asked:
+        for ids in requested:
             made.note(ids)
         return made
 
@@ -114,7 +114,7 @@ def sizes(asked: list[list[ChunkId]], window: int) -> dict[str, int]:
             KnowledgeTree[ChunkId](["host"]),
             make_ordering("frequency"),
         )
-        for ids in asked:
+        for ids in requested:
             given = Unordered(ids, [counts.count(one) for one in ids], [TOKENS] * len(ids), made.at(()))
             hold(made, [ids[place] for place in ordering.order(given)])
             counts.note(ids)
@@ -135,16 +135,16 @@ def summary(times: list[float]) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Rows of all orderings, and sizes."""
-    asked = requests(arguments.requests, arguments.k, arguments.documents, arguments.zipf, arguments.seed)
+    requested = requests(arguments.requests, arguments.k, arguments.documents, arguments.zipf, arguments.seed)
     rows = []
     for ordering in ORDERINGS:
-        taken = list(parts(ordering, asked, arguments.window))[arguments.requests // 5 :]
+        taken = list(parts(ordering, requested, arguments.window))[arguments.requests // 5 :]
         row: dict[str, Any] = {"ordering": ordering}
         row |= {name: summary([one[name] for one in taken]) for name in taken[0]}
         row["together"] = summary([sum(one.values()) for one in taken])
-        row["arrange"] = summary(list(arranged(ordering, asked, arguments.window))[arguments.requests // 5 :])
+        row["arrange"] = summary(list(arranged(ordering, requested, arguments.window))[arguments.requests // 5 :])
         rows.append(row)
-    return rows, sizes(asked, arguments.window)
+    return rows, sizes(requested, arguments.window)
 
 
 def main() -> None:

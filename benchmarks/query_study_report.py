@@ -144,8 +144,8 @@ def _cheapest(rows: Sequence[StudyRow]) -> Iterator[Cheapest]:
         if found is None:
             yield Cheapest(setting, method, None, None, None, None)
         else:
-            told = (found.value, found.minus_full, found.minus_full_low, found.recompute_fraction)
-            yield Cheapest(setting, method, *told)
+            figures = (found.value, found.minus_full, found.minus_full_low, found.recompute_fraction)
+            yield Cheapest(setting, method, *figures)
 
 
 def main_table(rows: Sequence[StudyRow]) -> str:

@@ -47,7 +47,7 @@ ALONE = 8
 
 @dataclass
 class Served:
-    """An engine for many requests, what it was asked, and the reports of its answers."""
+    """An engine for many requests, its requests, and the reports of its answers."""
 
     batching: AsyncEngine
     requests: Sequence[Request]
@@ -114,24 +114,24 @@ async def reordering_row(
         for turn in range(arguments.rounds):
             arrivals = poisson_arrivals(arguments.requests, rate, seed=turn)
             names = [IN_ORDER, REORDERED] if turn % 2 == 0 else [REORDERED, IN_ORDER]
-            told = {}
+            by_order = {}
             for name in names:
                 first = arguments.warm_up + (1 + turn) * arguments.requests
                 result = await served[name].run(first, arrivals)
-                told[name] = result.as_dict() | {"token_hits": served[name].token_hits}
+                by_order[name] = result.as_dict() | {"token_hits": served[name].token_hits}
                 tell()
-            rounds.append(told)
+            rounds.append(by_order)
     finally:
         for one in served.values():
             one.batching.close()
-    mean = {name: statistics.fmean(told[name]["ttft_mean_s"] for told in rounds) for name in served}
+    mean = {name: statistics.fmean(one[name]["ttft_mean_s"] for one in rounds) for name in served}
     return {
         "budget_bytes": budget,
         "rate_per_s": rate,
         "ttft_mean_s": mean,
-        "token_hits": {name: statistics.fmean(told[name]["token_hits"] for told in rounds) for name in served},
+        "token_hits": {name: statistics.fmean(one[name]["token_hits"] for one in rounds) for name in served},
         "speedup": mean[IN_ORDER] / mean[REORDERED],
-        "speedups": [told[IN_ORDER]["ttft_mean_s"] / told[REORDERED]["ttft_mean_s"] for told in rounds],
+        "speedups": [one[IN_ORDER]["ttft_mean_s"] / one[REORDERED]["ttft_mean_s"] for one in rounds],
         "rounds": rounds,
     }
 

@@ -97,8 +97,8 @@ class Contender:
         self._runs += 1
         times = arrival_times(requests, rate_per_s, self._target.trace, self._target.seed + self._runs)
         result = await run_load(self._asker(requests), times, timeout_s=self._target.timeout_s, errors=FAILURES)
-        told = f"TTFT {result.ttft_mean_s:.3f} s, errors {result.error_rate:.0%}"
-        console.print(f"{self.method} at {rate_per_s:.3g}/s: {told}")
+        figures = f"TTFT {result.ttft_mean_s:.3f} s, errors {result.error_rate:.0%}"
+        console.print(f"{self.method} at {rate_per_s:.3g}/s: {figures}")
         return result
 
     def _asker(self, requests: int) -> Asker:

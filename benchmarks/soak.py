@@ -118,7 +118,7 @@ def run(requests: int, seed: int) -> dict[str, Any]:
     settled = sizes[len(sizes) // 3 :] or sizes
     growth = settled[-1]["bytes"] - settled[0]["bytes"]
     flat = growth <= max(_MOST_GROWTH * settled[0]["bytes"], _MOST_GROWTH_BYTES)
-    broken = sum(count for told, count in counts.items() if told.startswith("5"))
+    broken = sum(count for status, count in counts.items() if status.startswith("5"))
     after = descriptors()
     return {
         "machine": machine(),
@@ -137,10 +137,10 @@ def run(requests: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = arguments()
-    result = run(asked.requests, asked.seed)
-    if asked.out is not None:
-        write_json(asked.out, result)
+    options = arguments()
+    result = run(options.requests, options.seed)
+    if options.out is not None:
+        write_json(options.out, result)
     print(to_json(result))
     sys.exit(not result["ok"])
 

@@ -122,10 +122,10 @@ def ratio_row(ratio: float, contenders: Sequence[Contender]) -> dict[str, Any]:
             "ttft_median_s": statistics.median(answer.ttft_s for answer in answers),
             "prefill_mean_s": statistics.fmean(answer.report.ttft_s - answer.report.queue_s for answer in answers),
         }
-    told = [answer.pipelining for answer in ours if answer.pipelining is not None]
-    row["matched"] = statistics.fmean(one.matched for one in told)
-    row["started"] = sum(one.started for one in told)
-    row["terminated"] = sum(one.terminated for one in told)
+    pipelined = [answer.pipelining for answer in ours if answer.pipelining is not None]
+    row["matched"] = statistics.fmean(one.matched for one in pipelined)
+    row["started"] = sum(one.started for one in pipelined)
+    row["terminated"] = sum(one.terminated for one in pipelined)
     row["less_search"] = row[WITHOUT]["non_overlapping_mean_s"] / row[WITH]["non_overlapping_mean_s"]
     row["speedup"] = row[WITHOUT]["ttft_mean_s"] / row[WITH]["ttft_mean_s"]
     row["speedup_median"] = statistics.median(b.ttft_s / a.ttft_s for a, b in zip(ours, plain, strict=True))

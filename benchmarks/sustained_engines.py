@@ -150,8 +150,8 @@ class VllmEngine:
         if method == FULL:
             prompt["cache_salt"] = f"only-{self._sent}"
         else:
-            asked: dict[str, Any] = {"chunks": spans, "method": method, "recompute_ratio": self._ratio}
-            extra = {"kv_transfer_params": {"chunkweave": asked}}
+            params: dict[str, Any] = {"chunks": spans, "method": method, "recompute_ratio": self._ratio}
+            extra = {"kv_transfer_params": {"chunkweave": params}}
         sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
         started, ended, answer = time.perf_counter(), 0.0, None
         async for output in self._engine.generate(prompt, sampling, f"r{self._sent}"):

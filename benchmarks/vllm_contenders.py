@@ -164,8 +164,8 @@ class Contender:
             if part.kind is PartKind.CHUNK
         ]
         start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
-        asked = {"chunks": spans, "start_tokens": start, "method": self.way.method, **self.settings}
-        return {"kv_transfer_params": {"chunkweave": asked}}
+        params = {"chunks": spans, "start_tokens": start, "method": self.way.method, **self.settings}
+        return {"kv_transfer_params": {"chunkweave": params}}
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def contenders(
             more: dict[str, Any] = {"kv_cache_memory_bytes": memory_bytes}
             if way.method is not None:
                 more = {"kv_cache_memory_bytes": memory_bytes // 2, "kv_transfer_config": transfer}
-            told = AsyncEngineArgs(
+            engine_args = AsyncEngineArgs(
                 model=folder,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=way.prefix_cache,
@@ -197,7 +197,7 @@ def contenders(
                 **more,
                 **options,
             )
-            made.append(Contender(way, AsyncLLM.from_engine_args(told), builder, settings))
+            made.append(Contender(way, AsyncLLM.from_engine_args(engine_args), builder, settings))
         yield made
     finally:
         for one in made:

@@ -192,9 +192,9 @@ def simulate(policy: str, imbalance: float, workload: Workload, machine: Machine
             replica.contents.note(paths[number], sizes, weaves=True)
             ttfts.append(now - requests[number][0])
         release(replica, now)
-    asked = len(requests) * sum(sizes)
+    prompt_tokens = len(requests) * sum(sizes)
     share = max(one.computed for one in fleet) / sum(one.computed for one in fleet)
-    return Outcome(policy, found_tokens / asked, quantile(ttfts, 0.5), quantile(ttfts, 0.99), share)
+    return Outcome(policy, found_tokens / prompt_tokens, quantile(ttfts, 0.5), quantile(ttfts, 0.99), share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -268,7 +268,7 @@ async def is_ready(client: Any) -> bool:
 
 
 def document_words(workload: Workload) -> list[str]:
-    """A text for each document, of about as many tokens as are asked for, no two alike."""
+    """A text for each document, of about as many tokens as given, no two alike."""
     rng = Random(workload.seed + 1)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u")]
 
@@ -329,7 +329,7 @@ def main() -> None:
     ]
     Console().print(table(outcomes))
     if args.out is not None:
-        told = {
+        result = {
             "simulated": not args.real,
             "replicas": args.replicas,
             "imbalance": args.imbalance,
@@ -337,7 +337,7 @@ def main() -> None:
             "machine": None if args.real else asdict(machine),
             "outcomes": [asdict(one) for one in outcomes],
         }
-        args.out.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

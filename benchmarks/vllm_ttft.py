@@ -89,10 +89,10 @@ class Server:
         if contender == FULL:
             prompt["cache_salt"] = f"only-{self.sent}"
         elif contender != PREFIX_CACHING:
-            asked: dict[str, Any] = {"chunks": spans, "method": contender}
+            params: dict[str, Any] = {"chunks": spans, "method": contender}
             if contender not in ("prefix", "full-reuse"):
-                asked["recompute_ratio"] = self.ratio
-            extra = {"kv_transfer_params": {"chunkweave": asked}}
+                params["recompute_ratio"] = self.ratio
+            extra = {"kv_transfer_params": {"chunkweave": params}}
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
         times, answer = [], None
         async for output in self.engine.generate(prompt, sampling, f"r{self.sent}"):
@@ -139,12 +139,12 @@ def speedup_limit(geometry: Geometry, prompt: int, chunks: int, ratio: float) ->
     """
     g, kept = geometry, round(ratio * chunks)
     mean = prompt / 2
-    asked = prompt - chunks
+    rest = prompt - chunks
     dense = LayerWork(chunks, chunks, chunks, int(chunks * mean))
     check = LayerWork(chunks + kept, kept, kept, int(kept * mean))
     thin = LayerWork(kept, kept, kept, int(kept * mean))
     last = LayerWork(kept, kept, 0, 0)
-    question = [LayerWork(asked, asked, asked, asked * prompt)] * g.num_layers
+    question = [LayerWork(rest, rest, rest, rest * prompt)] * g.num_layers
     layers = [dense, check, *[thin] * (g.num_layers - 3), last, *question]
     full = [LayerWork(prompt, prompt, prompt, prompt * (prompt + 1) // 2)] * g.num_layers
     return prefill_flops(g, full) / prefill_flops(g, layers)

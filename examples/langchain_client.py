@@ -16,11 +16,11 @@ retrieved = [
 ]
 documents = [{"text": one.page_content, "id": one.metadata["source"]} for one in retrieved]
 llm = ChatOpenAI(base_url=url, api_key=key, model="reader", temperature=0, max_tokens=16)
-asking = llm.bind(extra_body={"documents": documents, "chunkweave": {"method": "cacheblend"}})
+reusing = llm.bind(extra_body={"documents": documents, "chunkweave": {"method": "cacheblend"}})
 
-answer = asking.invoke("Who leads the Selmond Choir?")
+answer = reusing.invoke("Who leads the Selmond Choir?")
 print(answer.content)
-print(f"  {answer.usage_metadata['input_tokens']} tokens asked")
-for piece in asking.stream("How many steps has the Gerfern Tower?"):
+print(f"  {answer.usage_metadata['input_tokens']} prompt tokens")
+for piece in reusing.stream("How many steps has the Gerfern Tower?"):
     print(piece.content, end="", flush=True)
 print()

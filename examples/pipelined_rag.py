@@ -17,8 +17,8 @@ async def main() -> None:
         questions = "What did Greta Wisley work as?", "What trade did Frank Lervold have?"
         async with AsyncEngine(engine) as batching:
             pipeline = AsyncRagPipeline(batching, corpus, top_k=3)
-            asked = (pipeline.answer(question, sampling=SamplingParams(max_new_tokens=16)) for question in questions)
-            for question, answer in zip(questions, await asyncio.gather(*asked), strict=True):
+            answers = (pipeline.answer(question, sampling=SamplingParams(max_new_tokens=16)) for question in questions)
+            for question, answer in zip(questions, await asyncio.gather(*answers), strict=True):
                 print(f"> {question}\n{answer.text}")
                 print(f"  search {answer.search_s * 1e3:.1f} ms, first token after {answer.ttft_s * 1e3:.1f} ms")
         print(pipeline.counts)

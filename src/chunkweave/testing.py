@@ -54,7 +54,7 @@ def toy_model(
 
 
 _TIMER_SLOP_S = 0.005
-"""A reader that wakes this much late finds the link as if it had not stood still, so that it keeps its throughput."""
+"""A reader that wakes up this much late still gets the link's full throughput."""
 
 
 class Link:

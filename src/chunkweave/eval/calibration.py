@@ -39,7 +39,7 @@ class CalibrationConfig:
 
     Each method is measured at every value of its own parameter, from cheap to dear: a whole curve, because eq. 13 of
     Cache-Craft asks for its least acceptable point and noise makes the first one that passes a matter of luck.
-    `reuse` is what all are told beside that parameter. `shares` are what the targets demand of full prefill's F1.
+    `reuse` has the other settings of all methods. `shares` are what the targets demand of full prefill's F1.
 
     Raises:
         UsageError: no methods, or one without a parameter; no values, or one out of range; shares outside (0, 1], or

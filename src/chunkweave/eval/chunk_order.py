@@ -244,15 +244,15 @@ def replay_arranged(
         ids = [key_of(part) for part in documents]
         sizes = [part.tokens for part in documents]
         places = arrange(number, Unordered(ids, [table.count(one) for one in ids], sizes, cache.tree.at(before)))
-        stood = [documents[place] for place in places]
+        ordered = [documents[place] for place in places]
         stored = max(0, cache.tree.match([*before, *(ids[place] for place in places)]).nodes - len(head))
         hits += stored
-        tokens += sum(part.tokens for part in stood[:stored])
+        tokens += sum(part.tokens for part in ordered[:stored])
         full += stored == len(documents)
         table.note(ids)
         threshold = config.promotion_threshold
         hot = [threshold is None or table.count(ids[place]) >= threshold for place in places]
-        cache.hold([*head, *stood[: promoted_length(hot, stored)]])
+        cache.hold([*head, *ordered[: promoted_length(hot, stored)]])
         if progress is not None:
             progress(number + 1, len(arrivals))
     documents_in_all = [part for arrival in arrivals for part in arrival.documents]

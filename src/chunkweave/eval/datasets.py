@@ -126,7 +126,7 @@ def _plain(entry: dict[str, Any]) -> Example:
 
 def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> list[Example]:
     paragraphs: list[Chunk] = []
-    asked: list[tuple[str, dict[str, Any], int]] = []
+    entries: list[tuple[str, dict[str, Any], int]] = []
     for a, article in enumerate(articles):
         for p, paragraph in enumerate(_list(f"{path}: article {a}", article, "paragraphs")):
             where = f"{path}: article {a}, paragraph {p}"
@@ -134,11 +134,11 @@ def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> l
             place = len(paragraphs)
             context = _entry(where, paragraph, lambda data: _text(data["context"], "context"))
             paragraphs.append(Chunk(context, f"{article.get('title') or 'article'}#{p}"))
-            asked += [(f"{where}, question {q}", question, place) for q, question in enumerate(questions)]
-    examples = [_entry(where, question, _squad_question) for where, question, _ in asked]
+            entries += [(f"{where}, question {q}", question, place) for q, question in enumerate(questions)]
+    examples = [_entry(where, question, _squad_question) for where, question, _ in entries]
     return [
         Example(example.question, _with_others(paragraphs, place, squad_chunks, rng), example.answers)
-        for example, (_, _, place) in zip(examples, asked, strict=True)
+        for example, (_, _, place) in zip(examples, entries, strict=True)
     ]
 
 
@@ -214,8 +214,8 @@ def bundled_examples(count: int, *, seed: int = 0) -> list[Example]:
     documents, questions = bundled_documents()
     chunks = [Chunk(text, name) for name, text in documents]
     rng = Random(seed)
-    asked = [questions[i % len(questions)] for i in range(count)]
-    return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in asked]
+    chosen = [questions[i % len(questions)] for i in range(count)]
+    return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in chosen]
 
 
 class PromptMaker:
@@ -243,10 +243,10 @@ class PromptMaker:
         self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
         self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
         if len(self._passages) < chunks:
-            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
+            raise UsageError(f"the data set has {len(self._passages)} passages, but a prompt needs {chunks} chunks")
 
     def prompt(self, example: Example) -> Prompt:
-        """START, SYSTEM, exactly the asked number of chunks, QUESTION.
+        """START, SYSTEM, the configured number of chunks, QUESTION.
 
         The example's own passages come first; where it has too few, those that follow in the data set.
 

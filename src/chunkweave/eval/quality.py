@@ -72,9 +72,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "coverage": {"use_coverage": True},
     "layer-2": {"check_layers": (2,)},
 }
-"""What can be said of a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`.
+"""Settings that may follow a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`.
 
-Those of `query` are in `query_settings`."""
+Those of `query` are in `QUERY_SETTINGS`."""
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""
@@ -166,8 +166,8 @@ def measure_quality(
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
     contenders = config.contenders()
-    asked = [contenders] * (len(examples) - config.warm.queries)
-    for answer in answer_questions(engine, examples, asked, config.warm, config.max_new_tokens, progress):
+    by_question = [contenders] * (len(examples) - config.warm.queries)
+    for answer in answer_questions(engine, examples, by_question, config.warm, config.max_new_tokens, progress):
         example = examples[config.warm.queries + answer.question]
         scores = best_scores(answer.text, example.answers)
         yield QualitySample(answer.question, example.kind, answer.contender, answer.text, scores, answer.report)

@@ -34,7 +34,7 @@ class Warmth:
     """How the store is filled before anything is measured.
 
     `queries=0`: the system part and every chunk computed alone. Else by that many earlier requests of the data set,
-    prefilled in full and stored as a request's chunks are: each in the context that it stood in.
+    prefilled in full and stored as a request's chunks are: each in its own context.
     """
 
     queries: int = 0

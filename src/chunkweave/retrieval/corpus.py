@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 
 from chunkweave.chunking.documents import SplitConfig, split_text
 from chunkweave.chunking.tokenizer import TextTokenizer
-from chunkweave.errors import (
-    DuplicateDocumentError,
-    EmbedderMismatchError,
-    UnknownDocumentError,
-)
+from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
@@ -92,33 +88,11 @@ def document_chunks(document: StoredDocument) -> list[Chunk]:
     return [Chunk(text, f"{document.id}#{place}") for place, text in enumerate(document.chunks)]
 
 
-class Passages:
-    """All chunks of the parts of a corpus, numbered like the rows of its index. Never changes."""
+class _Searcher:
+    """The chunks of a corpus at one commit, numbered like the rows of their index. Safe to use from several threads.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._documents = [document for part in parts for document in part.documents]
-        self._starts = np.cumsum([0, *(len(document.chunks) for document in self._documents)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return (chunk for document in self._documents for chunk in document_chunks(document))
-
-    def retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
-        """What the rows of a search stand for, in the same order."""
-        found = zip(hits.rows, hits.scores, strict=True)
-        return tuple(self._retrieved(row, rank, score) for rank, (row, score) in enumerate(found, start=1))
-
-    def _retrieved(self, row: int, rank: int, score: float) -> RetrievedChunk:
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        document, place = self._documents[number], row - int(self._starts[number])
-        chunk = document_chunks(document)[place]
-        return RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata)
-
-
-class Searcher:
-    """Chunks and their index. The index is read or made when it is first needed. Safe to use from several threads."""
+    The index is read or made when it is first needed.
+    """
 
     def __init__(
         self,
@@ -140,24 +114,23 @@ class Searcher:
 
     @property
     def config(self) -> IndexConfig:
-        """How vectors are searched, as it was asked for."""
+        """How vectors are searched, as it was configured."""
         return IndexConfig.from_dict(dict(self._manifest.index))
 
-    @cached_property
-    def passages(self) -> Passages:
-        """The chunks by row."""
-        return Passages(self._parts)
+    def chunks(self) -> list[Chunk]:
+        """All chunks by row."""
+        return [chunk for part in self._parts for document in part.documents for chunk in document_chunks(document)]
 
     def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
         """The `k` best chunks; see `Corpus.search`."""
-        return self.passages.retrieved(self.index().search(vector, k))
+        return self._retrieved(self.index().search(vector, k))
 
     def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
         """The same in stages; see `Corpus.search_stages`."""
-        stages, passages = timed_stages(self.index(), vector, k), self.passages
+        stages = timed_stages(self.index(), vector, k)
         return (
             RetrievalStage(
-                passages.retrieved(stage.hits),
+                self._retrieved(stage.hits),
                 stage.number,
                 stage.last,
                 seconds,
@@ -210,6 +183,22 @@ class Searcher:
         from chunkweave.retrieval.faiss_indexes import stored_index
 
         return stored_index(self._files, self._manifest)
+
+    @cached_property
+    def _rows(self) -> tuple[list[StoredDocument], NDArray[np.int64]]:
+        """The documents, and the row at which each starts, `[documents + 1]`."""
+        documents = [document for part in self._parts for document in part.documents]
+        return documents, np.cumsum([0, *(len(document.chunks) for document in documents)])
+
+    def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
+        documents, starts = self._rows
+        found = []
+        for rank, (row, score) in enumerate(zip(hits.rows, hits.scores, strict=True), start=1):
+            number = int(np.searchsorted(starts, row, side="right")) - 1
+            document, place = documents[number], row - int(starts[number])
+            chunk = document_chunks(document)[place]
+            found.append(RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata))
+        return tuple(found)
 
 
 Progress = Callable[[int, int], None]
@@ -275,7 +264,7 @@ class Corpus:
         self._given_tokenizer = tokenizer
         self._parts: tuple[Part, ...] = ()
         self._by_id: dict[str, StoredDocument] = {}
-        self._searcher = Searcher(self._manifest, (), None)
+        self._searcher = _Searcher(self._manifest, (), None)
 
     @classmethod
     def create(
@@ -298,7 +287,7 @@ class Corpus:
         files = CorpusFiles(Path(folder))
         files.create(corpus._manifest)
         corpus._files = files
-        corpus._searcher = Searcher(corpus._manifest, (), files)
+        corpus._searcher = _Searcher(corpus._manifest, (), files)
         return corpus
 
     @classmethod
@@ -326,7 +315,7 @@ class Corpus:
         corpus._manifest, corpus._files = manifest, files
         corpus._parts = tuple(parts)
         corpus._by_id = {document.id: document for part in parts for document in part.documents}
-        corpus._searcher = Searcher(manifest, parts, files)
+        corpus._searcher = _Searcher(manifest, parts, files)
         return corpus
 
     @staticmethod
@@ -346,7 +335,7 @@ class Corpus:
 
     @property
     def index_config(self) -> IndexConfig:
-        """How vectors are searched, as it was asked for."""
+        """How vectors are searched, as it was configured."""
         return self._searcher.config
 
     @property
@@ -384,7 +373,7 @@ class Corpus:
 
     def chunks(self) -> list[Chunk]:
         """All chunks in the order of the documents, for `Engine.precompute`."""
-        return list(self._searcher.passages)
+        return self._searcher.chunks()
 
     def add(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
         """Cut, embed and keep documents that are new.
@@ -528,7 +517,7 @@ class Corpus:
             del self._by_id[document]
         self._by_id |= {document.id: document for document in (() if new is None else new.documents)}
         if leaving:
-            self._searcher = Searcher(self._manifest, parts, self._files)
+            self._searcher = _Searcher(self._manifest, parts, self._files)
         else:
             self._searcher = self._searcher.grown(self._manifest, parts)
 

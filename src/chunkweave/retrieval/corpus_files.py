@@ -169,7 +169,7 @@ class CorpusFiles:
         """Make `parts` the corpus; those without an entry are written. Returns what is now the corpus.
 
         Raises:
-            CorpusError: somebody else committed since `before`, or a file cannot be written; nothing has changed.
+            CorpusError: another process committed since `before`, or a file cannot be written; nothing has changed.
         """
         generation = before.generation + 1
         with locked_folder(self.folder, CorpusError):

@@ -141,7 +141,7 @@ class IvfIndex(FaissIndex):
             yield SearchStage(hits, stage, stage == number, distances + (centroids if stage == 1 else 0))
 
     def _list_sizes(self) -> NDArray[np.int64]:
-        """Vectors in each list, `[lists]`; asked of faiss once, since a call for each would be felt."""
+        """Vectors in each list, `[lists]`; read once, because a call for each list is slow."""
         if self._sizes is None:
             lists = self._index.invlists
             self._sizes = np.array([lists.list_size(one) for one in range(self._config.lists)], dtype=np.int64)
@@ -294,7 +294,7 @@ def stored_index(files: CorpusFiles, manifest: Manifest) -> FaissIndex | None:
     An index that is damaged or of other vectors is left out, with a line in the log: it can be made again.
 
     Raises:
-        EmbedderMismatchError: it was made by another embedder: somebody put it there.
+        EmbedderMismatchError: it was made by another embedder.
         UsageError: faiss is not installed.
     """
     try:

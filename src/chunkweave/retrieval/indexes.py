@@ -235,7 +235,7 @@ def check_top_k(k: int, chunks: int) -> None:
 
 
 def usual_top_k(chunks: int) -> int:
-    """How many chunks a question gets where nobody says: 6, or all there are."""
+    """How many chunks a question gets by default: 6, or all there are."""
     return min(_USUAL_TOP_K, chunks)
 
 

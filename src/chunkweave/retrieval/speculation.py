@@ -130,7 +130,7 @@ class _Search(Generic[DocumentT]):
 
 
 class Speculation(Generic[RequestT, DocumentT]):
-    """Algorithm 2 of RAGCache for many requests at once: decides; searching and computing are others' business.
+    """Algorithm 2 of RAGCache for many requests at once: it decides, and neither searches nor computes.
 
     A speculation is started when a stage names new documents and fewer than `max_prefill_batch` requests are pending,
     so that it takes idle capacity only. It is for an ordered list: the same documents in another order are others.

@@ -175,9 +175,9 @@ class _Replay:
         self._queue.submit(number, [record.chunk_id for record in request.path], request.prompt_tokens)
 
     def _serve_next(self, now_s: float) -> float:
-        """Serve whom the queue names; returns when that is done."""
+        """Serve the next request of the queue; returns when that is done."""
         next_up = self._queue.ready()
-        assert next_up is not None, "somebody waits"
+        assert next_up is not None, "a request waits"
         self._most_passed_over = max(self._most_passed_over, self._queue.passed_over(next_up.request))
         self._queue.pop()
         request = self._requests[next_up.request]

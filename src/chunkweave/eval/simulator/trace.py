@@ -1,4 +1,4 @@
-"""A trace: who asked when for which sequence of chunks. All that a simulation knows of requests."""
+"""A trace: when each request arrives and which sequence of chunks it has."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ class Arrival:
     """A request as a trace file has it: its parts in prompt order, with the tokens of the question behind them.
 
     With `has_system` the first part is the system part, which is no document and counts in no hit rate of documents.
-    Requests of one `conversation` are its turns; one of none stands alone.
+    Requests of one `conversation` are its turns; without one it stands alone.
     """
 
     arrival_s: float

@@ -1,4 +1,4 @@
-"""Generated workloads: which documents requests ask for when nobody has a trace."""
+"""Generated workloads: which documents requests ask for, where there is no trace."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -133,8 +133,8 @@ def ask_again(
     """
     lengths: dict[str, int] = {}
     arrivals = []
-    asked = recurring(examples, len(times), top_k=top_k, exponent=exponent, seed=seed)
-    for time_s, example in zip(times, asked, strict=True):
+    repeated = recurring(examples, len(times), top_k=top_k, exponent=exponent, seed=seed)
+    for time_s, example in zip(times, repeated, strict=True):
         texts = [chunk.text for chunk in example.chunks]
         parts = [Part(text, lengths.setdefault(text, 0) or _count(text, lengths, count_tokens)) for text in texts]
         question = count_tokens(example.question)

@@ -105,12 +105,12 @@ class _Asker:
             if relation is not Relation.LEADER or len(statements) != 1:
                 continue
             fact, passage = statements[0]
-            for asked, wordings in BRIDGE_QUESTIONS.items():
-                found = self._stated.get((fact.value, asked), [])
+            for second, wordings in BRIDGE_QUESTIONS.items():
+                found = self._stated.get((fact.value, second), [])
                 if len(found) == 1:
                     text = self._word(wordings.choose(self._rng, self._split), subject, "")
                     needed = (passage.id, found[0][1].id)
-                    yield Question(QuestionKind.BRIDGE, text, (found[0][0].value,), needed, (subject,), asked)
+                    yield Question(QuestionKind.BRIDGE, text, (found[0][0].value,), needed, (subject,), second)
 
     def comparison(self) -> Iterator[Question]:
         for relation, wordings in COMPARISON_QUESTIONS.items():
@@ -119,10 +119,11 @@ class _Asker:
                 if one.value == two.value:
                     continue
                 first = one if int(one.value) < int(two.value) else two
-                asked = self._rng.sample((one.subject, two.subject), 2)
-                text = wordings.choose(self._rng, self._split).format(s=noun_phrase(asked[0]), t=noun_phrase(asked[1]))
+                subjects = self._rng.sample((one.subject, two.subject), 2)
+                s, t = map(noun_phrase, subjects)
+                text = wordings.choose(self._rng, self._split).format(s=s, t=t)
                 needed = (its.id, other.id)
-                yield Question(QuestionKind.COMPARISON, text, (first.subject,), needed, tuple(asked), relation)
+                yield Question(QuestionKind.COMPARISON, text, (first.subject,), needed, tuple(subjects), relation)
 
     def alias(self) -> Iterator[Question]:
         for passage in self._passages:
