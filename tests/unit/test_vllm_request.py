@@ -1,4 +1,4 @@
-"""What a request to vLLM may say about its chunks, and what it is told when it says it wrong."""
+"""What a request to vLLM may say about its chunks, and the error when it is wrong."""
 
 import json
 from itertools import pairwise
@@ -237,7 +237,7 @@ def test_chunk_ids_do_not_depend_on_position_but_on_model_salt_and_tokens():
     assert chunk not in ids_of(read({"chunks": [[3, 7]]}))
 
 
-def test_what_stands_behind_other_start_tokens_is_another_chunk():
+def test_what_comes_after_other_start_tokens_is_another_chunk():
     """No context names the start, so a segment computed behind another one would pass as an exact prefix."""
     chunk = (21, 22, 23)
     prompts = {
@@ -382,7 +382,7 @@ def test_a_calibration_record_says_what_a_quality_means(server, params, method, 
         assert request.choice.parameters in ({"recompute_ratio": 0.1}, {"alpha": 0.5})
 
 
-def test_what_was_calibrated_is_not_told_otherwise():
+def test_what_was_calibrated_takes_no_other_parameters():
     defaults = Defaults.from_config({}, calibrated())
     with pytest.raises(UsageError, match="alpha can only be given with a method"):
         read({"chunks": [[3, 6]], "alpha": 1}, defaults=defaults)

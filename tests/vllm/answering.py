@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own that can be killed: asked line by line, in JSON.
+"""A vLLM engine in a process of its own that can be killed: one request a line, in JSON.
 
 python -m tests.vllm.answering '{"folder": ..., "options": {...}}'
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.vllm.environment import ENVIRONMENT, ROOT
-from tests.vllm.serving import LookupOrder
+from tests.vllm.serving import Ask
 
 START_S = 600
 ANSWER_S = 300
@@ -27,14 +27,14 @@ class Process:
 
     def __init__(self, folder: Path, log: Path, *, extra: dict[str, Any], **options: Any) -> None:
         """Started, but not waited for: two may start at the same time."""
-        told = json.dumps({"folder": str(folder), "extra": extra, "options": options})
+        arguments = json.dumps({"folder": str(folder), "extra": extra, "options": options})
         environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment |= options.get("environment", {})
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])  # as in this process
         self.log = log
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.answering", told],
+                [sys.executable, "-m", "tests.vllm.answering", arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -54,13 +54,13 @@ class Process:
         """Until it answers."""
         assert self._next(START_S) == "ready"
 
-    def answer(self, *asks: LookupOrder, salt: str | None = None) -> list[dict[str, Any]]:
+    def answer(self, *asks: Ask, salt: str | None = None) -> list[dict[str, Any]]:
         """All at once: `tokens`, `log_probs` of the first one, and the `report` of each."""
         self.send(*asks, salt=salt)
         return self.receive()
 
-    def send(self, *asks: LookupOrder, salt: str | None = None) -> None:
-        """LookupOrder, and do not wait."""
+    def send(self, *asks: Ask, salt: str | None = None) -> None:
+        """Ask, and do not wait."""
         line = [asdict(ask) for ask in asks]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"asks": line, "salt": salt}).encode() + b"\n")
@@ -118,16 +118,16 @@ def main() -> None:
 
     from tests.vllm.serving import got, sampling, serving
 
-    told = json.loads(sys.argv[1])
-    with serving(Path(told["folder"]), extra=told["extra"], **told["options"]) as served:
+    arguments = json.loads(sys.argv[1])
+    with serving(Path(arguments["folder"]), extra=arguments["extra"], **arguments["options"]) as served:
         tell("ready")
         for line in sys.stdin:
-            asked = json.loads(line)
-            if "call" in asked:
-                tell(served.worker(asked["call"], *asked["args"]))
+            request = json.loads(line)
+            if "call" in request:
+                tell(served.worker(request["call"], *request["args"]))
                 continue
-            asks = [LookupOrder(**ask) for ask in asked["asks"]]
-            salt = {} if asked["salt"] is None else {"cache_salt": asked["salt"]}
+            asks = [Ask(**ask) for ask in request["asks"]]
+            salt = {} if request["salt"] is None else {"cache_salt": request["salt"]}
             prompts = [TokensPrompt(prompt_token_ids=list(ask.ids), **salt) for ask in asks]
             outputs = served.llm.generate(prompts, [sampling(ask) for ask in asks], use_tqdm=False)
             answers = [got(output) for output in outputs]

@@ -1,4 +1,4 @@
-"""chunkweave's own engine with a checkpoint of the tests, asked as the served ones are."""
+"""chunkweave's own engine with a checkpoint of the tests, queried as the served ones are."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -53,8 +53,8 @@ class OwnEngine:
 
     def prefill(self, given: Given, method: str, options: Mapping[str, Any], *, keep: bool = False) -> OwnAnswer:
         """Answer with a method and what a request to vLLM would say besides."""
-        told = {("recompute_ratio" if name == "ratio" else name): value for name, value in options.items()}
-        choice, _ = chosen({"method": method, **told}, Defaults(), None)
+        params = {("recompute_ratio" if name == "ratio" else name): value for name, value in options.items()}
+        choice, _ = chosen({"method": method, **params}, Defaults(), None)
         reuse = choice.reuse
         prefilled = self.bench.prefill(
             self.prompt(given),

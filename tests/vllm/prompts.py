@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.vllm.checkpoints import BOS, FIRST_TOKEN, VOCAB
 from tests.vllm.reference import Piece, Reference
-from tests.vllm.serving import LookupOrder, Served
+from tests.vllm.serving import Ask, Served
 
 _rng = Random(20240607)
 
@@ -37,16 +37,16 @@ class Given:
             at += len(chunk)
         return spans
 
-    def ask(self, method: str = "prefix", ratio: float | None = None, new_tokens: int = 1, **more: Any) -> LookupOrder:
+    def ask(self, method: str = "prefix", ratio: float | None = None, new_tokens: int = 1, **more: Any) -> Ask:
         """The request that has this prompt woven."""
         params: dict[str, Any] = {"chunks": self.spans, "method": method, **more}
         if ratio is not None:
             params["recompute_ratio"] = ratio
-        return LookupOrder(self.ids, params, new_tokens)
+        return Ask(self.ids, params, new_tokens)
 
-    def plain(self, new_tokens: int = 1) -> LookupOrder:
+    def plain(self, new_tokens: int = 1) -> Ask:
         """The same tokens, without a word about chunks."""
-        return LookupOrder(self.ids, None, new_tokens)
+        return Ask(self.ids, None, new_tokens)
 
 
 def alone(chunk: tuple[int, ...]) -> Given:

@@ -17,7 +17,7 @@ from tests.vllm.environment import ENVIRONMENT
 
 
 @dataclass(frozen=True)
-class LookupOrder:
+class Ask:
     """One request: token ids and, unless it is plain, the value of `kv_transfer_params["chunkweave"]`."""
 
     ids: Sequence[int]
@@ -28,7 +28,7 @@ class LookupOrder:
 
 @dataclass(frozen=True)
 class Got:
-    """The answer: its tokens, log-probabilities `[tokens, vocab]`, and what the plug-in told of it.
+    """The answer: its tokens, log-probabilities `[tokens, vocab]`, and what the plug-in reported of it.
 
     Of a request that asked for the `top` few, or none, the others are NaN.
     """
@@ -67,7 +67,7 @@ class Served:
         )
         self._sent = 0
 
-    def answer(self, *asks: LookupOrder) -> list[Got]:
+    def answer(self, *asks: Ask) -> list[Got]:
         """All requests at once."""
         prompts = [TokensPrompt(prompt_token_ids=list(ask.ids)) for ask in asks]
         outputs = self.llm.generate(prompts, [sampling(ask) for ask in asks], use_tqdm=False)
@@ -75,9 +75,9 @@ class Served:
 
     def one(self, ids: Sequence[int], params: Any = None, tokens: int = 1) -> Got:
         """One request alone."""
-        return self.answer(LookupOrder(ids, params, tokens))[0]
+        return self.answer(Ask(ids, params, tokens))[0]
 
-    def send(self, ask: LookupOrder) -> str:
+    def send(self, ask: Ask) -> str:
         """Add a request to the engine without waiting for it; returns its id."""
         self._sent += 1
         name = f"test-{self._sent}"
@@ -133,7 +133,7 @@ def serving(folder: Path, *, environment: dict[str, str] | None = None, **option
                 os.environ[name] = value
 
 
-def sampling(ask: LookupOrder) -> SamplingParams:
+def sampling(ask: Ask) -> SamplingParams:
     extra = None if ask.params is None else {"kv_transfer_params": {"chunkweave": ask.params}}
     return SamplingParams(
         max_tokens=ask.tokens, temperature=0, logprobs=ask.top, detokenize=False, ignore_eos=True, extra_args=extra

@@ -105,9 +105,9 @@ def test_the_same_question_again_and_another_one(way, own, key):
     scenario.precompute(served, capture=True)
     own.precompute(scenario)
     other = replace(scenario, prompt=Given(scenario.prompt.chunks))
-    for asked in (scenario, scenario, other, scenario):
-        wanted = own.prefill(asked.prompt, METHODS[key][0], METHODS[key][1])
-        got = served.answer(ask(asked, key, capture=False))[0]
+    for one in (scenario, scenario, other, scenario):
+        wanted = own.prefill(one.prompt, METHODS[key][0], METHODS[key][1])
+        got = served.answer(ask(one, key, capture=False))[0]
         assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
         found = got.report.get("recomputed", [])  # vLLM's own cache may have all there is to weave
         assert found == [position for position in wanted.recomputed if position in set(found)]

@@ -5,7 +5,7 @@ import torch
 
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, alone, computed_alone, computed_in_context, tokens
-from tests.vllm.serving import Got, LookupOrder, serving
+from tests.vllm.serving import Ask, Got, serving
 
 NEW_TOKENS = 8
 
@@ -54,10 +54,10 @@ def test_exact_requests_before_between_and_after_woven_ones(sliced, bare, make, 
     woven = sliced.answer(prompt.ask(method, 0.15, NEW_TOKENS))[0]
     between = sliced.answer(prompt.plain(NEW_TOKENS))[0]
     sliced.answer(prompt.ask("full-reuse", None, NEW_TOKENS))
-    after = sliced.answer(LookupOrder([*prompt.ids, *before.tokens], None, NEW_TOKENS))[0]
+    after = sliced.answer(Ask([*prompt.ids, *before.tokens], None, NEW_TOKENS))[0]
     same(before, bare.answer(prompt.plain(NEW_TOKENS))[0])
     same(between, bare.answer(prompt.plain(NEW_TOKENS))[0])
-    same(after, bare.answer(LookupOrder([*prompt.ids, *before.tokens], None, NEW_TOKENS))[0])
+    same(after, bare.answer(Ask([*prompt.ids, *before.tokens], None, NEW_TOKENS))[0])
     assert (first_woven.log_probs[0] - before.log_probs[0]).abs().max() > 0.01
     assert (woven.log_probs[0] - before.log_probs[0]).abs().max() > 0.01
 

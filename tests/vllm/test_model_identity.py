@@ -26,7 +26,7 @@ def test_start_is_what_our_own_engine_begins_with(tmp_path, adds_bos):
     assert start == load_folder(folder, dtype="float32").tokenizer.start_ids
 
 
-def test_without_a_tokenizer_the_config_is_asked(tmp_path):
+def test_without_a_tokenizer_the_config_is_read(tmp_path):
     model = model_of(make_checkpoint(tmp_path, "llama"))
     assert usual_start(model) == (BOS,)
     model.hf_config.bos_token_id = None

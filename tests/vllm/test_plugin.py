@@ -25,7 +25,7 @@ def test_this_vllm_is_the_supported_one():
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.32.1", "0.32.0rc1", "1.0"])
-def test_another_version_is_told_which_one_to_install(found):
+def test_another_version_is_refused_with_the_one_to_install(found):
     problem = plugin.version_problem(found)
     assert f"this is vLLM {found}" in problem
     assert f"works with vLLM {plugin.SUPPORTED_VLLM} only" in problem

@@ -38,7 +38,7 @@ def test_a_request_is_answered_once_its_prompt_was_looked_up(clock):
 
 def test_one_that_fails_is_answered_too(clock):
     def fail(_: object) -> None:
-        raise OSError("nobody there")
+        raise OSError("no answer")
 
     lookups = RemoteLookups(fail, TIMEOUT_S, clock)
     lookups.begin([LookupOrder("a", PROMPT)])
@@ -46,7 +46,7 @@ def test_one_that_fails_is_answered_too(clock):
     lookups.close()
 
 
-def test_nobody_waits_longer_than_so_long(clock):
+def test_no_request_waits_longer_than_the_timeout(clock):
     gate = Event()
     lookups = RemoteLookups(lambda _: gate.wait(10), TIMEOUT_S, clock)
     lookups.begin([LookupOrder(name, PROMPT) for name in "abcdefg"])

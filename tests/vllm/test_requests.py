@@ -7,7 +7,7 @@ import pytest
 
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, alone, computed_alone, one_missing, tokens
-from tests.vllm.serving import LookupOrder, Served, serving
+from tests.vllm.serving import Ask, Served, serving
 
 TOLERANCE = 5e-4
 
@@ -41,7 +41,7 @@ def nothing_is_held(served: Served) -> bool:
     ],
     ids=repr,
 )
-def test_a_wrong_request_is_served_without_reuse_and_told_why(sliced, reference, params, message):
+def test_a_wrong_request_is_served_without_reuse_and_reported(sliced, reference, params, message):
     ids = Given([tokens(40)]).ids
     got = sliced.one(ids, params)
     assert message in got.report["error"]
@@ -151,7 +151,7 @@ def test_what_vllm_computed_after_a_failure_is_exact_in_the_store(sliced, refere
 def test_an_aborted_weave_frees_its_blocks(sliced, steps):
     scenario = computed_alone()
     scenario.precompute(sliced)
-    busy = sliced.send(LookupOrder(Given([tokens(40)]).ids, None, 30))  # else a weave is done in one step
+    busy = sliced.send(Ask(Given([tokens(40)]).ids, None, 30))  # else a weave is done in one step
     sliced.step()
     doomed = [sliced.send(scenario.prompt.ask("cacheblend", 0.15, new_tokens=5)) for _ in range(3)]
     for _ in range(steps):
@@ -190,7 +190,7 @@ def test_two_hundred_requests_with_aborts_leak_nothing(observed, reference):
             kind = rng.choice(["cacheblend", "cacheblend", "epic", "full-reuse", "prefix", "plain", "wrong"])
             count = rng.randint(1, 6)
             if kind in ("plain", "wrong"):
-                ask = LookupOrder(prompt.ids, {"chunks": 1} if kind == "wrong" else None, count)
+                ask = Ask(prompt.ids, {"chunks": 1} if kind == "wrong" else None, count)
             else:
                 ask = prompt.ask(kind, rng.choice([0.0, 0.15, 1.0]), new_tokens=count)
             running[observed.send(ask)] = prompt if kind in ("plain", "prefix", "wrong") else None

@@ -1,4 +1,4 @@
-"""The scheduler's side against fakes: what is ordered, saved, called off and told."""
+"""The scheduler's side against fakes: what is ordered, saved, cancelled and reported."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -98,7 +98,7 @@ def test_a_request_with_chunks_hashes_its_blocks_under_a_salt_of_its_own(side):
     assert request.block_hashes == [f"salted with {request.cache_salt}"]
 
 
-def test_a_wrong_request_is_served_and_told(side):
+def test_a_wrong_request_is_served_and_reported(side):
     request = FakeRequest({"chunks": []})
     side.add(request)
     assert request.block_hashes == ["plain"]
@@ -229,7 +229,7 @@ def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
     side.finished(running)
     side.finished(arrived)
     assert side.orders(step()).cancelled == ["a"]
-    side.note(StepResults(reports={"a": {}}, failed={"a"}), {"a"})  # too late, and nobody minds
+    side.note(StepResults(reports={"a": {}}, failed={"a"}), {"a"})  # too late, without effect
     assert not side._requests
 
 
@@ -239,7 +239,7 @@ def test_what_ranks_say_is_added_up():
     assert one.aggregate(other) == StepResults(Counter(x=2, y=0, z=1), {"a": {}}, {"b", "c"}, Counter(q=2))
 
 
-def test_a_chunk_counts_once_every_rank_has_told_of_it():
+def test_a_chunk_counts_once_every_rank_has_reported_it():
     side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
@@ -294,7 +294,7 @@ def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
 def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, monkeypatch):
     side.add(FakeRequest(CHUNKS))
     assert side.orders(step([("a", 0, 131)])).saves
-    monkeypatch.setattr(side, "_manager", None)  # would fail if asked for blocks
+    monkeypatch.setattr(side, "_manager", None)  # would fail if blocks were looked up
     assert side._requests["a"].all_saved
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
 

@@ -62,10 +62,10 @@ def answers(address: str) -> bool:
         return False
 
 
-def complete(url: str, ids: list[int], asked: dict | None) -> dict:
+def complete(url: str, ids: list[int], params: dict | None) -> dict:
     body = {"model": "reader", "prompt": ids, "max_tokens": 4, "temperature": 0}
-    if asked is not None:
-        body["kv_transfer_params"] = {"chunkweave": asked}
+    if params is not None:
+        body["kv_transfer_params"] = {"chunkweave": params}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -95,11 +95,11 @@ def test_chunks_are_reused_in_another_order(url, parts):
     assert answer["choices"][0]["text"]
 
 
-def test_a_wrong_field_is_told(url, parts):
+def test_a_wrong_field_is_reported(url, parts):
     answer = complete(url, [0, *parts[0]], {"chunks": [[1, 9999]]})
     assert "the last chunk ends at 9999" in answer["kv_transfer_params"]["chunkweave"]["error"]
     assert answer["choices"][0]["text"]
 
 
-def test_without_the_field_nothing_is_told(url, parts):
+def test_without_the_field_nothing_is_reported(url, parts):
     assert not complete(url, [0, *parts[0]], None).get("kv_transfer_params")

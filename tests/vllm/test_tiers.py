@@ -15,7 +15,7 @@ from tests.vllm.checkpoints import add_tokenizer, make_checkpoint
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, computed_alone, tokens
 from tests.vllm.reference import Reference
-from tests.vllm.serving import LookupOrder
+from tests.vllm.serving import Ask
 
 TOLERANCE = 5e-4
 TOKENS = 6
@@ -139,14 +139,14 @@ TEXTS = [
 QUESTION = "When was the mill founded?"
 
 
-def asked(prompt: Prompt, method: str) -> LookupOrder:
+def asked(prompt: Prompt, method: str) -> Ask:
     """What vLLM is to be asked for a prompt of our own engine's."""
     chunks = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
         if part.kind is PartKind.CHUNK
     ]
-    return LookupOrder(list(prompt.token_ids), {"chunks": chunks, "method": method}, TOKENS, top=None)
+    return Ask(list(prompt.token_ids), {"chunks": chunks, "method": method}, TOKENS, top=None)
 
 
 @pytest.mark.parametrize(("family", "adds_bos"), [("llama", True), ("qwen2", False)])

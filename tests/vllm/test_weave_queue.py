@@ -102,7 +102,7 @@ def test_a_weave_waits_for_the_layers_that_it_needs_next():
     assert weaves.next().layers == inf  # of several passes, say
 
 
-def test_what_cannot_be_planned_is_told():
+def test_what_cannot_be_planned_is_an_error():
     weaves = queue(FakePreparation(failing={"a"}))
     weaves.add(order("a"))
     assert "no plan today" in str(weaves.next().error)

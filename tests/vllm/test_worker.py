@@ -1,4 +1,4 @@
-"""The worker's side with weaves that compute nothing: what it remembers, and that saving cannot end the engine."""
+"""The worker's half with weaves that compute nothing: what it remembers, and that saving cannot end the engine."""
 
 import time
 from collections import Counter
@@ -42,7 +42,7 @@ class FakePaged:
 
 
 class FakeJob:
-    """A weave that chooses position 21 at layer 1 and notes what it was told to choose."""
+    """A weave that chooses position 21 at layer 1 and notes what it was given to choose."""
 
     given: ClassVar[list] = []
 
@@ -198,7 +198,7 @@ def test_a_choice_is_not_remembered_for_other_segments(side):
     assert FakeJob.given == [None, None]
 
 
-def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_nobody_is_hurt(side, paged, caplog):
+def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(side, paged, caplog):
     order = SaveOrder("a", request(), BLOCKS, 0, 40, True)
     paged.broken = True
     side.save(StepOrders(saves=[order]))
@@ -225,17 +225,17 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
     monkeypatch.setattr(worker_module, "CapturedParts", FakeCaptured)
     monkeypatch.setattr(FakeCaptured, "broken", broken)
     monkeypatch.setattr(FakeCaptured, "exact_to", [])
-    asked = request("cachecraft")
-    side.step(StepOrders(weaves=[WeaveOrder("a", asked, BLOCKS, 0, 35)], idle=True))
+    wanted = request("cachecraft")
+    side.step(StepOrders(weaves=[WeaveOrder("a", wanted, BLOCKS, 0, 35)], idle=True))
     arrived, _, results = side.take_outcome()
     assert (arrived, results.failed) == ({"a"}, set())
-    system, first, last = asked.stored_parts()
+    system, first, last = wanted.stored_parts()
     profiles = {record.chunk_id: record.attention for record in side._store.records()}
     assert (profiles[system.id], profiles[first.id]) == (None, None)  # those are read from the blocks
     assert broken == ("not stored" in caplog.text) == (last.id not in profiles)
     if not broken:
         assert profiles[last.id] is not None
-        assert FakeCaptured.exact_to == [len(asked.prompt)]
+        assert FakeCaptured.exact_to == [len(wanted.prompt)]
 
 
 def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):

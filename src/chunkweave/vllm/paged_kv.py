@@ -224,7 +224,7 @@ class PagedCache:
             self._paged.write(layer, slots, keys[: len(slots)], values[: len(slots)])
 
     def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
-        """Never asked for: the question's KV is vLLM's to compute and to keep."""
+        """Never called: the question's KV is vLLM's to compute and to keep."""
         raise AssertionError(f"{len(keys)} keys of layer {layer} at {positions} have no place")
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
@@ -296,7 +296,7 @@ class Rotation:
         return self._join(one * cos + two * sin, two * cos - one * sin).to(keys.dtype)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[tokens, 1, head_dim / 2]`. The module may replace its table: it is asked each time."""
+        """Cosines and sines, `[tokens, 1, head_dim / 2]`. The module may replace its table, so it is read each time."""
         cos, sin = self._rotary.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
         return cos, sin
 

@@ -206,8 +206,8 @@ class WeaveJob:
     """Brings positions `first` to `stop` of one prompt into its blocks. Owned by one worker, run a few layers a step.
 
     What lies before `first` is in the blocks already; what lies from `stop` on, vLLM computes afterwards. Both are left
-    out of the plan's active sets, which changes nothing for the rest: attention is causal. Only a question that is
-    asked on the way, and tokens of parts that are captured, are computed here too, beside the blocks.
+    out of the plan's active sets, which changes nothing for the rest: attention is causal. Only a question whose
+    attention is read, and tokens of parts that are captured, are computed here too, beside the blocks.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class WeaveJob:
         return joined(span for one in whole for span in spans_of(one.recomputed))
 
     def _next_pass(self) -> None:
-        """Begin the first pass that was not begun, but for those that only ask what is known already."""
+        """Begin the first pass that was not begun, but for those that only read what is known already."""
         for number in range(max(self._passes, default=-1) + 1, len(self._plan.passes)):
             a_pass = self._plan.passes[number]
             known = a_pass.watch is not None and (number + 1, START) in self._decided
@@ -310,9 +310,9 @@ class WeaveJob:
         if a_pass.start is not None and start is not None:
             a_pass = replace(a_pass, start=None, candidates=(Scattered(0, tuple(start.tolist())),))
         captures = self.captured.captures if last and self.captured is not None else ()
-        asks = a_pass.watch is not None or (a_pass.stop_unfocused is not None and a_pass.starting_tokens > 0)
+        reads_question = a_pass.watch is not None or (a_pass.stop_unfocused is not None and a_pass.starting_tokens > 0)
         stop = max([self._stop, *(capture.part.span.stop for capture in captures)])
-        a_pass = clipped(a_pass, self._first, self._plan.prompt_tokens if asks else stop)
+        a_pass = clipped(a_pass, self._first, self._plan.prompt_tokens if reads_question else stop)
         decided = {layer: kept for (of, layer), kept in self._decided.items() if of == number and layer != START}
         rows = ActiveRows.of_pass(
             self._input.cache,
@@ -326,7 +326,7 @@ class WeaveJob:
             ranks=self._input.layers.ranks,
         )
         reads = any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top)
-        if not (asks or captures or reads or a_pass.hidden) or not (a_pass.required or a_pass.candidates):
+        if not (reads_question or captures or reads or a_pass.hidden) or not (a_pass.required or a_pass.candidates):
             return StockPass(self._input, rows, a_pass, decided)
         if captures and self.captured is not None:
             rows.keep(captures, self.captured.attention)
