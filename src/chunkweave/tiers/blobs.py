@@ -4,7 +4,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -333,12 +333,10 @@ class FsspecBlobs:
 
     def get(self, key: BlobKey, first_bytes: int | None = None) -> bytes | None:
         """The object or its first bytes, or None if there is none."""
-        with only_os_errors():
-            try:
-                data = self._fs.cat_file(self._path(key), start=None if first_bytes is None else 0, end=first_bytes)
-            except FileNotFoundError:
-                return None
-            return bytes(data)
+        start = None if first_bytes is None else 0
+        with only_os_errors(), suppress(FileNotFoundError):
+            return bytes(self._fs.cat_file(self._path(key), start=start, end=first_bytes))
+        return None
 
     def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
         """Store `data`; nobody sees half of it."""
@@ -362,20 +360,15 @@ class FsspecBlobs:
 
     def delete(self, key: BlobKey) -> None:
         """Forget it; a name that is not there is no error."""
-        with only_os_errors():
-            try:
-                self._fs.rm_file(self._path(key))
-            except FileNotFoundError:
-                return
+        with only_os_errors(), suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(key))
 
     def size(self, key: BlobKey) -> int | None:
         """Bytes of the object, or None if there is none."""
-        with only_os_errors():
-            try:
-                size = self._fs.size(self._path(key))
-            except FileNotFoundError:
-                return None
+        with only_os_errors(), suppress(FileNotFoundError):
+            size = self._fs.size(self._path(key))
             return None if size is None else int(size)
+        return None
 
     def keys(self, fingerprint: str) -> Iterator[BlobKey]:
         """Keys of one fingerprint, one listing for each of up to 256 folders."""
@@ -395,22 +388,19 @@ class FsspecBlobs:
         return f"{self._root}/{key.fingerprint}/{key.segment[:2]}/{key.segment}{_SUFFIX}"
 
     def _names(self, folder: str) -> list[str]:
-        with only_os_errors():
-            try:
-                return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(folder, detail=False)]
-            except FileNotFoundError:
-                return []
+        with only_os_errors(), suppress(FileNotFoundError):
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(folder, detail=False)]
+        return []
 
     def _make_folders(self, key: BlobKey) -> None:
         folder = self._root
         self._fs.makedirs(folder, exist_ok=True)
         for name in (key.fingerprint, key.segment[:2]):
             folder = f"{folder}/{name}"
-            if self._local and not self._fs.exists(folder):
-                self._fs.makedirs(folder, exist_ok=True)
+            new = self._local and not self._fs.exists(folder)
+            self._fs.makedirs(folder, exist_ok=True)
+            if new:
                 self._fs.chmod(folder, 0o700)
-            elif not self._local:
-                self._fs.makedirs(folder, exist_ok=True)
 
     def _forget(self, temporary: str) -> None:
         try:

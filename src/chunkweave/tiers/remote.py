@@ -4,9 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from threading import Lock
-from weakref import ref
+from dataclasses import dataclass, field, replace
+from threading import Event, Lock
+from weakref import WeakSet
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, RawCodec, SegmentLost, SegmentSource
@@ -40,90 +40,43 @@ class RemoteStats:
     bytes_out: int = 0
 
 
-class RemoteCounts:
-    """The counters of one remote tier; garbage is warned of once, until something sound comes. Thread-safe."""
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class RunningPut:
+    """One put, from its first attempt until the last thread that carries it out is gone."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._stats = RemoteStats()
-        self._gave_garbage = False
-
-    @property
-    def stats(self) -> RemoteStats:
-        """A snapshot."""
-        with self._lock:
-            return self._stats
-
-    def add(self, **more: int) -> None:
-        """Add to counters by name."""
-        with self._lock:
-            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
-
-    def unavailable(self, error: OSError) -> None:
-        """A read got no answer. The breaker says when that begins and ends, so this is no warning."""
-        logger.debug("the remote store did not answer: %s", error)
-        self.add(unavailable=1)
-
-    def sound(self) -> None:
-        """A segment came as it was put."""
-        with self._lock:
-            self._gave_garbage = False
-
-    def garbage(self, segment: SegmentId, reason: str) -> None:
-        """What came is not what was put."""
-        with self._lock:
-            level = logging.DEBUG if self._gave_garbage else logging.WARNING
-            self._gave_garbage = True
-        logger.log(level, "segment %s from the remote store is not used: %s", segment, reason)
-        self.add(garbage=1)
+    key: BlobKey
+    deleted: Event = field(default_factory=Event)
+    """The key was deleted since: what this put has written must go, what it has not must not come."""
 
 
-class PutTicket:
-    """One put, from its first attempt until the last thread that carries it is gone."""
-
-    __slots__ = ("__weakref__", "_withdrawn", "key")
-
-    def __init__(self, key: BlobKey) -> None:
-        self.key = key
-        self._withdrawn = False
-
-    def withdraw(self) -> None:
-        """The key is deleted: what this put has written must go, what it has not must not come."""
-        self._withdrawn = True
-
-    def is_withdrawn(self) -> bool:
-        """Whether the key was deleted since this put began."""
-        return self._withdrawn
-
-
-class Withdrawals:
+class Deletions:
     """Remembers what was deleted but may still lie, or come to lie, in the remote. Thread-safe.
 
-    An abandoned put goes on in its thread and may arrive after a deletion: its ticket then says so, and whoever
-    carries the put deletes what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is
-    tried again later. What is owed is forgotten when the process ends, so a caller that must know asks `owed`.
+    An abandoned put goes on in its thread and may arrive after a deletion: it is marked, and whoever carries it out
+    deletes what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is tried again later.
+    What is owed is forgotten when the process ends, so a caller that must know asks `owed`.
     """
 
     def __init__(self, *, max_owed: int = 100_000) -> None:
         self._max_owed = max_owed
         self._lock = Lock()
         self._owed: dict[BlobKey, None] = {}
-        self._tickets: list[ref[PutTicket]] = []
+        self._puts: WeakSet[RunningPut] = WeakSet()
 
-    def admit(self, key: BlobKey) -> PutTicket:
+    def begin_put(self, key: BlobKey) -> RunningPut:
         """A put of `key` begins; a deletion owed from before is settled by it."""
-        ticket = PutTicket(key)
+        put = RunningPut(key)
         with self._lock:
             self._owed.pop(key, None)
-            self._tickets = [ref(other) for other in (*self._live(), ticket)]
-        return ticket
+            self._puts.add(put)
+        return put
 
-    def withdraw(self, key: BlobKey) -> None:
-        """`key` is being deleted: owed until `settled`, and lost to every put under way."""
+    def delete(self, key: BlobKey) -> None:
+        """`key` is being deleted: owed until `settled`, and every running put of it is marked."""
         with self._lock:
-            for ticket in self._live():
-                if ticket.key == key:
-                    ticket.withdraw()
+            for put in self._puts:
+                if put.key == key:
+                    put.deleted.set()
             self._owed[key] = None
             if len(self._owed) > self._max_owed:
                 oldest = next(iter(self._owed))
@@ -145,29 +98,10 @@ class Withdrawals:
         with self._lock:
             return tuple(self._owed)[:limit]
 
-    def _live(self) -> list[PutTicket]:
-        return [ticket for ticket in (weak() for weak in self._tickets) if ticket is not None]
 
-
+_OWED_AT_ONCE = 8
 _HEAD_BYTES = 64 << 10
 """Read first of a header: all of it for chunks of some thousand tokens, for less than a round trip costs."""
-
-
-def fetch_segment(
-    blobs: BlobStore, key: BlobKey, *, max_bytes: int, report_lost: Callable[[SegmentLost], None] | None = None
-) -> MemorySegment | None:
-    """The segment under `key` with all its bytes, its header checked; None if there is none.
-
-    Raises:
-        SegmentRefused: what lies there is larger than `max_bytes`, or no whole segment that this version reads.
-        OSError: the store has no answer.
-    """
-    data = blobs.get(key, max_bytes + 1)
-    if data is None:
-        return None
-    if len(data) > max_bytes:
-        raise SegmentRefused(FileProblem.CORRUPT, f"more than {max_bytes} bytes")
-    return decode_segment(data, report_lost)
 
 
 def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
@@ -182,9 +116,6 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
         return None
     needed = header_size(head, total_bytes)
     return parse_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
-
-
-_OWED_AT_ONCE = 8
 
 
 class RemoteTier:
@@ -242,13 +173,15 @@ class RemoteTier:
         self._codec: Codec = RawCodec() if codec is None else codec
         self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self._cut, backoff=backoff)
         self._ttl_s, self._max_bytes, self._max_listed, self._now = ttl_s, max_bytes, max_listed, now
-        self._withdrawals = Withdrawals()
-        self._counts = RemoteCounts()
+        self._deletions = Deletions()
+        self._lock = Lock()
+        self._stats = RemoteStats()
+        self._gave_garbage = False  # warned of once, until something sound comes
 
     @property
     def stats(self) -> RemoteStats:
         """A snapshot of the counters."""
-        return self._counts.stats
+        return self._stats
 
     @property
     def available(self) -> bool:
@@ -258,7 +191,7 @@ class RemoteTier:
     @property
     def undeleted(self) -> tuple[SegmentId, ...]:
         """What was deleted here while the remote could not be reached, and may still lie there."""
-        return tuple(key.segment for key in self._withdrawals.owed())
+        return tuple(key.segment for key in self._deletions.owed())
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
         """Send a segment, replacing one of the same id.
@@ -276,12 +209,12 @@ class RemoteTier:
             )
             if len(data) > self._max_bytes:
                 raise BlobRefused(f"segment {record.id} has {len(data)} bytes, the limit is {self._max_bytes}")
-            ticket = self._withdrawals.admit(key)
-            self._calls.call(lambda: self._send(ticket, data))
+            running = self._deletions.begin_put(key)
+            self._calls.call(lambda: self._send(running, data))
         except OSError:
-            self._counts.add(failed_puts=1)
+            self._count(failed_puts=1)
             raise
-        self._counts.add(puts=1, bytes_out=len(data))
+        self._count(puts=1, bytes_out=len(data))
 
     def get(self, segment: SegmentId) -> SegmentSource | None:
         """The segment with all its bytes, or None: not there, not in time, or not to be believed.
@@ -290,24 +223,24 @@ class RemoteTier:
         """
         key = self._readable_key(segment)
         if key is None:
-            self._counts.add(misses=1)
+            self._count(misses=1)
             return None
         try:
             found = self._calls.call(lambda: self._fetch(key))
         except RemoteGarbage as error:
-            self._counts.garbage(segment, str(error))
+            self._note_garbage(segment, str(error))
             return None
         except BlobRefused as refused:
             logger.debug("segment %s of the remote store is not for us: %s", segment, refused)
-            self._counts.add(refused=1)
+            self._count(refused=1)
             return None
         except OSError as error:
-            self._counts.unavailable(error)
+            self._note_unavailable(error)
             return None
-        if found is None or self._withdrawals.is_owed(key):
-            self._counts.add(misses=1)
+        if found is None or self._deletions.is_owed(key):
+            self._count(misses=1)
             return None
-        self._counts.add(hits=1, bytes_in=found.header.record.nbytes)
+        self._count(hits=1, bytes_in=found.header.record.nbytes)
         return found
 
     def delete(self, segment: SegmentId) -> None:
@@ -319,18 +252,18 @@ class RemoteTier:
         key = self._key(segment)
         if key is None:
             return
-        self._withdrawals.withdraw(key)
+        self._deletions.delete(key)
         if not self._carry_out(key):
-            self._counts.add(failed_deletes=1)
+            self._count(failed_deletes=1)
             return
         self.settle_deletions(_OWED_AT_ONCE)
 
     def settle_deletions(self, limit: int | None = None) -> int:
         """Try owed deletions again, at most `limit` and none after one that fails; returns how many are left."""
-        for key in self._withdrawals.owed(limit):
+        for key in self._deletions.owed(limit):
             if not self._carry_out(key):
                 break
-        return len(self._withdrawals.owed())
+        return len(self._deletions.owed())
 
     def nbytes(self, segment: SegmentId) -> int:
         """Bytes that it takes in the remote, 0 if it is not there or nobody answers."""
@@ -340,7 +273,7 @@ class RemoteTier:
         try:
             return self._calls.call(lambda: self._blobs.size(key)) or 0
         except OSError as error:
-            self._counts.unavailable(error)
+            self._note_unavailable(error)
             return 0
 
     def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
@@ -373,7 +306,7 @@ class RemoteTier:
                 key = self._calls.call(lambda: next(keys, None), retry=False)
                 if key is None:
                     return
-                if key.segment in seen or self._withdrawals.is_owed(key):
+                if key.segment in seen or self._deletions.is_owed(key):
                     continue
                 seen.add(key.segment)
                 header = self._calls.call(lambda key=key: self._fetch_header(key))  # type: ignore[misc]
@@ -388,12 +321,16 @@ class RemoteTier:
         logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
 
     def _fetch(self, key: BlobKey) -> MemorySegment | None:
-        with _failures():
-            found = fetch_segment(self._blobs, key, max_bytes=self._max_bytes, report_lost=self._note_lost)
-        if found is None:
+        data = self._blobs.get(key, self._max_bytes + 1)
+        if data is None:
             return None
+        if len(data) > self._max_bytes:
+            raise RemoteGarbage(f"more than {self._max_bytes} bytes")
+        with _failures():
+            found = decode_segment(data, self._note_lost)
         self._require_own(found.header, key)
-        self._counts.sound()
+        with self._lock:
+            self._gave_garbage = False
         return found
 
     def _fetch_header(self, key: BlobKey) -> SegmentHeader | None:
@@ -415,14 +352,14 @@ class RemoteTier:
         if header.record.id != key.segment or header.fingerprint != key.fingerprint:
             raise RemoteGarbage(f"it holds segment {header.record.id} of {header.fingerprint}")
 
-    def _send(self, ticket: PutTicket, data: bytes) -> None:
-        if ticket.is_withdrawn():
+    def _send(self, running: RunningPut, data: bytes) -> None:
+        if running.deleted.is_set():
             return
-        self._blobs.put(ticket.key, data, self._ttl_s)
-        if ticket.is_withdrawn():
-            self._withdrawals.withdraw(ticket.key)
-            self._blobs.delete(ticket.key)
-            self._withdrawals.settled(ticket.key)
+        self._blobs.put(running.key, data, self._ttl_s)
+        if running.deleted.is_set():
+            self._deletions.delete(running.key)
+            self._blobs.delete(running.key)
+            self._deletions.settled(running.key)
 
     def _carry_out(self, key: BlobKey) -> bool:
         try:
@@ -431,7 +368,7 @@ class RemoteTier:
             if self.breaker.state is BreakerState.CLOSED:
                 logger.warning("segment %s may stay in the remote store: %s", key.segment, error)
             return False
-        self._withdrawals.settled(key)
+        self._deletions.settled(key)
         return True
 
     def _key(self, segment: SegmentId) -> BlobKey | None:
@@ -442,7 +379,7 @@ class RemoteTier:
 
     def _readable_key(self, segment: SegmentId) -> BlobKey | None:
         key = self._key(segment)
-        return None if key is None or self._withdrawals.is_owed(key) else key
+        return None if key is None or self._deletions.is_owed(key) else key
 
     def _cut(self) -> None:
         try:
@@ -450,8 +387,24 @@ class RemoteTier:
         except OSError as error:
             logger.debug("closing connections: %s", error)
 
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def _note_unavailable(self, error: OSError) -> None:
+        """The breaker says when that begins and ends, so this is no warning."""
+        logger.debug("the remote store did not answer: %s", error)
+        self._count(unavailable=1)
+
     def _note_lost(self, lost: SegmentLost) -> None:
-        self._counts.garbage(SegmentId(lost.segment), str(lost))
+        self._note_garbage(SegmentId(lost.segment), str(lost))
+
+    def _note_garbage(self, segment: SegmentId, reason: str) -> None:
+        with self._lock:
+            level = logging.DEBUG if self._gave_garbage else logging.WARNING
+            self._gave_garbage = True
+        logger.log(level, "segment %s from the remote store is not used: %s", segment, reason)
+        self._count(garbage=1)
 
 
 @contextmanager

@@ -5,16 +5,20 @@ import os
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Lock, Thread
-from typing import Generic, TypeVar, cast
+from typing import TypeVar
 
 from chunkweave.errors import UsageError
 from chunkweave.tiers.blobs import BlobRefused
 
 logger = logging.getLogger(__name__)
+
+
+ResultT = TypeVar("ResultT")
 
 
 class BreakerState(Enum):
@@ -28,11 +32,8 @@ class BreakerState(Enum):
     """One call, the probe, is under way; others are refused until it has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
-    """Leave to make one call. Its outcome counts only if the breaker has not changed its state since."""
-
-    era: int
+Permit = int
+"""Leave to make one call: how often the breaker had changed its state. If it has since, the outcome does not count."""
 
 
 class CircuitBreaker:
@@ -70,23 +71,13 @@ class CircuitBreaker:
         self._failures_to_open, self._slow_s, self._cool_down_s = failures_to_open, slow_s, cool_down_s
         self._clock = clock
         self._lock = Lock()
-        self._state = BreakerState.CLOSED
-        self._era = 0
+        self.state = BreakerState.CLOSED
+        """What it was after the last call; an open one stays so until somebody asks to call."""
+        self.times_opened = 0
+        """How often it went from working to not working."""
+        self._era: Permit = 0
         self._failures = 0
         self._since_s = 0.0
-        self._times_opened = 0
-
-    @property
-    def state(self) -> BreakerState:
-        """What it was after the last call; an open one stays so until somebody asks to call."""
-        with self._lock:
-            return self._state
-
-    @property
-    def times_opened(self) -> int:
-        """How often it went from working to not working."""
-        with self._lock:
-            return self._times_opened
 
     def ask(self) -> Permit | None:
         """Leave to call, or None if the call must not be made.
@@ -95,12 +86,12 @@ class CircuitBreaker:
         within the cool-down is void, and another probe may start.
         """
         with self._lock:
-            if self._state is BreakerState.CLOSED:
-                return Permit(self._era)
+            if self.state is BreakerState.CLOSED:
+                return self._era
             if self._clock() - self._since_s < self._cool_down_s:
                 return None
             self._change(BreakerState.HALF_OPEN)
-            return Permit(self._era)
+            return self._era
 
     def succeeded(self, permit: Permit, elapsed_s: float) -> None:
         """The call was answered after `elapsed_s`."""
@@ -108,25 +99,25 @@ class CircuitBreaker:
             self.failed(permit, f"took {elapsed_s:.3f} s, the limit is {self._slow_s:.3f} s")
             return
         with self._lock:
-            if permit.era != self._era:
+            if permit != self._era:
                 return
             self._failures = 0
-            if self._state is BreakerState.HALF_OPEN:
+            if self.state is BreakerState.HALF_OPEN:
                 self._change(BreakerState.CLOSED)
                 logger.info("%s works again", self.name)
 
     def failed(self, permit: Permit, reason: str) -> None:
         """The call was not answered, or not with anything of use."""
         with self._lock:
-            if permit.era != self._era:
+            if permit != self._era:
                 return
             self._failures += 1
-            if self._state is BreakerState.HALF_OPEN:
+            if self.state is BreakerState.HALF_OPEN:
                 self._change(BreakerState.OPEN)
                 logger.debug("%s still does not work: %s", self.name, reason)
             elif self._failures >= self._failures_to_open:
                 self._change(BreakerState.OPEN)
-                self._times_opened += 1
+                self.times_opened += 1
                 logger.warning(
                     "%s failed %d times in a row and is left alone for %.1f s at a time: %s",
                     self.name,
@@ -136,12 +127,9 @@ class CircuitBreaker:
                 )
 
     def _change(self, state: BreakerState) -> None:
-        self._state = state
+        self.state = state
         self._era += 1
         self._since_s = self._clock()
-
-
-ResultT = TypeVar("ResultT")
 
 
 class RemoteGarbage(OSError):  # noqa: N818  (a state of the world, not a mistake)
@@ -259,12 +247,6 @@ _IDLE_S = 10.0
 """A worker with nothing to do for so long ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[ResultT]):
-    result: ResultT | None = None
-    error: BaseException | None = None
-
-
 class Abandoned(TimeoutError):  # noqa: N818  (what happened to the call)
     """Nobody waits for the call any more; it may still run."""
 
@@ -305,24 +287,19 @@ class DaemonWorkers:
         ends_s = time.monotonic() + limit_s
         if limit_s <= 0 or not self._free.acquire(timeout=limit_s):
             raise Abandoned("all calls under way are stuck")
-        outcomes: SimpleQueue[_Outcome[ResultT]] = SimpleQueue()
+        outcome: Future[ResultT] = Future()
 
         def job() -> None:
             try:
-                outcome: _Outcome[ResultT] = _Outcome(result=operation())
+                outcome.set_result(operation())
             except BaseException as error:  # noqa: BLE001  (carried over to the thread that waits for it)
-                outcome = _Outcome(error=error)
-            outcomes.put(outcome)
+                outcome.set_exception(error)
 
         self._reserve_worker()
         self._jobs.put(job)
-        try:
-            outcome = outcomes.get(timeout=max(0.0, ends_s - time.monotonic()))
-        except Empty:
-            raise Abandoned(f"no answer within {limit_s:.3f} s") from None
-        if outcome.error is not None:
-            raise outcome.error
-        return cast("ResultT", outcome.result)  # which may be None
+        if not wait([outcome], timeout=max(0.0, ends_s - time.monotonic())).done:
+            raise Abandoned(f"no answer within {limit_s:.3f} s")
+        return outcome.result()
 
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
