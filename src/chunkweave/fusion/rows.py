@@ -7,7 +7,7 @@ something on the host has to know: parts that are kept for the store, and attent
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, Self
 
 import torch
@@ -17,7 +17,7 @@ from chunkweave.kv.request_cache import Rotate
 from chunkweave.models.attention import Measured, OwnQueries, ScatteredQueries
 from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.outcome import LayerWork, Stop
-from chunkweave.planning.plan import Evidence, KeepTop, Pass, StopUnfocused, TopBy, Watch
+from chunkweave.planning.plan import Evidence, KeepTop, Pass, TopBy
 from chunkweave.types import Scattered, Span, spans_of
 
 
@@ -55,67 +55,15 @@ class PassCache(Protocol):
         """Rotated keys and values of the positions below `stop`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """`positions` `[rows]`, ascending, on the device, and which rows are `candidates`, ascending.
-
-    `where` are the positions as the host knows them: not if evidence chose some of them. None is at `stop` or behind.
-    """
-
-    positions: torch.Tensor
-    candidates: torch.Tensor
-    stop: int
-    where: Sequence[int] | None
-
-
-def starting_rows(
-    a_pass: Pass, tokens: int, device: torch.device, *, evidence: torch.Tensor | None, recomputed: Sequence[Span]
-) -> Start:
-    """The rows of `a_pass` over a prompt of so many `tokens`.
-
-    If it starts by `evidence` `[tokens]`, that is on the device, and so is the choice: of equal candidates the earlier
-    ones; what was `recomputed` before is not chosen again.
-    """
-    required = torch.zeros(tokens, dtype=torch.bool)
-    candidate = torch.zeros(tokens, dtype=torch.bool)
-    mark(required, a_pass.required)
-    mark(candidate, a_pass.candidates)
-    candidate &= ~required
-    if a_pass.start is None:
-        positions = torch.nonzero(required | candidate).squeeze(1)
-        candidates = torch.nonzero(candidate[positions]).squeeze(1)
-        where = positions.tolist()
-        return Start(positions.to(device), candidates.to(device), where[-1] + 1 if where else 0, where)
-    assert evidence is not None, "a pass that starts by evidence is given it"
-    done = torch.zeros(tokens, dtype=torch.bool)
-    mark(done, recomputed)
-    candidate &= ~done
-    last = torch.nonzero(required | candidate)[-1:]
-    stop = int(last) + 1 if len(last) else 0
-    from_which = torch.nonzero(candidate).squeeze(1).to(device)
-    order = torch.sort(evidence[from_which], descending=True, stable=True).indices
-    chosen = from_which[order[: a_pass.start.count]].sort().values
-    positions = torch.cat((torch.nonzero(required).squeeze(1).to(device), chosen)).sort().values
-    return Start(positions, torch.searchsorted(positions, chosen), stop, None)
-
-
-def weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
-    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
-    if not start.weights:
-        return evidence
-    where = [position for span in a_pass.candidates for position in span.positions()]
-    result = evidence.clone()
-    result[where] *= evidence.new_tensor(start.weights)
-    return result
-
-
-def mark(flags: torch.Tensor, spans: Sequence[Span | Scattered]) -> None:
-    """Set the flags of these positions."""
+def flags_of(spans: Sequence[Span | Scattered], tokens: int) -> torch.Tensor:
+    """Which of so many `tokens` are at the positions of `spans`, bool `[tokens]` on the host."""
+    flags = torch.zeros(tokens, dtype=torch.bool)
     for span in spans:
         if isinstance(span, Scattered):
             flags[span.positions()] = True
         else:
             flags[span.start : span.stop] = True
+    return flags
 
 
 def measure(
@@ -127,29 +75,21 @@ def measure(
     *,
     ranks: Ranks = ALONE,
 ) -> torch.Tensor:
-    """Evidence of each token, `[tokens]` in float32.
+    """Evidence of each token, `[tokens]` in float32: the L2 norm of fresh minus cached KV (CacheBlend §4.1).
 
     `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
-    before RoPE. `read` `[tokens]` is what the question gave to each in the pass before, where that counts. The heads
-    are this rank's; the evidence is over those of all `ranks`.
+    before RoPE, so that the position plays no part. `read` `[tokens]` is what the question gave to each in the pass
+    before, where that counts. The heads are this rank's; the evidence is over those of all `ranks`. The paper says
+    "absolute difference"; the norm of keys and values together is what DESIGN settles.
     """
-    deviation = ranks.norm(kv_deviation(keys, values, cached))
+    fresh = torch.stack((keys, values)).float()
+    deviation = ranks.norm((fresh - cached.float()).pow(2).sum(dim=(0, 2, 3)).sqrt())
     match by:
         case Evidence.KV_DEVIATION:
             return deviation
         case Evidence.READ_DEVIATION:
             assert read is not None, "a pass that ranks by what was read starts by it"
             return deviation * read
-
-
-def kv_deviation(keys: torch.Tensor, values: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-    """L2 norm over heads and dims of fresh minus cached (K, V), `[tokens]` (CacheBlend §4.1).
-
-    The paper says "absolute difference"; the norm of keys and values together is what DESIGN settles. Before RoPE,
-    so that the position plays no part (a rotation would not change the norm anyway).
-    """
-    fresh = torch.stack((keys, values)).float()
-    return (fresh - cached.float()).pow(2).sum(dim=(0, 2, 3)).sqrt()
 
 
 CountedWork = tuple[LayerWork, torch.Tensor]
@@ -162,6 +102,9 @@ def counted(work: Sequence[CountedWork]) -> list[LayerWork]:
         return []
     visible = torch.stack([keys for _, keys in work]).tolist()
     return [replace(layer, visible_keys=keys) for (layer, _), keys in zip(work, visible, strict=True)]
+
+
+_NO_RULES = Pass(required=())
 
 
 class ActiveRows:
@@ -180,46 +123,55 @@ class ActiveRows:
         dtype: torch.dtype,
         stop: int,
         where: Sequence[int] | None = None,
+        a_pass: Pass = _NO_RULES,
         candidates: torch.Tensor | None = None,
-        rules: Sequence[KeepTop] = (),
-        stop_unfocused: StopUnfocused | None = None,
-        watch: Watch | None = None,
         read: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
-        depth: int | None = None,
         answers: bool = True,
         decided: Mapping[int, torch.Tensor] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         """`token_ids` and `positions` are `[rows]`, on the model's device; no position is at `stop` or behind it.
 
-        `where` are the positions as the host knows them, if it does; `candidates` the rows, ascending, that rules may
-        drop (none if absent). `read` `[positions]` is what the question gave to each in the pass before, `hidden` flags
-        the positions that nobody sees. The rows run `depth` layers (None: all), and have no logits unless they are to
-        give `answers`. Where it was `decided` before which positions a layer's rule keeps, these are kept. The heads of
-        keys and queries are this rank's of all `ranks`.
+        Args:
+            cache: written by these rows.
+            token_ids: of the rows.
+            positions: of the rows, ascending.
+            dtype: of the model.
+            stop: above every position.
+            where: the positions as the host knows them, if it does.
+            a_pass: has the rules, what is watched, and how many layers are run.
+            candidates: the rows, ascending, that the rules may drop (None: no row).
+            read: what the question gave to each position in the pass before, `[positions]`.
+            hidden: flags the positions that no query sees, `[positions]`.
+            answers: whether the last row is to give logits.
+            decided: by layer the positions that its rule keeps, where that was decided before.
+            ranks: the heads of keys and queries are this rank's of all these.
         """
-        self.depth = depth
+        device = positions.device
+        unfocused, watch = a_pass.stop_unfocused, a_pass.watch
+        self._candidates = candidates if candidates is not None else positions.new_empty(0)
+        self.depth = a_pass.depth
         self.answers = answers
         self.cache = cache
         self.token_ids = token_ids
         self.key_stop = stop
         self.stop: Stop | None = None
-        self._work: list[CountedWork] = []
         self.kept: dict[int, torch.Tensor] = {}
-        self._rules = {rule.layer: rule for rule in rules}
+        self._work: list[CountedWork] = []
+        self._rules = {rule.layer: rule for rule in a_pass.keep_top}
         self._decided = decided or {}
         self._ranks = ranks
-        self._watch = None if stop_unfocused is None else FocusWatch(stop_unfocused, positions.device, ranks=ranks)
-        self._question = None if watch is None else QuestionWatch(watch, positions.device, hidden=hidden, ranks=ranks)
+        focuses = unfocused is not None and len(self._candidates) > 0
+        self._watch = FocusWatch(unfocused, device, ranks=ranks) if unfocused is not None and focuses else None
+        self._question = None if watch is None else QuestionWatch(watch, device, hidden=hidden, ranks=ranks)
         self._read = read
         self._hidden = hidden
         self._hidden_positions = None if hidden is None else torch.nonzero(hidden).squeeze(1)
-        self._candidates = candidates if candidates is not None else positions.new_empty(0)
         self._captured: list[tuple[PartCapture, slice]] = []
         self._attention: AttentionCapture | None = None
         self._dtype = dtype
-        self._where: Sequence[int] | None = None
+        self._where = where
         self._activate(positions, where)
 
     @classmethod
@@ -238,30 +190,41 @@ class ActiveRows:
     ) -> Self:
         """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
 
-        `evidence` `[tokens]` is what the pass before found, for one that starts by it; `recomputed` is what earlier
-        passes did, and not chosen again. Only the last pass gives `answers`. See `ActiveRows` for the rest.
+        If the pass starts by `evidence` `[tokens]`, which the pass before found, the rows are chosen on the device: of
+        equal candidates the earlier ones, none that earlier passes `recomputed`. Only the last pass gives `answers`.
         """
-        device = prompt_ids.device
-        if a_pass.start is not None:
+        tokens, device = len(prompt_ids), prompt_ids.device
+        required = flags_of(a_pass.required, tokens)
+        candidate = flags_of(a_pass.candidates, tokens) & ~required
+        where: list[int] | None = None
+        if a_pass.start is None:
+            positions = torch.nonzero(required | candidate).squeeze(1)
+            candidates = torch.nonzero(candidate[positions]).squeeze(1).to(device)
+            where = positions.tolist()
+            stop = where[-1] + 1 if where else 0
+            positions = positions.to(device)
+        else:
             assert evidence is not None, "a pass that starts by evidence follows one that watched"
-            evidence = weighted(evidence, a_pass, a_pass.start)
-        start = starting_rows(a_pass, len(prompt_ids), device, evidence=evidence, recomputed=recomputed)
-        hidden = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        mark(hidden, a_pass.hidden)
+            evidence = _weighted(evidence, a_pass, a_pass.start)
+            candidate &= ~flags_of(recomputed, tokens)
+            last = torch.nonzero(required | candidate)[-1:]
+            stop = int(last) + 1 if len(last) else 0
+            from_which = torch.nonzero(candidate).squeeze(1).to(device)
+            order = torch.sort(evidence[from_which], descending=True, stable=True).indices
+            chosen = from_which[order[: a_pass.start.count]].sort().values
+            positions = torch.cat((torch.nonzero(required).squeeze(1).to(device), chosen)).sort().values
+            candidates = torch.searchsorted(positions, chosen)
         return cls(
             cache,
-            prompt_ids[start.positions],
-            start.positions,
+            prompt_ids[positions],
+            positions,
             dtype=dtype,
-            stop=start.stop,
-            where=start.where,
-            candidates=start.candidates,
-            rules=a_pass.keep_top,
-            stop_unfocused=a_pass.stop_unfocused if len(start.candidates) else None,
-            watch=a_pass.watch,
+            stop=stop,
+            where=where,
+            a_pass=a_pass,
+            candidates=candidates,
             read=evidence,
-            hidden=hidden.to(device) if a_pass.hidden else None,
-            depth=a_pass.depth,
+            hidden=flags_of(a_pass.hidden, tokens).to(device) if a_pass.hidden else None,
             answers=answers,
             decided=decided,
             ranks=ranks,
@@ -395,8 +358,7 @@ class ActiveRows:
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
         """How many rows go is known only now: the host asks, as it did for the question's attention."""
-        unfocused = torch.zeros(self.cache.capacity, dtype=torch.bool)
-        mark(unfocused, watch.unfocused(focused))
+        unfocused = flags_of(watch.unfocused(focused), self.cache.capacity)
         going = unfocused.to(self.positions.device)[self.positions[self._candidates]]
         dropped = self._candidates[going]
         chunks = tuple(watch.rule.chunks[index] for index in sorted(focused))
@@ -464,3 +426,13 @@ class ActiveRows:
     def _row_of(self, position: int) -> int:
         """The first row at `position` or behind it."""
         return bisect_left(self.where, position)
+
+
+def _weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
+    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
+    if not start.weights:
+        return evidence
+    where = [position for span in a_pass.candidates for position in span.positions()]
+    result = evidence.clone()
+    result[where] *= evidence.new_tensor(start.weights)
+    return result

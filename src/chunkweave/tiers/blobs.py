@@ -97,13 +97,7 @@ def open_blobs(url: str) -> BlobStore:
     Raises:
         UsageError: not such a URL, or the package that it needs is not installed.
     """
-    if urlsplit(url).scheme in _REDIS_SCHEMES:
-        from chunkweave.tiers.blobs import RedisBlobs
-
-        return RedisBlobs(url)
-    from chunkweave.tiers.blobs import FsspecBlobs
-
-    return FsspecBlobs(url)
+    return RedisBlobs(url) if urlsplit(url).scheme in _REDIS_SCHEMES else FsspecBlobs(url)
 
 
 def without_secrets(url: str) -> str:

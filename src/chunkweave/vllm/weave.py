@@ -17,7 +17,7 @@ from chunkweave.config import CaptureConfig
 from chunkweave.engine.prefill import parts_to_keep, segments_of
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.loop import PassRun
-from chunkweave.fusion.rows import ActiveRows, mark
+from chunkweave.fusion.rows import ActiveRows, flags_of
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
@@ -230,8 +230,7 @@ class WeaveJob:
         depend on what vLLM's own cache held.
         """
         self._plan, self._first, self._stop = plan, first, stop
-        reused = torch.zeros(plan.prompt_tokens, dtype=torch.bool)
-        mark(reused, plan.spans(KVSource.REUSED))
+        reused = flags_of(plan.spans(KVSource.REUSED), plan.prompt_tokens)
         cache = PagedCache(layers, table, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
         self._input = WeaveInput(layers, table, cache, ids, reused)
