@@ -34,28 +34,15 @@ class HuggingFaceModel:
         self.model = model
         self._body = model.model
         self._layers = list(model.model.layers)
-        self._geometry = geometry_of(model.config)
+        self.geometry = geometry_of(model.config)
+        self.dtype: torch.dtype = model.dtype
+        """The type that hidden states and KV are computed in."""
+        self.device: torch.device = model.device
+        """Where the weights are."""
         self._apply_rope = _rope_function(self._layers[0].self_attn)
-        self._query_scale = self._layers[0].self_attn.scaling * self._geometry.head_dim**0.5
+        self._query_scale = self._layers[0].self_attn.scaling * self.geometry.head_dim**0.5
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
-
-    @property
-    def geometry(self) -> Geometry:
-        """Sizes of the model."""
-        return self._geometry
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that hidden states and KV are computed in."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -67,7 +54,7 @@ class HuggingFaceModel:
         block = self._layers[layer]
         attention = block.self_attn
         normed = block.input_layernorm(hidden)
-        shape = (hidden.shape[0], -1, self._geometry.head_dim)
+        shape = (hidden.shape[0], -1, self.geometry.head_dim)
         q = attention.q_proj(normed).view(shape)
         k = attention.k_proj(normed).view(shape)
         v = attention.v_proj(normed).view(shape)
@@ -79,7 +66,7 @@ class HuggingFaceModel:
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own RoPE at `positions`; angles come from a table made by its rotary module."""
-        cos, sin = self._table(self._geometry.max_positions)
+        cos, sin = self._table(self.geometry.max_positions)
         rotated: torch.Tensor
         rotated, _ = self._apply_rope(states, states[:, :0], cos[positions], sin[positions], unsqueeze_dim=1)
         return rotated
@@ -103,12 +90,12 @@ class HuggingFaceModel:
         Raises:
             UnsupportedModelError: they differ, so something in the model is not as its anatomy suggests.
         """
-        ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self._geometry.vocab_size
+        ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self.geometry.vocab_size
         positions = torch.arange(_PROBE_TOKENS, device=self.device)
         with torch.inference_mode():
             hidden = self.embed(ids)
             queries = ScatteredQueries(positions, self.dtype)
-            for layer in range(self._geometry.num_layers):
+            for layer in range(self.geometry.num_layers):
                 q, k, v = self.qkv(layer, hidden)
                 attended = queries.attend(self.rotate(q, positions), self.rotate(k, positions), v)
                 hidden = self.finish(layer, hidden, attended)

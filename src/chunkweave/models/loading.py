@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -66,7 +67,7 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, _safetensors_error()) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
     driven = HuggingFaceModel(model.to(device).eval())
     if verify:
@@ -130,13 +131,6 @@ def _fast_bf16() -> bool:
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     probes = [getattr(torch.cpu, name, None) for name in names]
     return capability != "DEFAULT" and any(probe() for probe in probes if probe is not None)
-
-
-def _safetensors_error() -> type[Exception]:
-    from safetensors import SafetensorError
-
-    error: type[Exception] = SafetensorError
-    return error
 
 
 def _first_line(error: BaseException) -> str:

@@ -194,7 +194,7 @@ def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata
     )
 
 
-class TensorParallelRanks:
+class TensorParallelRanks(Ranks):
     """`Ranks` by vLLM's own collectives; each has as many query heads as the others, in order."""
 
     def __init__(self) -> None:
