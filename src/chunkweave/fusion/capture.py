@@ -155,13 +155,13 @@ class AttentionCapture:
         self._parts = tuple(parts)
         below_last = geometry.num_layers - 1
         self._layers = frozenset(evenly_spread(config.layers, below_last))
-        here = ranks.own_heads(geometry.num_heads)
+        own = ranks.own_heads(geometry.num_heads)
         captured = evenly_spread(config.heads, geometry.num_heads)
-        heads = tuple(head - here.start for head in captured if head in here)
-        self._heads = None if len(heads) == len(here) else heads  # all at once need no copy of their keys
+        heads = tuple(head - own.start for head in captured if head in own)
+        self._heads = None if len(heads) == len(own) else heads  # all at once need no copy of their keys
         self._num_heads = len(heads)
         self._ranks = ranks
-        self._weight = geometry.num_heads / len(here) * len(heads) / len(captured)
+        self._weight = geometry.num_heads / len(own) * len(heads) / len(captured)
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
         self._received = torch.zeros(self._tokens, device=device)

@@ -9,7 +9,7 @@ order between them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -57,7 +57,7 @@ def run_pass(
 
 
 class PassRun:
-    """A pass that is run layer by layer, for whoever has other work between two layers. Owned by one caller.
+    """A pass that is run layer by layer, so that its caller can do other work between two layers.
 
     `hidden` is what `run_pass` gives, once it is `done`; `layer` is how many layers were run.
     """
@@ -73,9 +73,9 @@ class PassRun:
         self._model = model
         self._times = times if times is not None else LoopTimes()
         self._attention = attention if attention is not None else SdpaAttention()
-        self._live = [_Live(rows, rows.depth or model.geometry.num_layers) for rows in batch]
+        self._live = [(rows, rows.depth or model.geometry.num_layers) for rows in batch]
+        self._depth = max(depth for _, depth in self._live)
         self.layer = 0
-        self._depth = max(one.depth for one in self._live)
         self.hidden = model.embed(torch.cat([rows.token_ids for rows in batch]))
 
     @property
@@ -85,42 +85,40 @@ class PassRun:
     def next_layer(self) -> None:
         """Run one more layer; there must be one."""
         layer, self.layer = self.layer, self.layer + 1
-        self._live = [one for one in self._live if one.depth > layer]
+        self._live = [(rows, depth) for rows, depth in self._live if depth > layer]
         started = time.perf_counter()
-        for one in self._live:
-            one.rows.cache.load_layer(layer, self._model.rotate)
+        for rows, _ in self._live:
+            rows.cache.load_layer(layer, self._model.rotate)
         self._times.load_s += time.perf_counter() - started
         self.hidden = _run_layer(self._model, self._attention, layer, self.hidden, self._live)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Live:
-    """A request whose pass goes on: it has `depth` layers."""
-
-    rows: ActiveRows
-    depth: int
-
-
 def _run_layer(
-    model: DecoderLayers, attention: FlatAttention, layer: int, hidden: torch.Tensor, live: Sequence[_Live]
+    model: DecoderLayers,
+    attention: FlatAttention,
+    layer: int,
+    hidden: torch.Tensor,
+    live: Sequence[tuple[ActiveRows, int]],
 ) -> torch.Tensor:
-    batch = [one.rows for one in live]
+    """One layer for the requests whose passes go on, each with the number of its layers."""
+    batch, last = [rows for rows, _ in live], [depth == layer + 1 for _, depth in live]
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
-    keep = _joined(_refined(layer, k, v, batch), entered, k.device)
+    fresh = zip(batch, torch.split(k, entered), torch.split(v, entered), strict=True)
+    keep = _joined([rows.refine(layer, keys, values) for rows, keys, values in fresh], entered, k.device)
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate(k, positions)
-    for one in live:
-        if one.depth == layer + 1:
-            one.rows.end()
+    for rows, ends in zip(batch, last, strict=True):
+        if ends:
+            rows.end()
     active = [len(rows) for rows in batch]
     finishing = [rows.finishing for rows in batch]
-    asking = [rows.asking for rows in batch]
-    asked, finished = _tails(active, asking, q.device), _tails(active, finishing, q.device)
-    if asked is not None:
-        q, positions = q[asked], positions[asked]
+    queried = [rows.queried for rows in batch]
+    querying, finished = _tails(active, queried, q.device), _tails(active, finishing, q.device)
+    if querying is not None:
+        q, positions = q[querying], positions[querying]
     rotated_q = model.rotate(q, positions)
     starts = accumulate(active, initial=0)
     for rows, row in zip(batch, starts, strict=False):
@@ -129,10 +127,9 @@ def _run_layer(
     states, measured = _attend(attention, layer, rotated_q, batch)
     stay = []
     query = 0
-    for one, before, mass in zip(live, entered, measured, strict=True):
-        rows, ends = one.rows, one.depth == layer + 1
-        queries = rotated_q[query : query + rows.asking]
-        query += rows.asking
+    for rows, ends, before, mass in zip(batch, last, entered, measured, strict=True):
+        queries = rotated_q[query : query + rows.queried]
+        query += rows.queried
         rows.record(before)
         kept = None if ends and rows.answers else rows.look(layer, queries, mass)
         stay.append(None if ends else kept)
@@ -149,13 +146,13 @@ def _attend(
 ) -> tuple[torch.Tensor, list[Measured | None]]:
     """Attention of the rows that finish this layer, and what was measured of each request on the way.
 
-    Requests none of whose rows finish have queries all the same, if somebody is to look at them.
+    A request none of whose rows finish has queries all the same, if a watch reads them.
     """
     finishing = [rows for rows in batch if rows.finishing]
     if not finishing:
         return queries[:0], [None] * len(batch)
     if len(finishing) < len(batch):
-        parts = torch.split(queries, [rows.asking for rows in batch])
+        parts = torch.split(queries, [rows.queried for rows in batch])
         queries = torch.cat([mine for mine, rows in zip(parts, batch, strict=True) if rows.finishing])
     result = attention.attend(queries, [rows.own_queries(layer) for rows in finishing])
     found = iter(result.measured)
@@ -170,17 +167,6 @@ def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) 
     return torch.cat(
         [torch.arange(stop - count, stop, device=device) for stop, count in zip(stops, counts, strict=True)]
     )
-
-
-def _refined(
-    layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Sequence[ActiveRows]
-) -> list[torch.Tensor | None]:
-    """For each request the rows that its rule for this layer keeps, or None if it has none."""
-    edges = [0, *accumulate(len(rows) for rows in batch)]
-    return [
-        rows.refine(layer, keys[start:stop], values[start:stop])
-        for rows, (start, stop) in zip(batch, pairwise(edges), strict=True)
-    ]
 
 
 def _joined(kept: Sequence[torch.Tensor | None], lengths: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from chunkweave.types import Scattered, Span, spans_of
 
 
 class PassCache(Protocol):
-    """One request's KV, layer by layer: a cache of its own (`RequestCache`), or blocks that belong to somebody else.
+    """One request's KV, layer by layer: a cache of its own (`RequestCache`), or blocks that vLLM owns.
 
     Shapes, and what each method does, are those of `RequestCache`. A layer is loaded, and then read and written, before
     the next one is.
@@ -49,7 +49,7 @@ class PassCache(Protocol):
         """Keep keys before RoPE."""
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make rows finite that nobody sees."""
+        """Make hidden rows finite."""
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values of the positions below `stop`."""
@@ -280,10 +280,10 @@ class ActiveRows:
         return self._surviving_rows(rule, layer, keys, values)
 
     def end(self) -> None:
-        """This layer is the last: nobody reads hidden states behind it but that of the last token, for an answer.
+        """This layer is the last: behind it only the hidden state of the last token is read, and only for an answer.
 
-        So only that one is attended and finished, or none, and the pass ends with the KV of this layer. Who is focused
-        on does not matter any more.
+        So that one row is attended and finished, or none, and the pass ends with the KV of this layer. Focus does not
+        matter any more.
         """
         self._watch = None
         if not self.answers:
@@ -299,7 +299,7 @@ class ActiveRows:
         return len(self._finishing)
 
     @property
-    def asking(self) -> int:
+    def queried(self) -> int:
         """How many active tokens, the last ones, have their queries read: by attention, or by a watch where it ends."""
         return self.finishing or len(self)
 

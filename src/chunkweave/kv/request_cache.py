@@ -98,7 +98,7 @@ class RequestCache:
         return SegmentKV(kv)
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make the rows at the positions `hidden` finite: what nobody sees is still multiplied by 0."""
+        """Make the rows at the positions `hidden` finite: attention multiplies their values by 0."""
         self._layer(layer).index_fill_(1, hidden, 0)
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

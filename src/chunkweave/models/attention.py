@@ -228,7 +228,7 @@ class SdpaAttention:
 
 
 def make_attention(
-    method_request: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
+    kernel: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
 ) -> FlatAttention:
     """The Triton kernel where it runs, is asked for or is best, else PyTorch's.
 
@@ -238,34 +238,19 @@ def make_attention(
     Raises:
         UsageError: Triton was asked for and cannot be had; the message says why.
     """
-    if method_request == AttentionKernel.SDPA or (method_request == AttentionKernel.AUTO and device.type != "cuda"):
+    if kernel == AttentionKernel.SDPA or (kernel == AttentionKernel.AUTO and device.type != "cuda"):
         return SdpaAttention()
-    problem = _no_triton(geometry, dtype, device)
-    if problem is None:
-        from chunkweave.models.triton_attention import TritonAttention, failed_trial
+    problem: str | None = "Triton is not installed"
+    if find_spec("triton") is not None:
+        from chunkweave.models.triton_attention import TritonAttention, unsupported_reason
 
-        problem = failed_trial(geometry, dtype=dtype, device=device)
+        problem = unsupported_reason(geometry, dtype=dtype, device=device)
         if problem is None:
             return TritonAttention()
-    if method_request == AttentionKernel.TRITON:
+    if kernel == AttentionKernel.TRITON:
         raise UsageError(f"the Triton kernel was asked for, but {problem}; use attention='sdpa'")
     logger.warning("attention falls back to PyTorch's: %s", problem)
     return SdpaAttention()
-
-
-def _no_triton(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton kernel cannot attend, as far as can be told without running it."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    from chunkweave.models.triton_attention import SUPPORTED_DTYPES, SUPPORTED_HEAD_DIMS, interpreted
-
-    if device.type != "cuda" and not interpreted():
-        return f"the model is on {device}, and Triton runs there only with TRITON_INTERPRET=1"
-    if geometry.head_dim not in SUPPORTED_HEAD_DIMS or geometry.num_heads % geometry.num_kv_heads:
-        return (
-            f"it does not know heads of {geometry.head_dim} dimensions, {geometry.num_heads} to {geometry.num_kv_heads}"
-        )
-    return None if dtype in SUPPORTED_DTYPES else f"it does not know {dtype}"
 
 
 _CPU_BLOCK_WEIGHTS = 1 << 19

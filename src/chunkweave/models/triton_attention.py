@@ -125,7 +125,7 @@ def attend(
 
     With `rope`, cosines and sines `[positions, head_dim]`, the keys lie before RoPE and are rotated as they are read
     (by halves, as Llama and its kin do). `tiles` is `tile_table` of these counts and blocks on the device, if
-    somebody has it. Nothing here waits for the device.
+    it is known. Nothing here waits for the device.
     """
     states = queries.states
     rows, heads, dim = states.shape
@@ -223,7 +223,7 @@ class TritonAttention:
     """Implements `FlatAttention`. A run of positions from the start on goes through PyTorch's causal kernel.
 
     That one knows nothing of scattered positions, and what it need not know makes it the faster one; but it keeps its
-    weights to itself, so that whoever wants mass by part goes through ours.
+    weights to itself, so that requests that want mass by part go through ours.
     """
 
     def __init__(self) -> None:
@@ -298,16 +298,22 @@ def key_places(owners: Sequence[OwnQueries], device: torch.device, *, measures: 
     return KeyPlaces(to_device(addresses, device, torch.int64), owners[0].keys.shape[1], hidden, parts)
 
 
-def failed_trial(geometry: Geometry, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Attend a few scattered queries with this model's heads and compare with PyTorch; what went wrong, or None.
+def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel cannot attend for this model; None if it can.
 
-    Whatever Triton needs beside itself (a C compiler, a driver that takes its code) shows here and not in a request.
+    A few scattered queries with this model's heads are attended and compared with PyTorch: whatever Triton needs beside
+    itself (a C compiler, a driver that takes its code) shows here and not in a request.
     """
+    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    if device.type != "cuda" and not interpreted():
+        return f"the model is on {device}, and Triton runs there only with TRITON_INTERPRET=1"
+    if geometry.head_dim not in SUPPORTED_HEAD_DIMS or heads % kv_heads:
+        return f"it does not know heads of {geometry.head_dim} dimensions, {heads} to {kv_heads}"
+    if dtype not in SUPPORTED_DTYPES:
+        return f"it does not know {dtype}"
     generator = torch.Generator().manual_seed(0)
-    shapes = ((5, geometry.num_heads), (90, geometry.num_kv_heads), (90, geometry.num_kv_heads))
-    q, k, v = (
-        torch.randn(rows, heads, geometry.head_dim, generator=generator).to(device, dtype) for rows, heads in shapes
-    )
+    shapes = ((5, heads), (90, kv_heads), (90, kv_heads))
+    q, k, v = (torch.randn(*shape, geometry.head_dim, generator=generator).to(device, dtype) for shape in shapes)
     where = [3, 17, 64, 70, 89]
     queries = ScatteredQueries(torch.tensor(where, device=device), dtype, where=where)
     try:

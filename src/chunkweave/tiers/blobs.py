@@ -333,7 +333,7 @@ class FsspecBlobs:
         return None
 
     def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
-        """Store `data`; nobody sees half of it."""
+        """Store `data`; readers never see half of it."""
         if ttl_s is not None:
             raise UsageError(f"{self.name} cannot expire what it holds: use a life-cycle rule of the object store")
         path = self._path(key)

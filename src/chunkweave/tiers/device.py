@@ -151,7 +151,7 @@ class PinnedMemory(HostMemory):
         self._mine: set[int] = set()
         """Where its buffers begin."""
         self._freed: deque[int] = deque()
-        """Filled by whoever drops the last tensor, in the middle of anything: so without the lock."""
+        """Filled by the thread that drops the last tensor, in the middle of anything: so without the lock."""
         self._lock = threading.Lock()
 
     @property
@@ -294,8 +294,8 @@ class DeviceTier(HostTier[SegmentSource]):
     """Keeps segments in blocks of one piece of a device's memory; implements `chunkweave.store.tier.Tier`.
 
     The memory is taken with the first segment, which shows what a token takes. A payload is copied in by `put`, on the
-    caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted is copied out by
-    whoever takes it (`moved_into`), once: later evictions of the same segment find it below (RAGCache §5.1,
+    caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted is copied out
+    by the tier below (`moved_into`), once: later evictions of the same segment find it below (RAGCache §5.1,
     swap-out-only-once). Safe to use from several threads.
     """
 

@@ -160,7 +160,7 @@ def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.
 class LayerLoader:
     """Reads the layers of one request's segments on a thread of its own. Owned by that request; close it.
 
-    `depth` bounds how many layers are read while nobody computes (prefetching a request that still waits);
+    `depth` bounds how many layers are read before the request computes (prefetching while it waits);
     `release` lifts it. Reading leaves the interpreter's lock, so one thread keeps a disk busy.
     """
 
@@ -202,7 +202,7 @@ class LayerLoader:
             segment.wait_for(wanted)
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; whoever still waits for a layer gets SegmentLost."""
+        """Stop reading and wait for the thread; those that still wait for a layer get SegmentLost."""
         with self._moved:
             self._cancelled = True
             self._moved.notify_all()

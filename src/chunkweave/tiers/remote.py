@@ -52,8 +52,8 @@ class RunningPut:
 class Deletions:
     """Remembers what was deleted but may still lie, or come to lie, in the remote. Thread-safe.
 
-    An abandoned put goes on in its thread and may arrive after a deletion: it is marked, and whoever carries it out
-    deletes what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is tried again later.
+    An abandoned put goes on in its thread and may arrive after a deletion: it is marked, and its thread deletes
+    what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is tried again later.
     What is owed is forgotten when the process ends, so a caller that must know asks `owed`.
     """
 
@@ -266,7 +266,7 @@ class RemoteTier:
         return len(self._deletions.owed())
 
     def nbytes(self, segment: SegmentId) -> int:
-        """Bytes that it takes in the remote, 0 if it is not there or nobody answers."""
+        """Bytes that it takes in the remote, 0 if it is not there or the remote does not answer."""
         key = self._readable_key(segment)
         if key is None:
             return 0

@@ -72,7 +72,7 @@ class CircuitBreaker:
         self._clock = clock
         self._lock = Lock()
         self.state = BreakerState.CLOSED
-        """What it was after the last call; an open one stays so until somebody asks to call."""
+        """What it was after the last call; an open one stays so until the next `ask`."""
         self.times_opened = 0
         """How often it went from working to not working."""
         self._era: Permit = 0
@@ -272,7 +272,7 @@ class DaemonWorkers:
 
     @property
     def under_way(self) -> int:
-        """Calls that run now, those that nobody waits for any more included."""
+        """Calls that run now, abandoned ones included."""
         return self._busy
 
     def run(self, operation: Callable[[], ResultT], limit_s: float) -> ResultT:

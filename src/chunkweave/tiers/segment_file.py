@@ -102,7 +102,7 @@ class MemorySegment(EncodedSegment):
     """A segment that came over the wire; implements `SegmentSource`.
 
     The bytes are all here, but a layer is checked and decoded only when it is asked for. Immutable; any thread may
-    read. `report_lost` is told of a layer that fails its checksum.
+    read. `report_lost` is called with a layer that fails its checksum.
     """
 
     __slots__ = ("_data", "_report_lost")
