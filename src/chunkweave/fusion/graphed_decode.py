@@ -119,7 +119,7 @@ class GraphedDecode:
             sizes.num_heads,
             sizes.num_kv_heads,
             dtype=self._dtype,
-            processors=processors(torch.empty(0, device=self._device)),
+            processors=processors(self._device),
         )
 
     def _buffers(self, requests: int, blocks: Blocks) -> DecodeBuffers:

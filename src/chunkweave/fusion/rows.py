@@ -17,42 +17,27 @@ from chunkweave.kv.request_cache import Rotate
 from chunkweave.models.attention import Measured, OwnQueries, ScatteredQueries
 from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.outcome import LayerWork, Stop
-from chunkweave.planning.plan import Evidence, KeepTop, Pass, TopBy
+from chunkweave.planning.plan import Evidence, Pass, TopBy
 from chunkweave.types import Scattered, Span, spans_of
 
 
 class PassCache(Protocol):
     """One request's KV, layer by layer: a cache of its own (`RequestCache`), or blocks that vLLM owns.
 
-    Shapes, and what each method does, are those of `RequestCache`. A layer is loaded, and then read and written, before
-    the next one is.
+    Shapes, and what each method does, are those of `RequestCache`, where they are documented. A layer is loaded, and
+    then read and written, before the next one is.
     """
 
     @property
-    def capacity(self) -> int:
-        """Positions that there is room for."""
-
+    def capacity(self) -> int: ...
     @property
-    def kept_from(self) -> int | None:
-        """From which position on keys are kept before RoPE too; None if they are not."""
-
-    def load_layer(self, layer: int, rotate: Rotate) -> None:
-        """Bring the segments' KV of a layer in, once."""
-
-    def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """What the segments have at `positions`."""
-
-    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite rows with fresh KV."""
-
-    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
-        """Keep keys before RoPE."""
-
-    def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make hidden rows finite."""
-
-    def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values of the positions below `stop`."""
+    def kept_from(self) -> int | None: ...
+    def load_layer(self, layer: int, rotate: Rotate) -> None: ...
+    def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor: ...
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None: ...
+    def clear(self, layer: int, hidden: torch.Tensor) -> None: ...
+    def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def flags_of(spans: Sequence[Span | Scattered], tokens: int) -> torch.Tensor:
@@ -277,7 +262,18 @@ class ActiveRows:
         rule = self._rules.get(layer)
         if rule is None:
             return None
-        return self._surviving_rows(rule, layer, keys, values)
+        rows = self._candidates
+        if layer in self._decided:
+            stay = torch.isin(self.positions[rows], self._decided[layer])
+            dropped, candidates = rows[~stay], rows[stay]
+        else:
+            cached = self.cache.cached_before_rope(layer, self.positions[rows])
+            read = None if self._read is None else self._read[self.positions[rows]]
+            evidence = measure(rule.by, keys[rows], values[rows], cached, read, ranks=self._ranks)
+            by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
+            dropped, candidates = by_rank[rule.count :], by_rank[: rule.count].sort().values
+        self.kept[layer] = self.positions[candidates]
+        return self._drop(dropped, candidates)
 
     def end(self) -> None:
         """This layer is the last: behind it only the hidden state of the last token is read, and only for an answer.
@@ -365,20 +361,6 @@ class ActiveRows:
         self.stop = Stop(layer + 1, chunks, spans_of(self.positions[dropped].tolist()))
         self._watch = None
         return self._drop(dropped, self._candidates[~going]) if self.stop.dropped else None
-
-    def _surviving_rows(self, rule: KeepTop, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        rows = self._candidates
-        if layer in self._decided:
-            stay = torch.isin(self.positions[rows], self._decided[layer])
-            dropped, candidates = rows[~stay], rows[stay]
-        else:
-            cached = self.cache.cached_before_rope(layer, self.positions[rows])
-            read = None if self._read is None else self._read[self.positions[rows]]
-            evidence = measure(rule.by, keys[rows], values[rows], cached, read, ranks=self._ranks)
-            by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
-            dropped, candidates = by_rank[rule.count :], by_rank[: rule.count].sort().values
-        self.kept[layer] = self.positions[candidates]
-        return self._drop(dropped, candidates)
 
     def _drop(self, dropped: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Make all rows but the `dropped` active, with these `candidates` (ascending); returns those that stay.

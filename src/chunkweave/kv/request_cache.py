@@ -48,6 +48,7 @@ class RequestCache:
         """Another number for every cache, and after it has grown: as long as it is the same, so are the addresses."""
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
         self.kept_from = kept_from
+        """From which position on keys are kept before RoPE too; None if they are not."""
         self._kept: list[torch.Tensor | None] = [None] * geometry.num_layers
         self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device

@@ -41,8 +41,7 @@ class HuggingFaceModel:
         """Where the weights are."""
         self._apply_rope = _rope_function(self._layers[0].self_attn)
         self._query_scale = self._layers[0].self_attn.scaling * self.geometry.head_dim**0.5
-        self._cos: torch.Tensor | None = None
-        self._sin: torch.Tensor | None = None
+        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -66,7 +65,7 @@ class HuggingFaceModel:
 
     def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's own RoPE at `positions`; angles come from a table made by its rotary module."""
-        cos, sin = self._table(self.geometry.max_positions)
+        cos, sin = self._angles()
         rotated: torch.Tensor
         rotated, _ = self._apply_rope(states, states[:, :0], cos[positions], sin[positions], unsqueeze_dim=1)
         return rotated
@@ -108,14 +107,14 @@ class HuggingFaceModel:
                 f"from its own forward by {error:.3g}; some step of its layers is not known to chunkweave"
             )
 
-    def _table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[positions, head_dim]` of the model's rotary module."""
-        if self._cos is None or self._sin is None:
-            positions = torch.arange(length, device=self.device)[None]
+    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions, `[positions, head_dim]`, by the model's rotary module."""
+        if self._cos_sin is None:
+            positions = torch.arange(self.geometry.max_positions, device=self.device)[None]
             probe = torch.empty(0, dtype=self.dtype, device=self.device)
             cos, sin = self._body.rotary_emb(probe, positions)
-            self._cos, self._sin = cos[0], sin[0]
-        return self._cos, self._sin
+            self._cos_sin = cos[0], sin[0]
+        return self._cos_sin
 
 
 def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -131,7 +131,12 @@ def attend(
     rows, heads, dim = states.shape
     if blocks is None:
         blocks = choose_blocks(
-            queries.counts, queries.stop, heads, places.kv_heads, dtype=states.dtype, processors=processors(states)
+            queries.counts,
+            queries.stop,
+            heads,
+            places.kv_heads,
+            dtype=states.dtype,
+            processors=processors(states.device),
         )
     if tiles is None:
         tiles = to_device(tile_table(queries.counts, blocks.rows // (heads // places.kv_heads)), states.device)
@@ -153,12 +158,16 @@ def attend(
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     if splits == 1:
-        found = Attended(out[0].flatten(1), log_sum_exp[0], mass[0] if parts else None, own[0] if parts else None)
-    else:
-        found = _combined(out, log_sum_exp, mass if parts else None, own if parts else None, states.dtype)
-    if found.by_part is None:
-        return found
-    return Attended(found.states, found.log_sum_exp, found.by_part[..., : places.parts], found.own)
+        found, total, share = out[0], log_sum_exp[0], None
+    else:  # one softmax out of those over the splits of the keys, each weighed by its share of the sum
+        total = torch.logsumexp(log_sum_exp, 0)
+        share = torch.exp(log_sum_exp - total)[..., None]
+        found = (out * share).sum(0).to(states.dtype)
+    if not parts:
+        return Attended(found.flatten(1), total)
+    by_part = mass[0] if share is None else (mass * share).sum(0)
+    own = own[0] if share is None else (own * share[..., 0]).sum(0)
+    return Attended(found.flatten(1), total, by_part[..., : places.parts], own)
 
 
 def write_rows(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, addresses: torch.Tensor) -> None:
@@ -183,30 +192,12 @@ def to_device(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
-def processors(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the device that `tensor` is on."""
-    if tensor.device.type != "cuda":
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type != "cuda":
         return _FALLBACK_PROCESSORS
-    count: int = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
-
-
-def _combined(
-    out: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    mass: torch.Tensor | None,
-    own: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> Attended:
-    """One softmax out of those over the splits of the keys, each weighed by its share of the sum."""
-    total = torch.logsumexp(log_sum_exp, 0)
-    share = torch.exp(log_sum_exp - total)[..., None]
-    return Attended(
-        (out * share).sum(0).to(dtype).flatten(1),
-        total,
-        None if mass is None else (mass * share).sum(0),
-        None if own is None else (own * share[..., 0]).sum(0),
-    )
 
 
 def _power_of_two(number: int) -> int:
@@ -262,7 +253,7 @@ class TritonAttention:
             max(len(owner.keys) for owner in owners),
         )
         blocks = choose_blocks(
-            counts, flat.stop, queries.shape[1], kv_heads, dtype=queries.dtype, processors=processors(queries)
+            counts, flat.stop, queries.shape[1], kv_heads, dtype=queries.dtype, processors=processors(device)
         )
         tiles = self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
         places = key_places(owners, device, measures=measures)

@@ -218,7 +218,7 @@ def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
 
 
 class BlockSegment:
-    """A segment whose tokens lie in blocks of a `DeviceBlocks`; a `SegmentSource`. Never changes.
+    """A segment whose tokens lie in blocks of a `DeviceTier`; a `SegmentSource`. Never changes.
 
     Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them.
     """
@@ -249,54 +249,14 @@ class BlockSegment:
         return torch.stack([self.layer(index) for index in range(len(self._arena))])
 
 
-class DeviceBlocks:
-    """One piece of device memory in blocks of tokens, so that segments of any length come and go without holes.
-
-    Safe to use from several threads.
-    """
-
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, blocks: int, block_tokens: int
-    ) -> None:
-        """Memory for segments of `shape` `[layers, 2, any, kv_heads, head_dim]`."""
-        layers, two, _, kv_heads, head_dim = shape
-        self._arena = torch.empty((layers, two, blocks, block_tokens, kv_heads, head_dim), dtype=dtype, device=device)
-        self._block_tokens = block_tokens
-        self._free = deque(range(blocks))
-        self._lock = threading.Lock()
-
-    def put(self, kv: torch.Tensor) -> BlockSegment | None:
-        """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` in; None if there are too few free blocks.
-
-        The copy is issued to the caller's current stream, and so is every reading of blocks: what read a block's
-        former contents comes before it there.
-        """
-        model = (*self._arena.shape[:2], *self._arena.shape[4:])
-        if kv.dtype != self._arena.dtype or (*kv.shape[:2], *kv.shape[3:]) != model:
-            raise ValueError(f"not a segment of this model: {tuple(kv.shape)}, {kv.dtype}")
-        tokens = kv.shape[2]
-        wanted = -(-tokens // self._block_tokens)
-        with self._lock:
-            if wanted > len(self._free):
-                return None
-            blocks = sorted(self._free.popleft() for _ in range(wanted))
-        kv = kv.to(self._arena.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
-        for place, block in enumerate(blocks):
-            rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
-            self._arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
-        segment = BlockSegment(self._arena, blocks, tokens)
-        # Without the lock: it may run in the middle of anything, also in a thread that holds it.
-        weakref.finalize(segment, self._free.extend, blocks).atexit = False
-        return segment
-
-
 class DeviceTier(HostTier[SegmentSource]):
     """Keeps segments in blocks of one piece of a device's memory; implements `chunkweave.store.tier.Tier`.
 
-    The memory is taken with the first segment, which shows what a token takes. A payload is copied in by `put`, on the
-    caller's current stream; running out of memory is an `OSError`, as a full disk is. What is evicted is copied out
-    by the tier below (`moved_into`), once: later evictions of the same segment find it below (RAGCache §5.1,
-    swap-out-only-once). Safe to use from several threads.
+    Blocks of tokens let segments of any length come and go without holes. The memory is taken with the first segment,
+    which shows what a token takes. A payload is copied in by `put`, on the caller's current stream; running out of
+    memory is an `OSError`, as a full disk is. What is evicted is copied out by the tier below (`moved_into`), once:
+    later evictions of the same segment find it there (RAGCache §5.1, swap-out-only-once). Safe to use from several
+    threads.
     """
 
     def __init__(self, device: torch.device | str, *, budget_bytes: int, block_tokens: int = _BLOCK_TOKENS) -> None:
@@ -305,7 +265,9 @@ class DeviceTier(HostTier[SegmentSource]):
         self.device = torch.device(device)
         self._budget_bytes = budget_bytes
         self._block_tokens = block_tokens
-        self._blocks: DeviceBlocks | None = None
+        self._arena: torch.Tensor | None = None
+        """`[layers, 2, blocks, block_tokens, kv_heads, head_dim]`"""
+        self._free: deque[int] = deque()
         self._lock = threading.Lock()
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
@@ -318,28 +280,48 @@ class DeviceTier(HostTier[SegmentSource]):
         if kv is None:
             raise TypeError("only a segment that is whole in memory can go to a device")
         self.delete(record.id)
-        segment = self._memory(kv).put(kv)
-        if segment is None:
-            raise OSError(f"no free blocks on {self.device} for {payload.tokens} tokens")
+        segment = self._in_blocks(kv)
         self._held[record.id] = (replace(record, nbytes=segment.held_bytes), segment)
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:  # noqa: ARG002  (the protocol has it)
         """Bytes of the blocks that it would take."""
-        blocks = -(-payload.tokens // self._block_tokens)
-        return payload.nbytes // payload.tokens * blocks * self._block_tokens
+        return payload.nbytes // payload.tokens * self._blocks_for(payload.tokens) * self._block_tokens
 
-    def _memory(self, kv: torch.Tensor) -> DeviceBlocks:
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    def _in_blocks(self, kv: torch.Tensor) -> BlockSegment:
+        """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` into free blocks.
+
+        The copy is issued to the caller's current stream, and so is every reading of blocks: what read a block's
+        former contents comes before it there.
+        """
+        layers, two, tokens, kv_heads, head_dim = kv.shape
         with self._lock:
-            if self._blocks is None:
-                block_bytes = kv.nbytes // kv.shape[2] * self._block_tokens
-                try:
-                    self._blocks = DeviceBlocks(
-                        kv.shape,
-                        kv.dtype,
-                        self.device,
-                        blocks=self._budget_bytes // block_bytes,
-                        block_tokens=self._block_tokens,
-                    )
-                except torch.OutOfMemoryError as error:
-                    raise OSError(f"out of memory on {self.device}: {error}") from error
-            return self._blocks
+            if self._arena is None:
+                self._arena = self._take_memory(kv)
+            arena, wanted = self._arena, self._blocks_for(tokens)
+            if (kv.dtype, layers, two, kv_heads, head_dim) != (arena.dtype, *arena.shape[:2], *arena.shape[4:]):
+                raise ValueError(f"not a segment of this model: {tuple(kv.shape)}, {kv.dtype}")
+            if wanted > len(self._free):
+                raise OSError(f"no free blocks on {self.device} for {tokens} tokens")
+            blocks = sorted(self._free.popleft() for _ in range(wanted))
+        kv = kv.to(self.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
+        for place, block in enumerate(blocks):
+            rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
+            arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
+        segment = BlockSegment(arena, blocks, tokens)
+        # Without the lock: it may run in the middle of anything, also in a thread that holds it.
+        weakref.finalize(segment, self._free.extend, blocks).atexit = False
+        return segment
+
+    def _take_memory(self, kv: torch.Tensor) -> torch.Tensor:
+        layers, two, tokens, kv_heads, head_dim = kv.shape
+        blocks = self._budget_bytes // (kv.nbytes // tokens * self._block_tokens)
+        shape = (layers, two, blocks, self._block_tokens, kv_heads, head_dim)
+        try:
+            arena = torch.empty(shape, dtype=kv.dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(f"out of memory on {self.device}: {error}") from error
+        self._free.extend(range(blocks))
+        return arena
