@@ -323,7 +323,7 @@ class AttentionMeter:
         by_part = q.new_zeros(len(self), self._members.shape[1])
         own, received = q.new_zeros(len(self)), q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
-            weights = self._weights(q[:, :, rows], k[:, :, :stop], rows)
+            weights = self._weights(q[:, :, rows], k[:, :, :stop], rows).mean(0)
             at = self._positions[rows, None]
             own[rows] = weights.gather(1, at).squeeze(1)
             weights.scatter_(1, at, 0.0)
@@ -380,7 +380,7 @@ class AttentionMeter:
         q, k = self._by_head(queries, keys)
         found = q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
-            by_head = self._weights_by_head(q[:, :, rows], k[:, :, :stop], rows)
+            by_head = self._weights(q[:, :, rows], k[:, :, :stop], rows)
             maximal = over_heads is Combine.MAX
             weights = ranks.maximum(by_head.amax(0)) if maximal else ranks.mean(by_head.mean(0))
             if over_queries is Combine.MAX:
@@ -413,10 +413,6 @@ class AttentionMeter:
             yield slice(start, stop), self._where[stop - 1] + 1
 
     def _weights(self, q: torch.Tensor, k: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Attention weights of one block, mean over heads, `[queries, keys]`."""
-        return self._weights_by_head(q, k, rows).mean(0)
-
-    def _weights_by_head(self, q: torch.Tensor, k: torch.Tensor, rows: slice) -> torch.Tensor:
         """Attention weights of one block, `[heads, queries, keys]`."""
         key_heads, group, n, dim = q.shape
         scores = torch.bmm(q.reshape(key_heads, group * n, dim), k).view(key_heads * group, n, -1)

@@ -171,7 +171,7 @@ class RemoteTier:
         self.breaker = CircuitBreaker(f"remote store {blobs.name}") if breaker is None else breaker
         self._blobs = blobs
         self._codec: Codec = RawCodec() if codec is None else codec
-        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self._cut, backoff=backoff)
+        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self.close, backoff=backoff)
         self._ttl_s, self._max_bytes, self._max_listed, self._now = ttl_s, max_bytes, max_listed, now
         self._deletions = Deletions()
         self._lock = Lock()
@@ -286,8 +286,11 @@ class RemoteTier:
         return self._calls.call(lambda: [record for key in keys for record in self._find(key)]) if keys else []
 
     def close(self) -> None:
-        """Give the connections back."""
-        self._cut()
+        """Drop the connections: calls under way end with an error, later calls open new ones."""
+        try:
+            self._blobs.close()
+        except OSError as error:
+            logger.debug("closing connections: %s", error)
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
         """Bytes that it would take in the remote."""
@@ -380,12 +383,6 @@ class RemoteTier:
     def _readable_key(self, segment: SegmentId) -> BlobKey | None:
         key = self._key(segment)
         return None if key is None or self._deletions.is_owed(key) else key
-
-    def _cut(self) -> None:
-        try:
-            self._blobs.close()
-        except OSError as error:
-            logger.debug("closing connections: %s", error)
 
     def _count(self, **more: int) -> None:
         with self._lock:
