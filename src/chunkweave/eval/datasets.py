@@ -243,7 +243,7 @@ class PromptMaker:
         self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
         self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
         if len(self._passages) < chunks:
-            raise UsageError(f"the data set has {len(self._passages)} passages, but a prompt needs {chunks} chunks")
+            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
 
     def prompt(self, example: Example) -> Prompt:
         """START, SYSTEM, the configured number of chunks, QUESTION.
