@@ -72,7 +72,7 @@ def test_a_measured_cost_model_is_the_clock(trace, tmp_path):
     ("arguments", "code", "message"),
     [
         (("--trace", "absent.jsonl"), 2, "neither a file nor one of mmlu-like, zipf"),
-        (("--trace", "zipf", "--policy", "mru"), 2, "no eviction policy 'mru'; known: fifo, gdsf"),
+        (("--trace", "zipf", "--policy", "mru"), 2, "unknown eviction policy 'mru'; there are: fifo, gdsf"),
         (("--trace", "zipf", "--budget", "much"), 2, "not a size in bytes"),
         (("--trace", "zipf", "--shape", "llama-9"), 2, "unknown shape"),
         (("--trace", "zipf", "--teraflops", "0"), 2, "must be positive"),

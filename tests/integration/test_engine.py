@@ -149,7 +149,7 @@ def test_the_store_keeps_its_budget(model):
     [
         ({"question": "  "}, UsageError, "question"),
         ({"chunks": ["fine", " "]}, UsageError, "chunk"),
-        ({"method": "magic"}, UnknownMethodError, "magic.*there are: full, prefix"),
+        ({"method": "magic"}, UnknownMethodError, "magic.*there are: cacheblend, cachecraft"),
         ({"quality": "best"}, UsageError, "best.*there are: exact, balanced, fast"),
         ({"quality": "fast"}, UsageError, "chunkweave calibrate --shape toy-llama"),
         ({"quality": "exact", "method": "cacheblend"}, UsageError, "contradict"),

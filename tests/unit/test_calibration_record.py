@@ -343,7 +343,7 @@ def test_a_request_is_read_by_its_fields():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"method": "magic"}, "unknown reuse method 'magic'; there are: full, prefix"),
+        ({"method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
         ({"quality": 3}, "unknown quality 3; there are: exact, balanced, fast"),
         ({"recompute_ratio": "0.1"}, "recompute_ratio must be a number between 0 and 1, not '0.1'"),
         ({"alpha": True}, "alpha must be a number, not True"),

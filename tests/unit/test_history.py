@@ -39,7 +39,7 @@ def may_be_active(a_pass: Pass) -> set[int]:
     return {position for span in (*a_pass.required, *a_pass.candidates) for position in span.positions()}
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"full", "prefix"}))
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"full", "prefix"}))
 @pytest.mark.parametrize("alpha", [1.0, 100.0])
 def test_history_is_reused_as_it_is(lookup, method, alpha):
     own = {place: own_of(lookup, place) for place in HISTORY}

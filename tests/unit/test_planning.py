@@ -95,7 +95,7 @@ def test_a_ratio_of_nothing_costs_nothing():
 
 
 def test_unknown_methods_are_named_with_those_there_are():
-    with pytest.raises(UnknownMethodError, match="'blend'; there are: full, prefix, full-reuse, cacheblend"):
+    with pytest.raises(UnknownMethodError, match="'blend'; there are: cacheblend, cachecraft, epic, full"):
         make_method("blend")
 
 

@@ -95,7 +95,7 @@ def test_a_window_bounds_how_often_a_request_is_passed_over():
 
 
 def test_an_unknown_policy_and_no_tier_are_refused():
-    with pytest.raises(UnknownMethodError, match="no eviction policy 'mru'"):
+    with pytest.raises(UnknownMethodError, match="unknown eviction policy 'mru'"):
         _run(_arrivals("sa"), 10, policy="mru")
     with pytest.raises(UsageError, match="needs a tier"):
         SimulationConfig("lru", ())

@@ -24,7 +24,7 @@ def test_every_known_policy_can_be_made_and_starts_empty() -> None:
 
 @pytest.mark.parametrize("name", ["mru", "", "eviction", "../lru", "LRU"])
 def test_an_unknown_policy_is_refused_naming_the_known_ones(name: str) -> None:
-    with pytest.raises(UnknownMethodError, match=r"known: .*lru"):
+    with pytest.raises(UnknownMethodError, match=r"there are: .*lru"):
         make_policy(name)
 
 

@@ -33,7 +33,7 @@ def nothing_is_held(served: Served) -> bool:
         ({}, "chunks must be a list of [start, stop] token positions"),
         ({"chunks": [[1, 5], [7, 9]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
-        ({"chunks": [[1, 5]], "method": "magic"}, "unknown reuse method 'magic'; there are: full, prefix"),
+        ({"chunks": [[1, 5]], "method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
         ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
         ({"chunks": [[1, 5]], "check_layers": [4]}, "layer 4 is to be checked, but the model has 4 layers"),
         ({"chunks": [[1, 5]], "query": {"layers": [5]}}, "layer 5 is to be watched, but the model has 4 layers"),

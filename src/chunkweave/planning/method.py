@@ -1,17 +1,17 @@
 """The contract of reuse methods, what they share, and the registry.
 
-To add one: write `planning/methods/<name>.py` with a class that has `name`, `budget` and `plan`, add a line to
-`METHODS`, and a test. Nothing else in the project needs to know.
+To add one: write `planning/methods/<name>.py` with a class that has `name`, `budget` and `plan`, end it with
+`METHOD = <the class>`, and write a test. Nothing else in the project needs to know.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Protocol
 
 from chunkweave.config import DeviationFactor, ReuseConfig
-from chunkweave.errors import UnknownMethodError
+from chunkweave.planning import methods
 from chunkweave.planning.plan import KVSource, PartPlan, Plan, is_computed_always
+from chunkweave.plugins import plugin, plugin_names
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Span, joined, spans_of
@@ -76,18 +76,8 @@ class ReuseMethod(Protocol):
         """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
 
 
-METHODS = {
-    "full": "chunkweave.planning.methods.full:FullPrefill",
-    "prefix": "chunkweave.planning.methods.prefix:ExactPrefix",
-    "full-reuse": "chunkweave.planning.methods.full_reuse:FullReuse",
-    "cacheblend": "chunkweave.planning.methods.cacheblend:CacheBlend",
-    "epic": "chunkweave.planning.methods.epic:Epic",
-    "query": "chunkweave.planning.methods.query:QueryAware",
-    "random": "chunkweave.planning.methods.random:RandomTokens",
-    "cachecraft": "chunkweave.planning.methods.cachecraft:CacheCraft",
-    "h2o": "chunkweave.planning.methods.h2o:HeavyHitters",
-    "set-cache": "chunkweave.planning.methods.set_cache:SetCache",
-}
+METHODS = plugin_names(methods)
+"""The names of all methods."""
 
 
 def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
@@ -96,11 +86,8 @@ def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
     Raises:
         UnknownMethodError: no such method; the message lists those there are.
     """
-    if name not in METHODS:
-        raise UnknownMethodError(f"unknown reuse method {name!r}; there are: {', '.join(METHODS)}")
-    module, _, attribute = METHODS[name].partition(":")
-    factory: Callable[[ReuseConfig], ReuseMethod] = getattr(import_module(module), attribute)
-    return factory(config or ReuseConfig())
+    method: ReuseMethod = plugin(methods, name, "reuse method").METHOD(config or ReuseConfig())
+    return method
 
 
 def parameter_of(name: str) -> str | None:

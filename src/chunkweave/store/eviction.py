@@ -5,15 +5,13 @@ To add a policy, put one module into `chunkweave.store.policies`: its file name 
 """
 
 import heapq
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from itertools import count
 from typing import Any, Protocol
 
-from chunkweave.errors import UnknownMethodError
+from chunkweave.plugins import plugin, plugin_names
 from chunkweave.store import policies
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
@@ -71,7 +69,7 @@ class EvictionPolicy(Protocol):
 
 def known_policies() -> tuple[str, ...]:
     """Names that `make_policy` accepts, sorted."""
-    return tuple(sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(policies.__path__)))
+    return plugin_names(policies)
 
 
 def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None, **options: object) -> EvictionPolicy:
@@ -86,9 +84,7 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None, **options
     Raises:
         UnknownMethodError: there is no policy of that name.
     """
-    if name not in known_policies():
-        raise UnknownMethodError(f"no eviction policy {name!r}; known: {', '.join(known_policies())}")
-    module = importlib.import_module(f"{policies.__name__}.{name.replace('-', '_')}")
+    module = plugin(policies, name, "eviction policy")
     if prefill_s is not None and "prefill_s" in signature(module.POLICY).parameters:
         options["prefill_s"] = prefill_s
     policy: EvictionPolicy = module.POLICY(**options)

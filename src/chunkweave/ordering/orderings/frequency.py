@@ -40,3 +40,6 @@ def _next(given: Unordered, waiting: Sequence[int], place: TreePlace[ChunkId]) -
         if below is not None:
             return number, below
     return waiting[0], None
+
+
+ORDERING = FrequencyOrder

@@ -11,3 +11,6 @@ class OriginalOrder:
     def order(self, given: Unordered) -> list[int]:
         """As they are."""
         return list(range(len(given.chunks)))
+
+
+ORDERING = OriginalOrder

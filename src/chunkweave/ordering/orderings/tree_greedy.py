@@ -58,3 +58,6 @@ def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[Chu
                 more = tokens_of[key]
                 pending.append((node, (*path, key), tokens + more, left_tokens - more))
     return [own[key] for key in best]
+
+
+ORDERING = TreeGreedyOrder

@@ -113,3 +113,6 @@ class CacheCraft:
         if len(chunks) < LEAST_CHUNKS or parts[-1].part.kind is not PartKind.QUESTION:
             return ()
         return (StopUnfocused(chunks, parts[-1].span, reading=self._config.focus_reading),)
+
+
+METHOD = CacheCraft

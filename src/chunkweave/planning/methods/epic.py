@@ -30,3 +30,6 @@ class Epic:
             for position in range(span.start, span.start + ceil(self._ratio * len(span)))
         ]
         return Plan(self.name, parts, (Pass(required_spans(parts, heads)),))
+
+
+METHOD = Epic

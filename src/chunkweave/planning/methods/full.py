@@ -20,3 +20,6 @@ class FullPrefill:
         """One pass over all tokens."""
         parts = reuse_nothing(lookup)
         return Plan(self.name, parts, (Pass(required_spans(parts)),))
+
+
+METHOD = FullPrefill

@@ -20,3 +20,6 @@ class FullReuse:
         """One pass over misses and question."""
         parts = reuse_every_hit(lookup, prefer_alone)
         return Plan(self.name, parts, (Pass(required_spans(parts)),))
+
+
+METHOD = FullReuse

@@ -40,3 +40,6 @@ class HeavyHitters:
     def _heaviest(self, record: SegmentRecord) -> tuple[int, ...]:
         ranking: Sequence[int] = record.attention.by_received if record.attention else range(len(record))
         return tuple(ranking[: ceil(self._ratio * len(record))])
+
+
+METHOD = HeavyHitters

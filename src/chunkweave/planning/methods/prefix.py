@@ -20,3 +20,6 @@ class ExactPrefix:
         """One pass over the tokens behind the prefix."""
         parts = reuse_exact_prefix(lookup)
         return Plan(self.name, parts, (Pass(required_spans(parts)),))
+
+
+METHOD = ExactPrefix

@@ -133,3 +133,6 @@ def _always(
         others = [position for _, position in ranked if position not in chosen]
         chosen |= dict.fromkeys(others[:room])
     return sorted(chosen)
+
+
+METHOD = QueryAware

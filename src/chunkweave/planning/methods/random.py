@@ -30,3 +30,6 @@ class RandomTokens:
         rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
         drawn = rng.sample(reused, ceil(self._ratio * len(reused)))
         return Plan(self.name, parts, (Pass(required_spans(parts, drawn)),))
+
+
+METHOD = RandomTokens

@@ -50,3 +50,6 @@ def _chains(lookup: PromptLookup) -> Iterator[tuple[SegmentRecord, ...]]:
         chain = tuple(record for record in prefixes if record is not None)
         if len(chain) == len(path) and Counter(path) <= there:
             yield chain
+
+
+METHOD = SetCache
