@@ -1,16 +1,17 @@
 """How chunks are put in order: who may choose, the contract of orderings, and the registry.
 
-To add one: write `ordering/orderings/<name>.py` with a class that has `name` and `order`, add a line to `ORDERINGS`,
-and a test. Nothing else in the project needs to know.
+To add one: write `ordering/orderings/<name>.py` with a class that has `name` and `order`, end it with
+`ORDERING = <the class>`, and write a test. Nothing else in the project needs to know.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib import import_module
 from typing import Protocol
 
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.errors import UsageError
+from chunkweave.ordering import orderings
+from chunkweave.plugins import plugin, plugin_names
 from chunkweave.settings import SERVERS, Place, configuration, setting
 from chunkweave.trees.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
@@ -114,11 +115,8 @@ class Ordering(Protocol):
         """
 
 
-ORDERINGS = {
-    "original": "chunkweave.ordering.orderings.original:OriginalOrder",
-    "frequency": "chunkweave.ordering.orderings.frequency:FrequencyOrder",
-    "tree-greedy": "chunkweave.ordering.orderings.tree_greedy:TreeGreedyOrder",
-}
+ORDERINGS = plugin_names(orderings)
+"""The names of all orderings."""
 
 
 def make_ordering(name: str) -> Ordering:
@@ -127,8 +125,5 @@ def make_ordering(name: str) -> Ordering:
     Raises:
         UnknownMethodError: no such ordering; the message lists those there are.
     """
-    if name not in ORDERINGS:
-        raise UnknownMethodError(f"unknown ordering {name!r}; there are: {', '.join(ORDERINGS)}")
-    module, _, attribute = ORDERINGS[name].partition(":")
-    factory: Callable[[], Ordering] = getattr(import_module(module), attribute)
-    return factory()
+    ordering: Ordering = plugin(orderings, name, "ordering").ORDERING()
+    return ordering

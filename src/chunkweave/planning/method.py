@@ -4,8 +4,8 @@ To add one: write `planning/methods/<name>.py` with a class that has `name`, `bu
 `METHOD = <the class>`, and write a test. Nothing else in the project needs to know.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chunkweave.config import DeviationFactor, ReuseConfig
@@ -208,3 +208,19 @@ def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     if method == "query":
         return reuse.query.factor is DeviationFactor.STORED or reuse.query.mixed_share > 0.0
     return method in ("cachecraft", "h2o")
+
+
+def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
+    """The lookup in which the parts of a conversation's `history`, by place, have their own segment and nothing else.
+
+    What belongs to the longest exact prefix stays that. The KV of the rest is what this conversation's answers were
+    decoded over, wherever it was computed: all its tokens count as fresh, so that no method recomputes one of them.
+    """
+    parts = []
+    for place, entry in enumerate(lookup.parts):
+        record = history.get(place)
+        if record is None or entry.exact is not None or record.token_ids != entry.part.token_ids:
+            parts.append(entry)
+        else:
+            parts.append(replace(entry, variants=(record,), fresh=frozenset(range(len(record)))))
+    return PromptLookup(tuple(parts))
