@@ -334,3 +334,17 @@ def test_an_explanation_has_the_scores_and_where_unfocused_chunks_were_stopped()
     assert sum(part.recomputed_tokens for part in reused) == report.recomputed_tokens
     done = sum(part.recomputed_tokens * 8 + sum(len(span) for span in part.partly) * plan.stop.layer for part in reused)
     assert report.recompute_fraction == pytest.approx(done / (8 * sum(part.tokens for part in reused)))
+
+
+def test_a_call_may_say_which_layers_are_checked_and_how_much_context_matters(engine):
+    engine.precompute(CHUNKS)
+    answer = engine.generate(QUESTION, CHUNKS, method="cachecraft", alpha=0.25, max_new_tokens=1)
+    assert answer.report.parameters["alpha"] == 0.25
+    request = Request(QUESTION, CHUNKS[::-1], sampling=SamplingParams(max_new_tokens=1))
+    (first,), (last,) = (
+        engine.generate_batch([request], method="cacheblend", recompute_ratio=0.2, check_layers=[layer])
+        for layer in (1, 3)
+    )
+    assert first.report.prefill_flops < last.report.prefill_flops
+    with pytest.raises(UsageError, match="layer 99"):
+        engine.generate(QUESTION, CHUNKS, method="cacheblend", check_layers=[99])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from chunkweave.engine.blocks import BlockPool
+from chunkweave.engine.scheduler import BlockPool
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.budget import BatchingConfig, Piece, Prefilling, TokenBudget
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
-from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.scheduling.budget import BatchingConfig
 
 logger = logging.getLogger(__name__)
@@ -178,16 +178,15 @@ class AsyncEngine:
         self,
         request: Request,
         *,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        method_request: MethodRequest | None = None,
         deadline_s: float | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         speculative: bool = False,
+        **options: Unpack[MethodOptions],
     ) -> AnswerStream:
         """Let a request wait for its turn; returns the stream of its answer at once.
 
-        `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. After `deadline_s` seconds (None: the
+        `options` say how chunks are reused, as in `Engine.generate`, unless `method_request` does. After `deadline_s` seconds (None: the
         configured ones) the request ends with `DeadlineError`, whatever it has by then. A `speculative` request is
         worked on when there is nothing else to do, and delays no other (but by a layer) until confirmed. `loop` is the
         event loop that will read the stream (None: the one that runs here). Name it to call this from another thread:
@@ -208,7 +207,7 @@ class AsyncEngine:
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full(speculative=speculative)
         with self._preparing:  # tokenizers are not made for several threads at once
-            method_request = MethodRequest.of(method, quality, recompute_ratio)
+            method_request = method_request or MethodRequest.of(**options)
             most = self._core.most_tokens
             prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:

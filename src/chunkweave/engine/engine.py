@@ -26,7 +26,7 @@ from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
-from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
@@ -87,11 +87,9 @@ class Conversation:
         chunks: Sequence[Chunk | str] = (),
         *,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> Answer:
-        """The next turn; `method`, `quality` and `recompute_ratio` are as in `Engine.generate`.
+        """The next turn; `options` say how chunks are reused, as in `Engine.generate`.
 
         Raises:
             ConversationEndedError: it was idle for too long, or was closed.
@@ -100,9 +98,7 @@ class Conversation:
             PromptTooLongError: not even the new turn fits the model's context.
         """
         request = self.request(question, chunks, sampling=sampling)
-        return self._engine.generate_batch([request], method=method, quality=quality, recompute_ratio=recompute_ratio)[
-            0
-        ]
+        return self._engine.generate_batch([request], **options)[0]
 
     def stream(
         self,
@@ -110,9 +106,7 @@ class Conversation:
         chunks: Sequence[Chunk | str] = (),
         *,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> Iterator[StreamEvent]:
         """The next turn in pieces, as `Engine.stream`. A turn that is left before its last event was never said.
 
@@ -120,7 +114,7 @@ class Conversation:
             ConversationEndedError: it was idle for too long, or was closed.
         """
         request = self.request(question, chunks, sampling=sampling)
-        return self._engine.stream(request, method=method, quality=quality, recompute_ratio=recompute_ratio)
+        return self._engine.stream(request, **options)
 
     def request(
         self, question: str, chunks: Sequence[Chunk | str] = (), *, sampling: SamplingParams | None = None
@@ -327,15 +321,12 @@ class Engine:
         stop: Sequence[str] = (),
         cache_salt: str = "",
         order: str | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> Answer:
         """Answer one question over chunks; what was computed for it is stored.
 
-        `method` says how chunks are reused, `quality` (`exact`, `balanced`, `fast`) how close to full prefill the
-        answer is to be; a method wins over the last two. With neither it is what the engine was made with. With
-        `order="free"` the chunks may stand in another order; the report has their ranks.
+        `options` say how chunks are reused (`MethodOptions`): `method`, or a `quality` target, and what the method is
+        given. With `order="free"` the chunks may stand in another order; the report has their ranks.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a ratio outside [0, 1], an unknown method or quality,
@@ -345,21 +336,18 @@ class Engine:
         """
         sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
         request = Request(question, tuple(chunks), system, sampling, cache_salt, order)
-        return self.generate_batch([request], method=method, quality=quality, recompute_ratio=recompute_ratio)[0]
+        return self.generate_batch([request], **options)[0]
 
     def stream(
         self,
         request: Request,
-        *,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> Iterator[StreamEvent]:
         """The answer in pieces as tokens come; the last event carries the whole `Answer`.
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then. Raises what `generate` raises.
         """
-        prepared = self.preparer.prepare(request, MethodRequest.of(method, quality, recompute_ratio))
+        prepared = self.preparer.prepare(request, MethodRequest.of(**options))
         with self._core([prepared]) as core:
             events = _submit(core, 0, prepared, time.perf_counter())
             while core.busy:
@@ -369,10 +357,7 @@ class Engine:
     def generate_batch(
         self,
         requests: Sequence[Request],
-        *,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> list[Answer]:
         """Answer several requests: prefilled one after the other, decoded together, answers in the same order.
 
@@ -382,7 +367,7 @@ class Engine:
             UsageError: as `generate`; nothing has been computed then.
             RequestFailedError: one of them failed twice; `__cause__` says why.
         """
-        method_request = MethodRequest.of(method, quality, recompute_ratio)
+        method_request = MethodRequest.of(**options)
         prepared: list[PreparedRequest] = []
         answers: list[Answer] = []
         with self._core(prepared) as core:

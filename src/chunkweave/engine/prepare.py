@@ -99,8 +99,9 @@ class RequestPreparer:
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         order = None if request.order is None else ChunkOrder.parse(request.order)
+        method_request.refuse_layers_beyond(self.loaded.model.geometry.num_layers)
         choice = self.chooser.choose(method_request)
-        method = self._make_method(choice, method_request.recompute_ratio)
+        method = self._make_method(choice, sets_budget=method_request.sets_budget)
         if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
             choice, method = allowed, make_method(allowed.method, allowed.reuse)
         turn: TurnUnderWay | None = None
@@ -144,10 +145,10 @@ class RequestPreparer:
             history=() if prepared.turn is None else history_after(prefilled, prepared.turn),
         )
 
-    def _make_method(self, choice: MethodChoice, recompute_ratio: float | None) -> ReuseMethod:
+    def _make_method(self, choice: MethodChoice, *, sets_budget: bool) -> ReuseMethod:
         """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""
         cost = self.runner.cost
-        if recompute_ratio is not None or cost is None:
+        if sets_budget or cost is None:
             return make_method(choice.method, choice.reuse)
         return LoadAwareMethod(choice.method, choice.reuse, cost, self.runner.store.tier_of)
 

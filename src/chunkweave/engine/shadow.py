@@ -8,10 +8,10 @@ import torch
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.blocks import BlockPool
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Runner
+from chunkweave.engine.scheduler import BlockPool
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor

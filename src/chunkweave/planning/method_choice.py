@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
@@ -28,6 +28,21 @@ class Why(StrEnum):
     """Something approximate was to answer, but shadow checks found that it strays too far (`scheduling.shadow`)."""
 
 
+class MethodOptions(TypedDict, total=False):
+    """What every call that answers a question takes about the method: the arguments of `MethodRequest.of`.
+
+    `method` says how chunks are reused, `quality` (`exact`, `balanced`, `fast`) how close to full prefill the answer is
+    to be; a method wins over the last two. With neither it is what the engine was made with. `recompute_ratio`,
+    `check_layers` and `alpha` are given to the method in place of the configured ones (`ReuseConfig`).
+    """
+
+    method: str | None
+    quality: str | None
+    recompute_ratio: float | None
+    check_layers: Sequence[int] | None
+    alpha: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class MethodRequest:
     """What a caller says about the method; every part may be left open.
@@ -45,8 +60,8 @@ class MethodRequest:
     @classmethod
     def of(
         cls,
-        method: str | None,
-        quality: str | None,
+        method: str | None = None,
+        quality: str | None = None,
         recompute_ratio: float | None = None,
         check_layers: Sequence[int] | None = None,
         alpha: float | None = None,
