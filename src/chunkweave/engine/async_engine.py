@@ -186,11 +186,12 @@ class AsyncEngine:
     ) -> AnswerStream:
         """Let a request wait for its turn; returns the stream of its answer at once.
 
-        `options` say how chunks are reused, as in `Engine.generate`, unless `method_request` does. After `deadline_s` seconds (None: the
-        configured ones) the request ends with `DeadlineError`, whatever it has by then. A `speculative` request is
-        worked on when there is nothing else to do, and delays no other (but by a layer) until confirmed. `loop` is the
-        event loop that will read the stream (None: the one that runs here). Name it to call this from another thread:
-        the prompt is tokenized before it returns, which takes a while for a long one.
+        `options` say how chunks are reused, as in `Engine.generate`, unless `method_request` does. `loop` is the event
+        loop that will read the stream (None: the one that runs here). Name it to call this from another thread: the
+        prompt is tokenized before it returns, which takes a while for a long one.
+
+        After `deadline_s` seconds (None: the configured ones) the request ends with `DeadlineError`. A `speculative`
+        request runs when there is nothing else to do, and delays no other by more than a layer until it is confirmed.
 
         Raises:
             QueueFullError: as many requests wait as may; this is the back-pressure to pass on. For requests that are
