@@ -6,7 +6,7 @@ from math import ceil, isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
-from chunkweave.settings import GIB, SERVERS, Place, Unit, configuration, setting
+from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, Unit, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -74,17 +74,20 @@ class RequestDefaults:
     """What a request gets that does not say."""
 
     method: str | None = setting(
-        None, "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix."
+        None,
+        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        places=REQUESTS,
     )
     quality: str | None = setting(
         None,
         "exact, balanced or fast, for requests that name neither this nor a method: how close to full prefill; the "
         "last two need `chunkweave calibrate`.",
+        places=REQUESTS,
     )
     order: str | None = setting(
         "fixed",
-        "free: chunks stand as is best for reuse; fixed: as they come.",
-        places=_OWN_ENGINE | {Place.VLLM},
+        "free: chunks stand as is best for reuse; fixed: as they come. Commands reorder only what they retrieve.",
+        places=_OWN_ENGINE | {Place.VLLM, Place.REQUEST},
         defaults={Place.COMMANDS: None, Place.ENGINE: "free", Place.VLLM: "free"},
     )
 
@@ -323,11 +326,15 @@ class ReuseConfig:
     """
 
     recompute_ratio: float = setting(
-        DEFAULT_RECOMPUTE_RATIO, "Share of the reused chunks' tokens that a named method computes again, 0 to 1."
+        DEFAULT_RECOMPUTE_RATIO,
+        "Share of the reused chunks' tokens that a named method computes again, 0 to 1.",
+        places=REQUESTS,
     )
-    check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
+    check_layers: tuple[int, ...] = setting(
+        (1,), "Layers at which cacheblend compares fresh with cached KV.", places=REQUESTS
+    )
     seed: int = setting(0, "Feeds what a method draws at random.", places=frozenset({Place.CONNECTOR}))
-    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
+    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.", places=REQUESTS)
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",

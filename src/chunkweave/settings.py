@@ -105,9 +105,13 @@ class Place(StrEnum):
     """`chunkweave vllm-serve`: flags, environment, file."""
     CONNECTOR = "connector"
     """vLLM's `kv_connector_extra_config`."""
+    REQUEST = "request"
+    """The `chunkweave` object of one request, over HTTP."""
 
 
-EVERYWHERE = frozenset(Place)
+EVERYWHERE = frozenset(Place) - {Place.REQUEST}
+"""Where whoever runs things sets them."""
+REQUESTS = frozenset(Place)
 SERVERS = frozenset({Place.ENGINE, Place.VLLM})
 
 
@@ -180,7 +184,7 @@ class Setting:
             if kind is tuple:
                 inner = get_args(self.kind)[0]
                 return tuple(inner(part.strip()) for part in text.split(",") if part.strip())
-            return kind(text)
+            return getattr(kind, "parse", kind)(text)
         except (ValueError, KeyError) as error:
             why = f" ({error})" if isinstance(error, UsageError) else ""
             raise UsageError(

@@ -166,9 +166,12 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     return plain(**{one.name: made[one.name] if one.name in blocks else values.pop(one.name) for one in fields(plain)})
 
 
-def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Parameter]:
-    """An option for each setting, and a hidden one for each other spelling. None is one that was not given."""
-    shown: dict[str, inspect.Parameter] = {}
+def option_parameters(known: Iterable[Setting], place: Place, panel: str | None = None) -> list[inspect.Parameter]:
+    """An option for each setting, and a hidden one for each other spelling. None is one that was not given.
+
+    `panel` is the heading that they stand under in the help.
+    """
+    shown = []
     for one in known:
         for spelling in (one.name, *one.spellings, *one.old):
             flag = f"--{spelling.replace('_', '-')}"
@@ -176,6 +179,7 @@ def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Pa
             option = typer.Option(
                 f"{flag}/--no-{flag[2:]}" if one.plain is bool else flag,
                 help=one.meaning,
+                rich_help_panel=panel,
                 hidden=spelling != one.name,
                 show_default=one.text(default) if default not in (None, "", False, ()) else False,
                 metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
@@ -187,8 +191,8 @@ def option_parameters(known: Iterable[Setting], place: Place) -> list[inspect.Pa
                 default=None,
                 annotation=Annotated[_option_kind(one), option],
             )
-            shown.setdefault(spelling, parameter)
-    return list(shown.values())
+            shown.append(parameter)
+    return shown
 
 
 def _option_kind(one: Setting) -> Any:

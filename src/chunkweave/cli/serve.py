@@ -18,6 +18,7 @@ from chunkweave.config import Backend
 from chunkweave.errors import UsageError
 from chunkweave.server.settings import (
     FILE_VARIABLE,
+    GROUPS,
     KEYS_VARIABLE,
     Resolved,
     Settings,
@@ -25,6 +26,7 @@ from chunkweave.server.settings import (
     server_settings,
     unused_variables,
 )
+from chunkweave.settings import settings_of
 
 ConfigFile = Annotated[
     Path | None,
@@ -41,9 +43,14 @@ def with_settings(
     settings `without` an option are the command's own.
     """
     own = [one for name, one in inspect.signature(command).parameters.items() if name != "resolved"]
-    shown = [inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)]
+    file_option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+    options = {"config": file_option}
     known = {name: one for name, one in server_settings(backend).items() if name not in without}
-    shown += option_parameters(known.values(), (backend or Backend.ENGINE).place)
+    place = (backend or Backend.ENGINE).place
+    for kind in GROUPS.values():
+        group = [one for name, one in known.items() if name in settings_of(kind)]
+        for parameter in option_parameters(group, place, (kind.__doc__ or "").partition(".")[0]):
+            options.setdefault(parameter.name, parameter)
 
     def call(**values: Any) -> None:
         file, flags = values.pop("config"), given_options(known, values)
@@ -52,7 +59,7 @@ def with_settings(
             warn(f"{variable} is no setting here: it is not used.")
         command(**values, resolved=resolved)
 
-    return as_command(call, command, [*shown, *own])
+    return as_command(call, command, [*options.values(), *own])
 
 
 _NEEDED = {

@@ -1,0 +1,214 @@
+"""One table of settings: constructors, commands, servers, connector, requests and docs say the same of each."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from chunkweave.cli.app import app
+from chunkweave.config import Backend
+from chunkweave.errors import UsageError
+from chunkweave.server.requests import ReuseField
+from chunkweave.server.settings import GROUPS, resolve, server_settings
+from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from settings_page import PAGE, settings_table
+
+ALL = {name: (kind, one) for kind in GROUPS.values() for name, one in settings_of(kind).items()}
+
+PRODUCT = ("ask", "chat", "demo", "cache warm", "profile", "serve", "vllm-serve", "config show")
+"""Commands whose every option is a setting, or one of these."""
+
+_OUTPUT = {"json": "how the result is printed", "out": "where the result is written"}
+_DOCUMENTS = {
+    "docs": "what is asked about",
+    "chunk-tokens": "how these documents are cut",
+    "overlap-tokens": "how these documents are cut",
+    "skip-bad-docs": "which of these documents are read",
+}
+_ANSWERS = {
+    "corpus": "what is asked about",
+    "top-k": "how much of it",
+    "max-new-tokens": "sampling of these answers",
+    "temperature": "sampling of these answers",
+    "system": "the instruction of these questions",
+}
+_MEASURED = {"seed": "what is drawn", "threads": "of this measurement"}
+NO_SETTINGS: dict[str, dict[str, str]] = {
+    "ask": {**_OUTPUT, **_DOCUMENTS, **_ANSWERS, "precompute": "done before", "speculate": "how", "explain": "shown"},
+    "chat": {**_OUTPUT, **_DOCUMENTS, **_ANSWERS},
+    "demo": _OUTPUT,
+    "cache warm": {**_OUTPUT, **_DOCUMENTS},
+    "profile": {
+        **_OUTPUT,
+        **_MEASURED,
+        "cached-tokens": "what is measured",
+        "new-tokens": "what is measured",
+        "repeats": "how often",
+        "segment-tokens": "what is measured",
+        "segments": "what is measured",
+    },
+    "serve": {"config": "the file of settings"},
+    "vllm-serve": {"config": "the file of settings"},
+    "config show": {**_OUTPUT, "config": "the file of settings"},
+}
+OTHER_MEANING = {
+    ("bench quality", "recompute-ratio"): "a list to compare",
+    ("bench quality", "alpha"): "a list to compare",
+    ("bench quality", "check-layers"): "of the methods that are compared",
+    ("calibrate", "recompute-ratio"): "a grid",
+    ("calibrate", "alpha"): "a grid",
+    ("calibrate", "check-layers"): "of the methods that are measured",
+    ("calibrate", "cache-dir"): "where the record goes",
+    ("simulate", "policy"): "a list to compare",
+    ("simulate", "device-budget"): "of a simulated tier",
+    ("simulate", "shape"): "of a simulated model",
+    ("simulate", "replicas"): "of a simulated tree",
+    ("analyze", "policy"): "of a simulated cache",
+    ("ask", "corpus"): "the one that is asked; a server has several, for its tenants",
+    ("chat", "corpus"): "the one that is asked; a server has several, for its tenants",
+    ("ingest", "corpus"): "the one that is made",
+    ("advise", "device"): "a storage device",
+    ("ask", "speculate"): "off by default: the answer is the command's only one",
+}
+"""Options called as a setting is that are none of it."""
+
+
+def commands(group: Any = None, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+COMMANDS = dict(commands())
+
+
+def options(command: click.Command) -> Iterator[tuple[str, Any]]:
+    """Options that the help shows, by name."""
+    for parameter in command.params:
+        if isinstance(parameter, typer.core.TyperOption) and not parameter.hidden:
+            yield parameter.opts[0].removeprefix("--"), parameter
+
+
+def flag(one: Setting) -> str:
+    return one.name.replace("_", "-")
+
+
+def value_of(one: Setting) -> Any:
+    """A value that it may have."""
+    return next(value for value in (one.default, 1) if value is not None)
+
+
+def test_every_name_is_declared_once_and_says_its_unit():
+    assert len(ALL) == sum(len(settings_of(kind)) for kind in GROUPS.values())
+    for name, (_, one) in ALL.items():
+        assert one.meaning.endswith((".", "...")), name
+        assert one.places, name
+        for suffix, unit in (("_bytes", Unit.BYTES), ("_s", Unit.SECONDS)):
+            assert one.attribute.endswith(suffix) == (one.unit is unit), name
+
+
+@pytest.mark.parametrize("name", [name for name, (_, one) in ALL.items() if one.unit is not None])
+def test_constructors_take_text_and_the_name_without_unit(name: str):
+    kind, one = ALL[name]
+    value = value_of(one)
+    text = one.unit.shown(value) if one.unit is not None else ""
+    assert kind(**{one.attribute: text}) == kind(**{name: value}) == kind(**{one.attribute: value})
+    with pytest.raises(UsageError, match="no value of"):
+        kind(**{name: "much"})
+
+
+@pytest.mark.parametrize("name", [name for name, (_, one) in ALL.items() if set(one.old) - {one.attribute}])
+def test_old_spellings_still_work_and_name_the_new_one(name: str):
+    kind, one = ALL[name]
+    value = value_of(one)
+    for old in set(one.old) - {one.attribute}:  # of Python, others are of flags, files and variables alone
+        with pytest.warns(DeprecationWarning, match=name):
+            made = kind(**{old: value})
+        assert made == kind(**{one.attribute: value})
+        with pytest.warns(DeprecationWarning, match=one.attribute):
+            assert getattr(made, old) == value
+
+
+def test_an_unknown_name_is_no_argument():
+    kind, _ = ALL["policy"]
+    with pytest.raises(TypeError, match="colour"):
+        kind(colour="red")
+    with pytest.raises(AttributeError, match="colour"):
+        kind().colour  # noqa: B018 - it is the access that is tested
+
+
+def test_every_setting_of_the_commands_is_an_option_of_some():
+    shown = {name for command in COMMANDS.values() for name, _ in options(command)}
+    assert {flag(one) for _, one in ALL.values() if Place.COMMANDS in one.places} <= shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_say_what_their_setting_says(command: str):
+    place = {"vllm-serve": Place.VLLM, "serve": Place.ENGINE, "config show": Place.ENGINE}.get(command, Place.COMMANDS)
+    places = SERVERS if place is Place.ENGINE else {place}
+    for name, option in options(COMMANDS[command]):
+        _, one = ALL.get(name.replace("-", "_"), (None, None))
+        if one is None or not places & one.places or (command, name) in OTHER_MEANING:
+            assert command not in PRODUCT or name in NO_SETTINGS[command], f"{command} --{name} is declared nowhere"
+            continue
+        assert option.help == one.meaning
+        default = one.default_at(place)
+        assert option.default is None, "what is not given is for the other sources to say"
+        assert option.show_default == (one.text(default) if default not in (None, "", False, ()) else False)
+        assert name not in NO_SETTINGS.get(command, {})
+
+
+@pytest.mark.parametrize(("command", "backend"), [("serve", None), ("vllm-serve", Backend.VLLM)])
+def test_servers_have_a_flag_for_each_of_their_settings(command: str, backend: Backend | None):
+    without = {"model", "backend"} if command == "vllm-serve" else set()
+    declared = {flag(one) for name, one in server_settings(backend).items() if name not in without}
+    assert {name for name, _ in options(COMMANDS[command])} == declared | {"config"}
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_without_any_source_a_server_has_the_declared_defaults(backend: Backend):
+    settings = resolve({}, {}, backend=backend).settings
+    for group, kind in GROUPS.items():
+        for name, one in settings_of(kind).items():
+            if name not in server_settings(backend):
+                assert not {backend.place} & one.places
+            elif name != "backend" and getattr(settings, group) is not None:
+                assert getattr(getattr(settings, group), one.attribute) == one.default_at(backend.place), name
+
+
+def test_settings_of_the_other_backend_are_refused_unless_vllm_has_them_too():
+    with pytest.raises(UsageError, match="--kv-tokens"):
+        resolve({"kv_tokens": 64}, {}, backend=Backend.VLLM)
+    with pytest.raises(UsageError, match="--replicas"):
+        resolve({"replicas": 2}, {})
+    settings = resolve({"max_num_seqs": 4, "backend": "vllm", "dtype": "bfloat16"}, {}).settings
+    assert settings.vllm_flags == ("--max-num-seqs", "4", "--dtype", "bfloat16")
+
+
+def test_the_connector_gets_what_is_not_as_it_is_there():
+    given = {"host_budget": "16GiB", "policy": "pgdsf", "method": "cacheblend", "ttl": "7d", "check_layers": [1, 2]}
+    secret = {"remote_url": "redis://:password@cache:6379"}
+    settings = resolve({**given, **secret}, {}, backend=Backend.VLLM).settings
+    assert settings.connector_config() == given
+    assert settings.connector_environment() == {"CHUNKWEAVE_REMOTE_URL": secret["remote_url"]}
+    assert resolve({}, {}, backend=Backend.VLLM).settings.connector_config() == {}
+
+
+def test_requests_say_what_may_be_said_by_requests():
+    others = {"conversation_id": "whose turn it is", "corpus": "what is asked about", "top_k": "how much of it"}
+    assert set(ReuseField.model_fields) - set(others) <= {
+        name for name, (_, one) in ALL.items() if Place.REQUEST in one.places
+    }
+
+
+def test_the_page_of_settings_is_that_table():
+    assert settings_table() in PAGE.read_text(encoding="utf-8"), "write it anew: python benchmarks/settings_page.py"
