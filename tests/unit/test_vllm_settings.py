@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.config import DEFAULT_MAX_VARIANTS, StoreConfig
+from chunkweave.config import DEFAULT_MAX_VARIANTS, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError
-from chunkweave.settings import GIB
+from chunkweave.server.settings import GROUPS
+from chunkweave.settings import GIB, Place, settings_at, settings_of
+from chunkweave.vllm.request import SETTINGS
 from chunkweave.vllm.settings import PluginSettings
 
 EVERYTHING = {
@@ -104,3 +106,29 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
 def test_wrong_values_are_named(extra, message):
     with pytest.raises(UsageError, match=message):
         read(extra)
+
+
+def test_the_connector_takes_each_setting_that_is_declared_for_it_and_no_other():
+    declared = [settings_at(kind, Place.CONNECTOR) for kind in GROUPS.values()]
+    known = {name: one for group in declared for name, one in group.items()}
+    for name, one in known.items():
+        default = one.default_at(Place.CONNECTOR)
+        value = {"recompute_ratio": 0.5, "method": "full", "ttl": 60.0}.get(name, default)
+        settings = read({name: list(value) if isinstance(value, tuple) else value})
+        for group in (settings.store, settings.weave):
+            if name in settings_of(type(group)):
+                assert getattr(group, one.attribute) == value
+    with pytest.raises(UsageError, match="there are: " + ", ".join(sorted(known))):
+        read({"colour": "red"})
+
+
+@pytest.mark.parametrize(("old", "new"), [("step_tokens", "weave_step_tokens"), ("ask_timeout", "lookup_timeout")])
+def test_old_keys_still_work_and_the_log_names_the_new_one(caplog, old, new):
+    assert read({old: 3}).weave == read({new: 3}).weave
+    assert f"{old} is now called {new}" in caplog.text
+
+
+def test_a_request_may_say_no_more_than_the_connector_does():
+    declared = {name for kind in (RequestDefaults, ReuseConfig, WeaveConfig) for name in settings_of(kind)}
+    laboratory = {"query"}  # how the method `query` reads attention: for measurements
+    assert SETTINGS - laboratory <= declared
