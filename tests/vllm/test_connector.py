@@ -51,8 +51,8 @@ def test_a_model_that_does_not_tell_its_layers_is_served(monkeypatch):
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "four"])
 def test_tokens_of_a_step_must_be_a_whole_number(monkeypatch, tokens):
-    with pytest.raises(UsageError, match="step_tokens"):
-        connect(monkeypatch, {"step_tokens": tokens})
+    with pytest.raises(UsageError, match="weave_step_tokens"):
+        connect(monkeypatch, {"weave_step_tokens": tokens})
 
 
 def test_unknown_keys_are_named_with_those_there_are(monkeypatch):

@@ -168,7 +168,7 @@ def test_an_aborted_weave_frees_its_blocks(sliced, steps):
 def observed(checkpoint):
     """A server whose scheduler lives in this process, where it can be looked at."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with serving(checkpoint("llama"), environment=environment, extra={"step_tokens": 1}, **SLICED) as served:
+    with serving(checkpoint("llama"), environment=environment, extra={"weave_step_tokens": 1}, **SLICED) as served:
         yield served
 
 

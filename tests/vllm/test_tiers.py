@@ -96,7 +96,7 @@ def keys(server: Server) -> int:
 
 
 def test_two_servers_share_over_redis_until_it_is_killed_and_then_serve_on(start, redis, reference):
-    extra = {"remote_url": redis.url, "load_timeout": "5s", "ask_timeout": "5s"}
+    extra = {"remote_url": redis.url, "load_timeout": "5s", "lookup_timeout": "5s"}
     one, other = start("one", extra), start("other", extra)
     one.wait()
     other.wait()

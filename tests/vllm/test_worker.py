@@ -76,7 +76,7 @@ def side(paged, monkeypatch):
     monkeypatch.setattr(FakeJob, "given", [])
     rotation = SimpleNamespace(inverse=lambda keys, _: keys)
     layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation, geometry=GEOMETRY)
-    made = ConnectorWorker(layers, "model", PluginSettings.from_config({"step_tokens": 1}, {}))
+    made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
     yield made
     made.close()
 
@@ -265,7 +265,7 @@ def test_the_scheduler_gets_changes_only_and_answers(side):
 
 def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
     hold(side)
-    extra = {"cache_dir": str(tmp_path), "step_tokens": 1}
+    extra = {"cache_dir": str(tmp_path), "weave_step_tokens": 1}
     before = ConnectorWorker(side._layers, "model", PluginSettings.from_config(extra, {}))
     for record in side._store.records():
         before._store.insert(record, side._store.get(record.id))
