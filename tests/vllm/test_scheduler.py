@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from chunkweave.vllm.messages import Holdings, StepResults
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import ConnectorScheduler
+from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepResults
 
 BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}

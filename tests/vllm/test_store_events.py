@@ -2,7 +2,7 @@
 
 from chunkweave.store.index import ChunkChanges, ChunkFollower
 from chunkweave.types import ChunkId
-from chunkweave.vllm.messages import StepResults
+from chunkweave.vllm.scheduler import StepResults
 from chunkweave.vllm.store_events import StoreEvents
 
 FOUND = ChunkId("found")

@@ -13,8 +13,8 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
-from chunkweave.vllm.messages import LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.scheduler import LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.worker import ConnectorWorker
 

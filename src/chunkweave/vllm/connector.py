@@ -10,12 +10,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import check, check_supported, model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import ConnectorScheduler
+from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave_queue import Alone, RankAgreement

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
-"""The environment variable that says where segments are shared, so that a password stands in no log of vLLM's."""
+"""Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
 _STORE = settings_at(StoreConfig, Place.CONNECTOR) | settings_at(WeaveConfig, Place.CONNECTOR)
 _KNOWN = _STORE | settings_at(RequestDefaults, Place.CONNECTOR) | settings_at(ReuseConfig, Place.CONNECTOR)
@@ -26,10 +26,7 @@ _KNOWN = _STORE | settings_at(RequestDefaults, Place.CONNECTOR) | settings_at(Re
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """What the connector is told: where segments are kept, how weaves share a step, what requests get by default.
-
-    `requests` are the keys that a request may give too, for `Defaults.from_config`.
-    """
+    """Where segments are kept, how weaves share a step, and in `requests` what `Defaults.from_config` reads."""
 
     store: StoreConfig
     weave: WeaveConfig

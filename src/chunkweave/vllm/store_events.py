@@ -10,7 +10,7 @@ from chunkweave.store.index import ChunkChanges
 from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:  # they need vLLM
-    from chunkweave.vllm.messages import LookupOrder, StepResults
+    from chunkweave.vllm.scheduler import LookupOrder, StepResults
 
 MOST_CHUNKS = 4096
 """Most changed chunks in the results of one step: the rest follows in the next."""

@@ -19,10 +19,10 @@ from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import SegmentId
-from chunkweave.vllm.messages import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import BlockTable
 from chunkweave.vllm.request import StoredPart, WeaveRequest
+from chunkweave.vllm.scheduler import Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
