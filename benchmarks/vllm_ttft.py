@@ -165,9 +165,7 @@ def _engine(folder: str, args: argparse.Namespace) -> Any:
             kv_transfer_config={  # type: ignore[arg-type]
                 "kv_connector": "ChunkweaveConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    key: value for key, value in {"weave_step_tokens": args.step_tokens}.items() if value is not None
-                },
+                "kv_connector_extra_config": {"weave_step_tokens": args.step_tokens},
             },
         )
     )
