@@ -14,7 +14,7 @@ from chunkweave.models.base import ALONE, Ranks
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.store.records import AttentionProfile
-from chunkweave.types import ChunkId, Geometry, Span
+from chunkweave.types import ChunkId, Geometry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,10 +359,6 @@ class QuestionWatch:
         self._meter = AttentionMeter(positions, (), hidden=hidden, where=where)
         self.attention = torch.zeros(question.stop, device=device)
 
-    def wants(self, layer: int) -> bool:
-        """Whether this layer is watched."""
-        return layer in self.watch.layers
-
     def look(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
         """Take in one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
 
@@ -399,7 +395,3 @@ class FocusWatch:
         """
         mass = self._ranks.mean(self._meter.read(queries, keys).by_part.sum(0))
         return self._tracker.update(mass.tolist())
-
-    def unfocused(self, focused: frozenset[int]) -> tuple[Span, ...]:
-        """The chunks that are not focused."""
-        return tuple(span for index, span in enumerate(self.rule.chunks) if index not in focused)

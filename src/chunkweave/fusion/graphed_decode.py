@@ -35,16 +35,18 @@ Record = Callable[[Step], Step]
 """Makes of a step over fixed buffers one that does the same again, cheaper: `record_cuda_graph`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DecodeBuffers:
     """What a step over so many requests reads: `inputs` int64 `[2, requests]` are token ids and positions, `places`
-    int64 `[layers, requests, 4]` the addresses of each layer's keys and values (the last two stay 0).
+    int64 `[layers, requests, 4]` the addresses of each layer's keys and values (the last two stay 0),
+    those of the caches of `versions`.
     """
 
     inputs: torch.Tensor
     places: torch.Tensor
     tiles: torch.Tensor
     blocks: Blocks
+    versions: tuple[int, ...] = ()
 
 
 def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> torch.Tensor:
@@ -81,7 +83,6 @@ class GraphedDecode:
         self._dtype, self._device = dtype, device
         self._record = record or record_cuda_graph()
         self._steps: dict[tuple[int, int], tuple[DecodeBuffers, Step]] = {}
-        self._placed: dict[tuple[int, int], tuple[int, ...]] = {}
         self._broken = False
 
     @property
@@ -95,16 +96,17 @@ class GraphedDecode:
         """Logits `[requests, vocab]` of each request's next token, or None if this is not for recorded steps."""
         if self._broken or not 0 < len(caches) <= _MAX_REQUESTS:
             return None
-        stop = _rounded_up(max(positions) + 1)
+        # The next power of two, so that growing contexts seldom need another recording.
+        stop = 1 << max(positions).bit_length()
         blocks = self._blocks(len(caches), stop)
         key = len(caches), blocks.splits
         try:
             if key not in self._steps:
                 buffers = self._buffers(len(caches), blocks)
-                self._fill(key, buffers, caches, token_ids, positions)
+                self._fill(buffers, caches, token_ids, positions)
                 self._steps[key] = buffers, self._record(lambda: decode_step(self._model, buffers, stop))
             buffers, step = self._steps[key]
-            self._fill(key, buffers, caches, token_ids, positions)
+            self._fill(buffers, caches, token_ids, positions)
             return step().clone()
         except Exception as error:  # noqa: BLE001  (whatever the device or a compiler says: the loop decodes as well)
             self._broken = True
@@ -133,24 +135,19 @@ class GraphedDecode:
         )
 
     def _fill(
-        self,
-        key: tuple[int, int],
-        buffers: DecodeBuffers,
-        caches: Sequence[RequestCache],
-        token_ids: Sequence[int],
-        positions: Sequence[int],
+        self, buffers: DecodeBuffers, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> None:
         """Bring this step's numbers to the device; the addresses only if the caches are others, or have grown."""
         buffers.inputs.copy_(to_device([token_ids, positions], self._device, torch.long))
         versions = tuple(cache.version for cache in caches)
-        if self._placed.get(key) == versions:
+        if buffers.versions == versions:
             return
         places = []
         for layer in range(self._model.geometry.num_layers):
             views = [cache.view(layer, cache.capacity) for cache in caches]
             places += [[keys.data_ptr(), values.data_ptr(), 0, 0] for keys, values in views]
         buffers.places.copy_(to_device(places, self._device, torch.long).view_as(buffers.places))
-        self._placed[key] = versions
+        buffers.versions = versions
 
 
 def record_cuda_graph() -> Record:
@@ -176,8 +173,3 @@ def record_cuda_graph() -> Record:
         return replay
 
     return record
-
-
-def _rounded_up(tokens: int) -> int:
-    """The next power of two, so that growing contexts seldom need another recording."""
-    return 1 << (tokens - 1).bit_length()

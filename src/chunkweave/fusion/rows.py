@@ -331,7 +331,7 @@ class ActiveRows:
         if self._attention is not None and self._attention.wants(layer):
             self._attention.read(layer, queries, keys, measured)
             self._note(captured_scores=self._attention.scores)
-        if self._question is not None and self._question.wants(layer):
+        if self._question is not None and layer in self._question.watch.layers:
             question = self._question.watch.question
             first = self._row_of(question.start)
             self._question.look(queries[first : first + len(question)], keys)
@@ -354,7 +354,8 @@ class ActiveRows:
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
         """How many rows go is known only now: the host asks, as it did for the question's attention."""
-        unfocused = flags_of(watch.unfocused(focused), self.cache.capacity)
+        others = [span for index, span in enumerate(watch.rule.chunks) if index not in focused]
+        unfocused = flags_of(others, self.cache.capacity)
         going = unfocused.to(self.positions.device)[self.positions[self._candidates]]
         dropped = self._candidates[going]
         chunks = tuple(watch.rule.chunks[index] for index in sorted(focused))
