@@ -18,7 +18,7 @@ from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_co
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, FsspecBlobs, RedisBlobs, open_blobs, without_secrets
 from chunkweave.tiers.remote import RemoteTier
-from chunkweave.tiers.segment_file import decode_segment, encode_segment, write_segment
+from chunkweave.tiers.segment_file import MemorySegment, encode_segment, write_segment
 from chunkweave.tiers.segment_header import header_size
 from chunkweave.types import ChunkId, SegmentId
 from tests.integration.redis_server import PASSWORD, Server, make_certificate
@@ -270,7 +270,7 @@ def test_the_bytes_on_the_wire_are_those_on_disk(tmp_path: Path) -> None:
         path = tmp_path / f"{record.id}.safetensors"
         write_segment(path, record, payload, codec=codec, fingerprint=FINGERPRINT, created_s=1e9)
         assert path.read_bytes() == data
-        assert decode_segment(data).header.record.source == record.source
+        assert MemorySegment(data).header.record.source == record.source
         assert "layer.000" in load(data)
 
 

@@ -410,7 +410,7 @@ def _archive(target: Path) -> Iterator[_Archive]:
 def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
     """The bytes of a segment file, every checksum of which was compared; None if it is corrupt or gone."""
     from chunkweave.kv.segment import SegmentLost
-    from chunkweave.tiers.segment_file import decode_segment
+    from chunkweave.tiers.segment_file import MemorySegment
     from chunkweave.tiers.segment_header import SegmentRefused
 
     source = tier.get(one.record.id)
@@ -418,7 +418,7 @@ def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
         return None
     try:
         data = source.path.read_bytes()
-        segment = decode_segment(data)
+        segment = MemorySegment(data)
         for layer in range(segment.header.layout.num_layers):
             segment.layer(layer)
     except (OSError, SegmentRefused, SegmentLost):

@@ -13,7 +13,7 @@ from chunkweave.kv.segment import Codec, RawCodec, SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
 from chunkweave.tiers.remote_calls import Backoff, BreakerState, CircuitBreaker, RemoteCalls, RemoteGarbage
-from chunkweave.tiers.segment_file import MemorySegment, decode_segment, encode_segment, file_bytes
+from chunkweave.tiers.segment_file import MemorySegment, encode_segment, file_bytes
 from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused, header_size, parse_header
 from chunkweave.types import SegmentId
 
@@ -330,7 +330,7 @@ class RemoteTier:
         if len(data) > self._max_bytes:
             raise RemoteGarbage(f"more than {self._max_bytes} bytes")
         with _failures():
-            found = decode_segment(data, self._note_lost)
+            found = MemorySegment(data, self._note_lost)
         self._require_own(found.header, key)
         with self._lock:
             self._gave_garbage = False

@@ -107,10 +107,13 @@ class MemorySegment(EncodedSegment):
 
     __slots__ = ("_data", "_report_lost")
 
-    def __init__(
-        self, header: SegmentHeader, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None
-    ) -> None:
-        super().__init__(header)
+    def __init__(self, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None) -> None:
+        """The segment in `data`; only its header is checked now.
+
+        Raises:
+            SegmentRefused: it is not a whole segment that this version reads.
+        """
+        super().__init__(parse_header(data, len(data)))
         self._data = data
         self._report_lost = report_lost
 
@@ -141,15 +144,6 @@ def encode_segment(
     runs = list(encoded_layers(record, payload, layout))
     checksums = tuple(zlib.crc32(run) for run in runs)
     return b"".join([header_bytes(record, fingerprint, layout, created_s, checksums), *runs])
-
-
-def decode_segment(data: bytes, report_lost: Callable[[SegmentLost], None] | None = None) -> MemorySegment:
-    """The segment in `data`; only its header is checked now.
-
-    Raises:
-        SegmentRefused: it is not a whole segment that this version reads.
-    """
-    return MemorySegment(parse_header(data, len(data)), data, report_lost)
 
 
 TEMPORARY_SUFFIX = ".tmp"
