@@ -18,8 +18,10 @@ import httpx
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.eval.results import commit, machine, to_json, versions, write_json
+from chunkweave.server.backend import Stage
+from chunkweave.server.engine_backend import EngineBackend
 from chunkweave.server.run import ServerThread
-from chunkweave.server.service import Service, Stage
+from chunkweave.server.service import Service
 from chunkweave.server.settings import Settings, resolve
 from chunkweave.testing import toy_model
 
@@ -101,7 +103,9 @@ def engine() -> Engine:
 
 def run(requests: int, seed: int) -> dict[str, Any]:
     """The whole soak; `ok` says whether all is well."""
-    service = Service(settings(), make_engine=lambda _: engine())
+    chosen = settings()
+    backend = EngineBackend(chosen, lambda _: engine())
+    service = Service(chosen, backend)
     sizes: list[dict[str, int]] = []
     before = descriptors()
     started = time.perf_counter()
@@ -110,10 +114,10 @@ def run(requests: int, seed: int) -> dict[str, Any]:
             time.sleep(0.01)
         counts = asyncio.run(soak(server.url, requests, seed, sizes))
         parts = service.require_ready()
-        while parts.answering.running or parts.batching.stats.running:
+        while parts.answering.running or backend.batching.stats.running:
             time.sleep(0.01)
-        parts.batching.check()
-        blocks = parts.batching.stats.blocks_reserved
+        backend.batching.check()
+        blocks = backend.batching.stats.blocks_reserved
     gc.collect()
     settled = sizes[len(sizes) // 3 :] or sizes
     growth = settled[-1]["bytes"] - settled[0]["bytes"]

@@ -48,8 +48,8 @@ from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.routing import ReplicaContents
+from chunkweave.server.vllm_backend.prepare import load_tokenizer
 from chunkweave.server.vllm_backend.process import VllmFlags
-from chunkweave.server.vllm_backend.prompting import load_tokenizer
 from chunkweave.settings import GIB
 
 FULL = "full prefill"

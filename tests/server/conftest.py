@@ -1,9 +1,10 @@
-"""Servers around toy engines, in this process."""
+"""Servers in this process: around toy engines, and before servers that look like vLLM."""
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,18 @@ import torch
 from starlette.testclient import TestClient
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
+from chunkweave.config import Backend as BackendName
+from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.server.app import create_app
 from chunkweave.server.auth import KeyRing, StoredKey, Tenant
-from chunkweave.server.service import Parts, Service, Stage
+from chunkweave.server.backend import Stage
+from chunkweave.server.engine_backend import EngineBackend
+from chunkweave.server.service import Parts, Service
 from chunkweave.server.settings import Settings, resolve
+from chunkweave.server.vllm_backend.backend import VllmBackend
+from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.testing import toy_model
+from tests.server.fake_vllm import FakeVllm
 
 KEYS = {"acme": "acme-key-that-is-long-enough", "bolt": "bolt-key-that-is-long-enough"}
 ADMIN_KEY = "admin-key-that-is-long-enough"
@@ -43,7 +51,18 @@ def key_ring() -> KeyRing:
 
 
 def toy_service(*, keys: KeyRing | None = None, store: StoreConfig | None = None, **values: Any) -> Service:
-    return Service(settings_of(**values), keys or KeyRing(), make_engine=lambda settings: toy_engine(store, settings))
+    settings = settings_of(**values)
+    backend = EngineBackend(settings, lambda settings: toy_engine(store, settings))
+    return Service(settings, backend, keys or KeyRing())
+
+
+def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy", **values: Any) -> Service:
+    """A server before servers that run already."""
+    if fakes and fakes[0].report_to:
+        values["report_socket"] = fakes[0].report_to
+    flags = {"upstream": tuple(fake.url for fake in fakes), **values}
+    settings = resolve(flags, {}, backend=BackendName.VLLM).settings
+    return Service(settings, VllmBackend(settings, VllmFlags(name), tokenizer=bundled_tokenizer()), keys or KeyRing())
 
 
 class Client(TestClient):
@@ -55,6 +74,10 @@ class Client(TestClient):
     def parts(self) -> Parts:
         return self.service.require_ready()
 
+    @property
+    def engine(self) -> Engine:
+        return engine_of(self.service).engine
+
     def ask(self, question: str = "When does the ferry leave?", *, key: str | None = None, **body: Any) -> Any:
         """A chat completion, by default greedy and short."""
         whole = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6, **body}
@@ -63,6 +86,20 @@ class Client(TestClient):
 
 def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def engine_of(service: Service) -> EngineBackend:
+    """The backend of a server that is ready and has our own engine."""
+    service.require_ready()
+    assert isinstance(service.backend, EngineBackend)
+    return service.backend
+
+
+def vllm_of(service: Service) -> VllmBackend:
+    """The backend of a server that is ready and has vLLM."""
+    service.require_ready()
+    assert isinstance(service.backend, VllmBackend)
+    return service.backend
 
 
 Serve = Callable[..., Client]
@@ -76,13 +113,25 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that starts a server runs over both backends, unless it is marked as one backend's."""
+    if "backend" in metafunc.fixturenames:
+        only = [name for mark in metafunc.definition.iter_markers("backend") for name in mark.args]
+        metafunc.parametrize("backend", only[:1] or ["engine", "vllm"])
+
+
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(backend: str, tmp_path: Path) -> Iterator[Serve]:
     """Starts servers that stop, audited, with the test."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Client:
-            service = toy_service(**options)
+            if backend == "engine":
+                service = toy_service(**options)
+            else:
+                socket = tmp_path.with_name(f"{tmp_path.name}-{len(started)}")
+                service = vllm_service(stack.enter_context(FakeVllm(str(socket))), **options)
+            started.append(service)
             client = Client(create_app(service), raise_server_exceptions=False)
             client.service = service
             stack.enter_context(client)
@@ -91,6 +140,7 @@ def serve() -> Iterator[Serve]:
             stack.callback(lambda: audit(service))
             return client
 
+        started: list[Service] = []
         yield start
 
 
@@ -100,12 +150,23 @@ def client(serve: Serve) -> Client:
 
 
 def audit(service: Service) -> None:
-    """Nothing is left under way, and engine and store are in order."""
-    parts = service.require_ready()
-    wait_until(lambda: parts.batching.stats.running == 0)
-    assert parts.answering.running == {}
-    parts.batching.check()
-    assert parts.batching.stats.blocks_reserved == 0
+    """Nothing is left under way, every count is back at zero, and engine and store are in order."""
+    answering = service.require_ready().answering
+    if isinstance(service.backend, VllmBackend):
+        wait_until(lambda: not answering.running)
+        fleet = vllm_of(service).fleet
+        assert fleet is not None
+        assert fleet.running == fleet.waiting == 0
+        for replica in fleet.replicas:
+            assert replica.outstanding_tokens == 0
+            assert not replica.placed
+            replica.contents.check()
+        return
+    batching = engine_of(service).batching
+    wait_until(lambda: batching.stats.running == 0)
+    assert answering.running == {}
+    batching.check()
+    assert batching.stats.blocks_reserved == 0
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -134,7 +134,7 @@ class FakeVllm:
         ended = False
         try:
             await asyncio.to_thread(self.gate.wait, 30)
-            count = min(body["max_tokens"], 5)
+            count = min(body["max_tokens"], 12)
             for number in range(count):
                 if self.break_after is not None and number >= self.break_after:
                     raise ConnectionError("broken on purpose")

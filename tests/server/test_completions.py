@@ -20,6 +20,7 @@ def events(response) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+@pytest.mark.backend("engine")
 def test_an_answer_is_the_engines_own(client: Client):
     response = client.ask(documents=[FERRY, {"text": CHOIR, "title": "The choir", "id": "c-1"}])
     assert response.status_code == 200
@@ -42,6 +43,7 @@ def test_an_answer_is_the_engines_own(client: Client):
     }
 
 
+@pytest.mark.backend("engine")
 def test_the_system_message_is_the_instruction(client: Client):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     body = client.ask(messages=messages, documents=[FERRY]).json()
@@ -49,6 +51,7 @@ def test_the_system_message_is_the_instruction(client: Client):
     assert body["choices"][0]["message"]["content"] == toy_engine().generate_batch([request])[0].text
 
 
+@pytest.mark.backend("engine")
 def test_cached_tokens_are_those_that_were_not_computed_again(client: Client):
     documents = [FERRY * 3, CHOIR * 3]
     client.ask(documents=documents, chunkweave={"order": "fixed"})
@@ -99,6 +102,7 @@ def test_a_plain_completion_is_the_question_of_a_chat(client: Client):
     assert told[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.backend("engine")
 def test_sampling_follows_seed_stop_and_limits(client: Client):
     first = client.ask(temperature=1, seed=3, max_tokens=10).json()["choices"][0]["message"]["content"]
     assert client.ask(temperature=1, seed=3, max_tokens=10).json()["choices"][0]["message"]["content"] == first
@@ -113,18 +117,11 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": []}, "tools"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 100_000}, "max_tokens"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"chunkweave": {"method": "magic"}}, "magic"),
@@ -139,7 +136,7 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"documents": ["fine", "  "]}, "documents[1]"),
         ({"documents": [{"title": "no text"}]}, "documents[0]"),
         ({"documents": ["x"] * 65}, "64 documents"),
-        ({"documents": ["x " * 600]}, "context"),
+        ({"documents": ["x " * 5000]}, "context"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message"),
@@ -149,12 +146,57 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(client: Client, body: dict, named: str):
-    response = client.ask(**body)
+def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str):
+    response = client.ask(**{"documents": [FERRY], **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert named in f"{error['message']} {error['param']}"
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("documents", [[], [FERRY]])
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"tools": []}, "tools"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"repetition_penalty": 1.1, "made_up": 1}, "repetition_penalty, made_up"),
+    ],
+)
+def test_what_the_engine_does_not_support_is_refused_by_name(client: Client, documents, body: dict, named: str):
+    response = client.ask(documents=documents, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert named in f"{error['message']} {error['param']}"
+    if error["code"] == "unsupported_field":
+        assert "--backend vllm" in error["message"]
+
+
+@pytest.mark.backend("vllm")
+@pytest.mark.parametrize(
+    "body",
+    [{"logit_bias": {"1": 2}}, {"response_format": {"type": "json_object"}}, {"n": 2}, {"frequency_penalty": 0.5}],
+)
+def test_vllm_takes_what_the_engine_does_not(client: Client, body: dict):
+    assert client.ask(documents=[FERRY], **body).status_code == 200
+
+
+def test_a_request_may_say_check_layers_and_alpha(client: Client):
+    documents = [FERRY, CHOIR]
+    told = client.ask(documents=documents, chunkweave={"method": "cacheblend", "check_layers": [1], "alpha": 0.5})
+    assert told.status_code == 200, told.text
+    for wrong in ({"check_layers": [0]}, {"check_layers": "1"}, {"alpha": -1}, {"alpha": "much"}):
+        refused = client.ask(documents=documents, chunkweave={"method": "cacheblend", **wrong})
+        assert refused.status_code == 400
+        assert next(iter(wrong)) in refused.json()["error"]["message"]
 
 
 def test_neutral_values_of_what_is_not_supported_are_fine(client: Client):
@@ -162,6 +204,7 @@ def test_neutral_values_of_what_is_not_supported_are_fine(client: Client):
     assert client.ask(**neutral, model="toy").status_code == 200
 
 
+@pytest.mark.backend("engine")
 def test_invalid_json_and_unicode_are_refused(client: Client):
     headers = {"content-type": "application/json"}
     broken = client.post("/v1/chat/completions", content=b"{no", headers=headers)
@@ -172,6 +215,7 @@ def test_invalid_json_and_unicode_are_refused(client: Client):
     assert client.post("/v1/completions", content=b"", headers=headers).status_code == 400
 
 
+@pytest.mark.backend("engine")
 def test_another_model_is_not_found(client: Client):
     assert client.ask(model="gpt-9").status_code == 404
     assert client.get("/v1/models").json()["data"][0]["id"] == "toy"

@@ -1,5 +1,7 @@
 """Conversations and free order over HTTP."""
 
+import pytest
+
 from tests.server.conftest import KEYS, Client, Serve, key_ring
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
@@ -16,6 +18,7 @@ def report(response) -> dict:
     return response.json()["chunkweave"]
 
 
+@pytest.mark.backend("engine")
 def test_a_conversation_goes_on_where_it_was(client):
     first = report(turn(client, "When does the ferry leave?", DOCUMENTS))
     second = report(turn(client, "And who boards ships?", [DOCUMENTS[1], MORE]))
@@ -45,6 +48,7 @@ def test_turns_that_the_server_has_not_are_refused(client):
     assert refused.json()["error"]["code"] == "conversation_mismatch"
 
 
+@pytest.mark.backend("engine")
 def test_earlier_turns_need_a_conversation(client):
     messages = [{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
     refused = client.ask(messages=messages)

@@ -22,7 +22,7 @@ def notes(client: Client) -> Client:
 
 
 def segments(client: Client) -> int:
-    return len(client.parts.engine.store)
+    return len(client.engine.store)
 
 
 def test_a_corpus_is_listed_and_searched(notes: Client):
@@ -59,6 +59,7 @@ def test_files_are_documents(notes: Client):
     assert notes.post("/v1/corpora/notes/documents/files", json={}).status_code == 400
 
 
+@pytest.mark.backend("engine")
 def test_a_changed_document_needs_update(notes: Client):
     body = {"documents": [{"id": "ferry", "text": TOWER}]}
     refused = notes.post("/v1/corpora/notes/documents", json=body)
@@ -73,13 +74,14 @@ def test_a_changed_document_needs_update(notes: Client):
     assert notes.post("/v1/corpora/notes/documents", json=twice).status_code == 409
 
 
+@pytest.mark.backend("engine")
 def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_path: Path):
     client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data")
     client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}]
     client.post("/v1/corpora/notes/documents", json={"documents": documents})
     assert client.post("/v1/cache/warm", json={"corpus": "notes"}).json() == {"chunks": 2, "computed": 2}
-    store = client.parts.engine.store
+    store = client.engine.store
     assert store.flush(10)
     assert {level.name: len(level.store) for level in store.levels} == {"host": 2, "disk": 2}
     removed = client.delete("/v1/corpora/notes/documents/ferry").json()
@@ -92,15 +94,16 @@ def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_pa
     assert list((tmp_path / "data").rglob("*.jsonl")) == []
 
 
+@pytest.mark.backend("engine")
 def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(notes: Client, monkeypatch):
     forgotten = []
-    real = notes.parts.engine.forget
+    real = notes.engine.forget
 
     def forget(chunks, **options):
         forgotten.append(real(chunks, **options))
         return forgotten[-1]
 
-    monkeypatch.setattr(notes.parts.engine, "forget", forget)
+    monkeypatch.setattr(notes.engine, "forget", forget)
     running = notes.portal.start_task_soon(
         lambda: notes.parts.answering.start(
             notes.service.tenant_of(None), *_asked(chunkweave={"corpus": "notes", "top_k": 1}, max_tokens=200)
@@ -116,10 +119,10 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
 
 def _asked(**body):
     from chunkweave.server.observability import RequestMeta
-    from chunkweave.server.requests import ChatBody, question_of
+    from chunkweave.server.requests import ChatBody
 
     made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
-    return question_of(made), made, RequestMeta("id", "")
+    return made, RequestMeta("id", "")
 
 
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):
@@ -167,6 +170,7 @@ def test_an_empty_corpus_answers_nothing(client: Client):
     assert client.ask(chunkweave={"corpus": "empty", "top_k": 1}).status_code == 400
 
 
+@pytest.mark.backend("engine")
 def test_pinned_chunks_stay(serve: Serve):
     client = serve(store=StoreConfig(host_budget_bytes=300_000))
     body = {"documents": [FERRY]}
@@ -174,7 +178,7 @@ def test_pinned_chunks_stay(serve: Serve):
     assert client.post("/v1/cache/pin", json=body).json() == {"chunks": 1, "segments_pinned": 1}
     for number in range(20):
         client.ask(documents=[f"Passage {number}. {CHOIR}"])
-    assert client.parts.engine.store.stats.evictions > 0
+    assert client.engine.store.stats.evictions > 0
     assert client.post("/v1/cache/warm", json=body).json()["computed"] == 0
     assert client.post("/v1/cache/unpin", json=body).json()["chunks_unpinned"] == 1
     for number in range(20):
@@ -182,6 +186,7 @@ def test_pinned_chunks_stay(serve: Serve):
     assert client.post("/v1/cache/warm", json=body).json()["computed"] == 1
 
 
+@pytest.mark.backend("engine")
 def test_pins_have_a_budget(serve: Serve):
     client = serve(pin_budget="1KB")
     client.post("/v1/cache/warm", json={"documents": [FERRY]})
@@ -189,6 +194,7 @@ def test_pins_have_a_budget(serve: Serve):
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "pin_budget_exceeded")
 
 
+@pytest.mark.backend("engine")
 def test_cache_commands_want_to_know_what(client: Client):
     for command in ("warm", "pin", "unpin", "clear"):
         assert client.post(f"/v1/cache/{command}", json={}).status_code == 400

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.server.backend import Stage
+from chunkweave.server.engine_backend import EngineBackend
 from chunkweave.server.run import ServerThread
-from chunkweave.server.service import Service, Stage
+from chunkweave.server.service import Service
 from tests.server.conftest import KEYS, key_ring, settings_of, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    service = Service(settings_of(shape=None, model="reader", served_name=None), key_ring())
+    settings = settings_of(shape=None, model="reader", served_name=None)
+    service = Service(settings, EngineBackend(settings), key_ring())
     with ServerThread(service) as server:
         wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)
         assert service.failure is None

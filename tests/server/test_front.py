@@ -38,7 +38,7 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
     assert front.ask(documents=DOCUMENTS, chunkweave=WEAVE).status_code == 200
     (sent,) = vllm.seen
     params = sent["kv_transfer_params"]["chunkweave"]
-    builder = front.service.parts.answering.prompting.builder
+    builder = front.service.backend.context.preparer.builder
     prompt = builder.build("When does the ferry leave?", DOCUMENTS)
     assert sent["prompt"] == list(prompt.token_ids)
     assert [sent["prompt"][start:stop] for start, stop in params["chunks"]] == [
@@ -238,7 +238,7 @@ def test_a_server_that_breaks_before_the_first_token_is_replaced_by_another(two)
         assert told.status_code == 200, told.text
         assert told.json()["chunkweave"]["replica"] == "upstream-1"
     assert one.seen
-    assert front.service.parts.answering.retries >= 1
+    assert front.service.backend.context.retries >= 1
     assert b"chunkweave:request_retries_total" in front.get("/metrics").content
 
 
@@ -267,7 +267,7 @@ def test_no_more_than_so_many_are_given_to_a_server_at_once(tmp_path):
             threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS).status_code))
             for _ in range(5)
         ]
-        fleet = front.service.parts.fleet
+        fleet = front.service.backend.fleet
         for thread in threads:
             thread.start()
         wait_until(lambda: (fleet.running, fleet.waiting) == (2, 3))

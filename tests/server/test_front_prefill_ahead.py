@@ -81,7 +81,7 @@ def asked(front: Front, **body: Any) -> tuple[threading.Thread, list[Any]]:
 
 
 def speculations(front: Front) -> dict[str, int]:
-    counts = front.service.parts.answering.speculation.counts
+    counts = front.service.parts.answering.retriever.speculation.counts
     return {"started": counts.started, "matched": counts.matched, "terminated": counts.terminated}
 
 
@@ -162,7 +162,7 @@ def test_a_client_that_leaves_while_its_search_goes_on_ends_both(front, corpus, 
     with pytest.raises(Exception, match="timed out"):
         front.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "?"}], **ASK}, timeout=0.5)
     corpus.go_on.set()
-    wait_until(lambda: not front.service.parts.answering.speculation.running)
+    wait_until(lambda: not front.service.parts.answering.retriever.speculation.running)
     vllm.gate.set()
     wait_until(lambda: vllm.aborted == len(vllm.seen) == 1)
 
@@ -186,7 +186,7 @@ def test_an_ordering_counts_the_question_once(vllm):
             wait_until(lambda seen=2 * number + 1: len(vllm.seen) == seen)
             corpus.go_on.set()
             thread.join()
-        (replica,) = front.service.parts.fleet.replicas
+        (replica,) = front.service.backend.fleet.replicas
         assert replica.arranger.table.requests == 2
         assert len(vllm.seen) == 4
 
@@ -199,7 +199,7 @@ def test_a_search_that_fails_is_told_and_leaves_nothing_behind(front, corpus, vl
 
     corpus.search_stages = broken
     assert front.ask(**ASK).status_code >= 400
-    wait_until(lambda: not front.service.parts.answering.speculation.running)
+    wait_until(lambda: not front.service.parts.answering.retriever.speculation.running)
     assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
 

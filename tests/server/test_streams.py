@@ -8,8 +8,8 @@ import pytest
 
 from chunkweave.engine.runner import Runner
 from chunkweave.server.app import create_app
-from chunkweave.server.service import Service, Stage
-from tests.server.conftest import started, toy_service
+from chunkweave.server.service import Service
+from tests.server.conftest import engine_of, started, toy_service
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "
 
@@ -80,9 +80,9 @@ def serving(test, **options):
         async with app.router.lifespan_context(app):
             await started(service)
             await test(app, service)
-            if service.stage is Stage.READY:
+            if service.ready:
                 await idle(service)
-                await asyncio.to_thread(service.require_ready().batching.check)
+                await asyncio.to_thread(engine_of(service).batching.check)
         assert service.parts is None
 
     asyncio.run(main())
@@ -92,9 +92,13 @@ async def idle(service: Service) -> None:
     """All requests have ended, and their blocks are free."""
     parts = service.require_ready()
     async with asyncio.timeout(30):
-        while parts.answering.running or parts.batching.stats.running or parts.batching.stats.waiting:
+        while (
+            parts.answering.running
+            or engine_of(service).batching.stats.running
+            or engine_of(service).batching.stats.waiting
+        ):
             await asyncio.sleep(0.005)
-    assert parts.batching.stats.blocks_reserved == 0
+    assert engine_of(service).batching.stats.blocks_reserved == 0
     assert service.limits.running("") == 0
 
 
@@ -103,11 +107,11 @@ def test_a_client_that_goes_in_mid_stream_frees_its_blocks(pieces: int):
     async def test(app, service: Service):
         caller = Caller(app, long_answer())
         await caller.until(pieces)
-        assert service.require_ready().batching.stats.blocks_reserved > 0
+        assert engine_of(service).batching.stats.blocks_reserved > 0
         caller.gone.set()
         await asyncio.wait_for(caller.task, 10)
         await idle(service)
-        stats = service.require_ready().batching.stats
+        stats = engine_of(service).batching.stats
         assert (stats.aborted, stats.finished) == (1, 0)
         assert stats.decoded_tokens < 399
 
@@ -118,12 +122,12 @@ def test_a_client_that_goes_before_its_answer_frees_its_blocks():
     async def test(app, service: Service):
         caller = Caller(app, long_answer(stream=False))
         async with asyncio.timeout(10):
-            while not service.require_ready().batching.stats.running:
+            while not engine_of(service).batching.stats.running:
                 await asyncio.sleep(0.002)
         caller.gone.set()
         await asyncio.wait_for(caller.task, 10)
         await idle(service)
-        assert service.require_ready().batching.stats.aborted == 1
+        assert engine_of(service).batching.stats.aborted == 1
 
     serving(test)
 
@@ -183,11 +187,11 @@ def test_a_full_queue_is_503_with_retry_after(gate: threading.Event):
     async def test(app, service: Service):
         running = Caller(app, long_answer(max_tokens=1))
         async with asyncio.timeout(10):
-            while not service.require_ready().batching.stats.running:
+            while not engine_of(service).batching.stats.running:
                 await asyncio.sleep(0.002)
         waiting = Caller(app, long_answer(max_tokens=1))
         async with asyncio.timeout(10):
-            while not service.require_ready().batching.stats.waiting:
+            while not engine_of(service).batching.stats.waiting:
                 await asyncio.sleep(0.002)
         refused = Caller(app, long_answer(max_tokens=1))
         await asyncio.wait_for(refused.task, 10)
@@ -204,11 +208,11 @@ def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
     async def test(app, service: Service):
         running = Caller(app, long_answer())
         async with asyncio.timeout(10):
-            while not service.require_ready().batching.stats.running:
+            while not engine_of(service).batching.stats.running:
                 await asyncio.sleep(0.002)
         waiting = Caller(app, long_answer())
         async with asyncio.timeout(10):
-            while not service.require_ready().batching.stats.waiting:
+            while not engine_of(service).batching.stats.waiting:
                 await asyncio.sleep(0.002)
         await asyncio.sleep(0.3)
         gate.set()
@@ -249,11 +253,12 @@ def test_a_stopping_server_takes_nothing_new_and_ends_what_runs():
 
 def test_an_engine_that_a_bug_ended_is_not_ready():
     async def test(app, service: Service):
-        await asyncio.to_thread(service.require_ready().batching.close)
+        await asyncio.to_thread(engine_of(service).batching.close)
         caller = Caller(app, long_answer())
         await asyncio.wait_for(caller.task, 10)
         assert caller.status == 503
-        assert service.stage is Stage.BROKEN
+        assert service.state == "the engine has stopped"
+        assert "the engine has stopped" in caller.text
 
     serving(test)
 

@@ -8,9 +8,8 @@ from chunkweave.errors import UsageError
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits, TokenBucket
-from chunkweave.server.service import Service
 from chunkweave.server.settings import LimitSettings
-from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, settings_of
+from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service
 from tests.server.conftest import bearer as auth
 
 LONG = "The keeper of the lighthouse writes down every ship that passes the northern cape in a storm. " * 12
@@ -27,6 +26,7 @@ def cached(client: Client, key: str, **body) -> int:
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.backend("engine")
 def test_without_a_known_key_nothing_is_answered(tenants: Client):
     for headers in ({}, auth("wrong"), {"authorization": f"Basic {KEYS['acme']}"}, auth(KEYS["acme"] + "x")):
         for path in ("/v1/models", "/v1/corpora", "/v1/cache", "/v1/nothing"):
@@ -65,6 +65,7 @@ def test_nobody_can_spell_the_salt_of_another(tenants: Client):
     assert Tenant("a").folder != Tenant("b").folder
 
 
+@pytest.mark.backend("engine")
 def test_the_first_token_does_not_tell_what_others_asked(tenants: Client):
     """Time is what a curious tenant can measure: chunks that another has cached take as long as chunks nobody has."""
 
@@ -86,9 +87,10 @@ def test_the_first_token_does_not_tell_what_others_asked(tenants: Client):
     assert 0.6 < medians[0] / medians[1] < 1.67
 
 
+@pytest.mark.backend("engine")
 def test_tokenizing_does_not_tell_either(tenants: Client):
     tenants.ask(documents=[LONG], key=KEYS["acme"])
-    builder = tenants.parts.engine.builder
+    builder = tenants.engine.builder
     held = builder._cache.held_tokens
     tenants.ask(documents=[LONG], key=KEYS["acme"])
     assert builder._cache.held_tokens == held
@@ -116,6 +118,7 @@ def test_corpora_are_a_tenants_own(tenants: Client):
     assert tenants.get("/v1/corpora/notes", headers=bolt).json()["documents"] == 0
 
 
+@pytest.mark.backend("engine")
 def test_what_all_share_is_for_admins(tenants: Client):
     acme, admin = auth(KEYS["acme"]), auth(ADMIN_KEY)
     cached(tenants, KEYS["acme"])
@@ -129,6 +132,7 @@ def test_what_all_share_is_for_admins(tenants: Client):
     assert tenants.get("/v1/cache", headers=admin).json()["store"]["segments"] == 0
 
 
+@pytest.mark.backend("engine")
 def test_clearing_and_pinning_reach_ones_own_only(tenants: Client):
     acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
     body = {"documents": [LONG]}
@@ -234,8 +238,8 @@ def test_bearer_takes_one_scheme():
 def test_other_addresses_need_keys():
     for host in ("0.0.0.0", "192.168.1.4", "::"):
         with pytest.raises(UsageError, match="API keys"):
-            Service(settings_of(host=host))
-        Service(settings_of(host=host, allow_anonymous=True))
-        Service(settings_of(host=host), key_ring())
-    Service(settings_of(host="::1"))
+            toy_service(host=host)
+        toy_service(host=host, allow_anonymous=True)
+        toy_service(host=host, keys=key_ring())
+    toy_service(host="::1")
     assert len(KeyRing()) == 0

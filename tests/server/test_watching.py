@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, bearer, key_ring, wait_until
@@ -33,14 +34,14 @@ def test_metrics_are_an_admins_where_there_are_keys(serve: Serve):
     client = serve(keys=key_ring())
     assert client.get("/metrics").status_code == 401
     assert client.get("/metrics", headers=bearer(KEYS["acme"])).status_code == 403
-    client.ask(key=KEYS["acme"])
+    client.ask(key=KEYS["acme"], documents=DOCUMENTS)
     assert figures(client, ADMIN_KEY)["chunkweave:requests_total", "finished"] == 1
     assert "acme" not in client.get("/metrics", headers=bearer(ADMIN_KEY)).text
 
 
 def test_tenants_are_named_if_the_operator_says_so(serve: Serve):
     client = serve(keys=key_ring(), tenant_metrics=True)
-    client.ask(key=KEYS["acme"])
+    client.ask(key=KEYS["acme"], documents=DOCUMENTS)
     assert 'tenant="acme"' in client.get("/metrics", headers=bearer(ADMIN_KEY)).text
 
 
@@ -54,7 +55,13 @@ def test_one_log_line_for_each_request_with_its_id_and_nothing_of_its_text(clien
 
 
 def test_a_stream_that_is_left_counts_as_aborted(client):
-    body = {"messages": [{"role": "user", "content": "When?"}], "stream": True, "max_tokens": 200, "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": "When?"}],
+        "documents": DOCUMENTS,
+        "stream": True,
+        "max_tokens": 200,
+        "temperature": 0,
+    }
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_lines())
     wait_until(lambda: not client.parts.answering.running)
@@ -66,6 +73,7 @@ def test_a_stream_that_is_left_counts_as_aborted(client):
     )
 
 
+@pytest.mark.backend("engine")
 def test_woven_answers_are_checked_and_weaving_can_be_switched_on_again(serve: Serve):
     client = serve(shadow_every=1, shadow_window=1, shadow_max_divergence=1e-9)
     weave = {"method": "full-reuse"}

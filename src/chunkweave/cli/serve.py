@@ -104,27 +104,16 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
     from chunkweave.server.auth import read_keys
+    from chunkweave.server.backend import Stage
     from chunkweave.server.observability import configure_logging
-    from chunkweave.server.run import listening_socket, run_app
-    from chunkweave.server.service import Service, Stage
+    from chunkweave.server.run import listening_socket, run
+    from chunkweave.server.service import Service, make_backend
 
     console = stderr()
     keys = read_keys(settings.listen.keys_file, os.environ.get(KEYS_VARIABLE, ""))
     os.environ.pop(KEYS_VARIABLE, None)
-    service: Any
-    if vllm:
-        from chunkweave.server.vllm_backend.app import create_front
-        from chunkweave.server.vllm_backend.process import VllmFlags
-        from chunkweave.server.vllm_backend.service import FrontService
-
-        flags = VllmFlags(model, (*settings.vllm_flags, *vllm_flags))
-        service = FrontService(settings, flags, keys)
-        app, name = create_front(service), f"[bold]{escape(flags.name)}[/bold] with vLLM"
-    else:
-        from chunkweave.server.app import create_app
-
-        service = Service(settings, keys)
-        app, name = create_app(service), f"[bold]{escape(settings.model.name)}[/bold]"
+    service = Service(settings, make_backend(settings, model, vllm_flags), keys)
+    name = f"[bold]{escape(service.backend.name)}[/bold]" + (" with vLLM" if vllm else "")
     sock = listening_socket(settings.listen)
     host, port = sock.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -137,7 +126,7 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
     configure_logging(settings.watch.log_form, settings.watch.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    run_app(service, app, settings.listen, sock)
+    run(service, sock)
     console.print("stopped")
 
 

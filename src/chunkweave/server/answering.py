@@ -1,84 +1,108 @@
-"""From a checked body to an answer that comes: retrieval, tokenizing in a thread, the engine, and who must be told."""
+"""From a checked body to an answer that comes: retrieval, the backend, and who has to learn how it ended."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Self
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, cast
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
-from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Request, StreamEvent
-from chunkweave.errors import ChunkweaveError, RequestAbortedError, UnknownRequestError
-from chunkweave.retrieval.pipeline import RagPipeline, Retrieved
+from chunkweave.engine.request import Request
+from chunkweave.errors import ChunkweaveError
+from chunkweave.retrieval.corpus import RetrievedChunk
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.server.auth import Tenant
+from chunkweave.server.backend import AnswerEnd, Backend, BackendAnswer, BackendParts, Event, Submission
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
 from chunkweave.server.observability import Observer, RequestMeta
-from chunkweave.server.requests import (
-    CompletionBody,
-    Question,
-    ReuseField,
-    answer_tokens,
-    check_documents,
-    check_earlier,
-    check_reuse,
-    chunks_of,
-)
+from chunkweave.server.requests import CompletionBody, check_earlier, check_limits, chunks_of
 from chunkweave.server.settings import LimitSettings
-from chunkweave.server.threads import in_thread, to_its_end
 from chunkweave.types import Chunk
+
+
+@dataclass(slots=True, eq=False)
+class _Retrieval:
+    """What a corpus had for a question, and what was computed beside the search."""
+
+    found: Found
+    speculation: SpeculativeAnswer[Event]
+
+    def shown(self, prefilled_s: float | None) -> dict[str, Any]:
+        """Its part of the report: what was retrieved, without the texts, and how long that took."""
+        found, speculation = self.found, self.speculation
+        shown = {
+            "retrieved": [
+                {key: value for key, value in one.as_dict().items() if key != "text"} for one in found.chunks
+            ],
+            "embed_s": found.embed_s,
+            "search_s": found.search_s,
+        }
+        summary = speculation.summary(found.at_s, speculation.submitted_s, prefilled_s or found.at_s)
+        if prefilled_s is None:
+            summary = replace(summary, matched=False, overlap_s=0.0)
+        return {**shown, "pipelining": asdict(summary)} if summary.started else shown
 
 
 class RunningAnswer:
     """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
 
-    def __init__(
-        self, answering: "Answering", tenant: Tenant, stream: AnswerStream, slot: Slot, asked: RequestMeta
-    ) -> None:
-        self.retrieved: Retrieved | None = None
-        self.texts: frozenset[str] = frozenset()
+    def __init__(self, answering: "Answering", meta: RequestMeta, slot: Slot, texts: Iterable[str]) -> None:
+        self.texts = frozenset(texts)
+        self.end: AnswerEnd | None = None
         self.ended = asyncio.Event()
         self._answering = answering
-        self._tenant = tenant
-        self._stream = stream
+        self._meta = meta
         self._slot = slot
-        self._asked = asked
-        self._told = False
+        self._observed = False
+        self.answer: BackendAnswer | None = None
+        self.retrieval: _Retrieval | None = None
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> StreamEvent:
+    async def __anext__(self) -> Event:
+        """The next pieces; raises what the backend raises."""
+        assert self.answer is not None, "it has started"
         try:
-            event = await anext(self._stream)
-        except ChunkweaveError as error:
-            self._told = True
-            self._answering.observer.failed(self._asked, error)
+            return await anext(self.answer)
+        except StopAsyncIteration:
+            if self.answer.end is not None and self.end is None:
+                self._conclude(self.answer.end)
             raise
-        if event.answer is not None:
-            self._told = True
-            self._answering.counts[self._tenant.name].add(event.answer.report)
-            self._answering.observer.answered(self._asked, event.answer)
-        return event
+        except (ChunkweaveError, HttpError) as error:
+            self._observed = True
+            self._answering.observer.failed(self._meta, error)
+            raise
 
-    def end(self) -> None:
-        """Have the engine end the request; whoever reads the answer learns it as an error."""
-        with suppress(UnknownRequestError):
-            self._answering.batching.abort(self._stream.id)
+    def abort(self) -> None:
+        """Have the backend end the request; whoever reads the answer gets an error."""
+        if self.answer is not None:
+            self.answer.abort()
 
     async def aclose(self) -> None:
         """End the request if it runs, and free the tenant's place; a second time is harmless."""
-        if not self._told:
-            self._told = True
-            self._answering.observer.given_up(self._asked)
-        await self._stream.aclose()
+        if not self._observed:
+            self._observed = True
+            self._answering.observer.given_up(self._meta)
+        if self.retrieval is not None:
+            await self.retrieval.speculation.aclose()
+        if self.answer is not None:
+            await self.answer.aclose()
         self._slot.release()
         self._answering.running.pop(self, None)
         self.ended.set()
+
+    def _conclude(self, end: AnswerEnd) -> None:
+        if self.retrieval is not None:
+            end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
+        self.end = end
+        self._observed = True
+        self._answering.counts[self._meta.tenant].add(end.report)
+        self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
 
 
 class Answering:
@@ -86,8 +110,8 @@ class Answering:
 
     def __init__(
         self,
-        engine: Engine,
-        batching: AsyncEngine,
+        backend: Backend,
+        parts: BackendParts,
         corpora: Corpora,
         limits: TenantLimits,
         settings: LimitSettings,
@@ -95,35 +119,35 @@ class Answering:
     ) -> None:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.running: dict[RunningAnswer, None] = {}
-        self._engine = engine
-        self.batching = batching
         self.observer = observer
+        self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.replicas)
+        self._backend = backend
+        self._parts = parts
         self._corpora = corpora
         self._limits = limits
-        self.settings = settings
+        self._settings = settings
+        self._submitted: dict[BackendAnswer, None] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
 
-    async def start(
-        self, tenant: Tenant, question: Question, body: CompletionBody, asked: RequestMeta
-    ) -> RunningAnswer:
+    async def start(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta) -> RunningAnswer:
         """Retrieve if need be, and let the request wait for its turn.
 
         Raises:
-            HttpError: too many requests, too many documents, a corpus that is not there.
-            ChunkweaveError: what `AsyncEngine.submit` raises.
+            HttpError: too many requests, too many documents, a corpus or conversation that is not there.
+            ChunkweaveError: what the backend's `submit` raises.
         """
         try:
             slot = self._limits.occupy(tenant.name)
             try:
-                return await self._started(tenant, question, body, slot, asked)
+                return await self._started(tenant, body, meta, slot)
             except BaseException:
                 slot.release()
                 raise
         except asyncio.CancelledError:
-            self.observer.given_up(asked)
+            self.observer.given_up(meta)
             raise
         except (ChunkweaveError, HttpError) as error:
-            self.observer.failed(asked, error)
+            self.observer.failed(meta, error)
             raise
 
     async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
@@ -131,96 +155,101 @@ class Answering:
 
         A request that is computing one of them now will store it once more; it is removed again when that has ended.
         """
-        gone = frozenset(texts)
+        gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
             return 0
-        salt = tenant.salt(cache_salt)
-        removed = await self._forget(gone, salt)
-        using = [running for running in self.running if running.texts & gone]
-        if using:
-            sweep = asyncio.create_task(self._forget_after(using, gone, salt))
+        removed = await self._backend.forget(sorted(gone), salt)
+        if using := [running for running in self.running if running.texts & gone]:
+            sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt))
             self._sweeps.add(sweep)
             sweep.add_done_callback(self._sweeps.discard)
         return removed
-
-    async def warm(self, tenant: Tenant, chunks: Sequence[Chunk], cache_salt: str = "") -> int:
-        """Compute what is not stored of chunks, one between any two steps; returns how many were computed."""
-        salt = tenant.salt(cache_salt)
-        slot = self._limits.occupy(tenant.name)
-        try:
-            computed = 0
-            for chunk in chunks:
-                work = self.batching.between_steps(partial(self._engine.precompute, [chunk], cache_salt=salt))
-                computed += await asyncio.wrap_future(work)
-            return computed
-        finally:
-            slot.release()
 
     async def swept(self) -> None:
         """Wait until what is to be removed is removed."""
         while self._sweeps:
             await asyncio.wait(self._sweeps)
 
-    async def _started(
-        self, tenant: Tenant, question: Question, body: CompletionBody, slot: Slot, asked: RequestMeta
-    ) -> RunningAnswer:
-        reuse, salt = body.chunkweave, tenant.salt(body.cache_salt)
-        check_documents(len(body.documents), self.settings)
-        check_reuse(reuse, self.settings, calibrated=self._engine.calibration is not None)
-        check_earlier(self._engine.conversations, reuse.conversation_id, salt, earlier=question.earlier)
-        most_tokens = answer_tokens(body.answer_tokens, self.settings)
-        retrieved = await self._retrieve(tenant, question, reuse)
-        chunks = chunks_of(body.documents) if retrieved is None else tuple(found.chunk for found in retrieved.chunks)
-        request = Request(
-            question.text,
-            chunks,
-            question.system,
-            SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops),
-            salt,
-            reuse.order,
-            reuse.conversation_id,
-        )
-        running = RunningAnswer(self, tenant, await self._submit(request, reuse), slot, asked)
-        running.retrieved, running.texts = retrieved, frozenset(chunk.text for chunk in chunks)
+    async def close(self) -> None:
+        """End what is under way."""
+        for running in list(self.running):
+            running.abort()
+        await asyncio.sleep(0)  # so that readers learn why
+        for running in list(self.running):
+            await running.aclose()
+        await self.swept()
+        await self.retriever.close()
+
+    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: Slot) -> RunningAnswer:
+        arrived_s = time.perf_counter()
+        reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
+        self._parts.check(body)
+        most_tokens = check_limits(body, self._settings, calibrated=self._parts.calibrated)
+        check_earlier(self._parts.conversations, reuse.conversation_id, salt, earlier=question.earlier)
+        sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
+
+        async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> BackendAnswer:
+            request = Request(
+                question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id
+            )
+            submission = Submission(request, reuse.method_request, body, arrived_s)
+            answer = await self._backend.submit(submission, speculative=speculative)
+            self._note(answer)
+            return answer
+
+        async def submit_found(found: Sequence[RetrievedChunk], speculative: bool) -> BackendAnswer:
+            return await submit([one.chunk for one in found], speculative=speculative)
+
+        if reuse.corpus is None:
+            chunks = chunks_of(body.documents)
+            running = RunningAnswer(self, meta, slot, (chunk.text for chunk in chunks))
+            running.answer = await submit(chunks, speculative=False)
+        else:
+            speculation = self.retriever.question(submit_found)
+            try:
+                found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
+                running = RunningAnswer(self, meta, slot, (one.chunk.text for one in found.chunks))
+                running.retrieval = _Retrieval(found, speculation)
+                if (started := await speculation.final(found.chunks)) is None:
+                    running.answer = await submit_found(found.chunks, False)
+                else:
+                    started.confirm()
+                    running.answer = cast("BackendAnswer", started)
+            except BaseException:
+                await speculation.aclose()
+                raise
         self.running[running] = None
         return running
 
-    async def _submit(self, request: Request, reuse: ReuseField) -> AnswerStream:
-        """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
-        loop = asyncio.get_running_loop()
-        submitted = asyncio.ensure_future(
-            asyncio.to_thread(
-                self.batching.submit,
-                request,
-                method=reuse.method,
-                quality=reuse.quality,
-                recompute_ratio=reuse.recompute_ratio,
-                loop=loop,
-            )
-        )
-        try:
-            return await to_its_end(submitted)
-        except asyncio.CancelledError:
-            if submitted.done() and not submitted.cancelled() and submitted.exception() is None:
-                await submitted.result().aclose()
-            raise
+    async def _retrieve(
+        self, tenant: Tenant, name: str, question: str, body: CompletionBody, speculation: SpeculativeAnswer[Event]
+    ) -> Found:
+        """The best chunks of a corpus; what is found on the way is computed ahead."""
+        reuse = body.chunkweave
 
-    async def _retrieve(self, tenant: Tenant, question: Question, reuse: ReuseField) -> Retrieved | None:
-        if reuse.corpus is None:
-            return None
-        served = self._corpora.get(tenant, reuse.corpus)
+        async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
+            # A search does not end with fewer chunks, and a conversation can be asked once only.
+            if len(chunks) == k and reuse.conversation_id is None:
+                await speculation.on_stage(chunks)
+
+        served = self._corpora.get(tenant, name)
         async with self._corpora.locked(served):
-            pipeline = RagPipeline(self._engine, served.corpus)
-            return await in_thread(lambda: pipeline.retrieve(question.text, top_k=reuse.top_k))
+            size = len(served.corpus)
+            k = min(self._settings.max_documents, usual_top_k(size) if reuse.top_k is None else reuse.top_k)
+            if not k:
+                return Found()
+            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
 
-    async def _forget(self, texts: frozenset[str], salt: str) -> int:
-        work = self.batching.between_steps(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
-        return await asyncio.wrap_future(work)
+    def _pending(self) -> int:
+        """Requests, speculative ones included, whose first piece has not come."""
+        return sum(not answer.begun for answer in list(self._submitted))
 
-    async def _forget_after(self, using: Sequence[RunningAnswer], texts: frozenset[str], salt: str) -> None:
+    def _note(self, answer: BackendAnswer) -> None:
+        for ended in [one for one in self._submitted if one.begun]:
+            del self._submitted[ended]
+        self._submitted[answer] = None
+
+    async def _forget_after(self, using: Sequence[RunningAnswer], texts: Sequence[str], salt: str) -> None:
         for running in using:
             await running.ended.wait()
-        try:
-            await self._forget(texts, salt)
-        except RequestAbortedError:
-            await in_thread(lambda: self._engine.forget(sorted(texts), cache_salt=salt))
+        await self._backend.forget(texts, salt)

@@ -16,14 +16,18 @@ from chunkweave.server.service import Service
 def create_app(service: Service) -> FastAPI:
     """The HTTP interface of a service, which starts and stops with the app's lifespan.
 
-    The app answers from the first moment on; until the service is ready it says how far that is.
+    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, whatever
+    is not ours is vLLM's to answer, its schema too.
     """
+    passthrough = service.backend.passthrough
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(service.start())
         yield
-        await asyncio.wait([starting])  # loading a model cannot be interrupted
+        if passthrough is not None:  # loading a model cannot be interrupted
+            starting.cancel()
+        await asyncio.wait([starting])
         await service.stop()
 
     app = FastAPI(
@@ -33,10 +37,16 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # the page loads scripts from elsewhere
         redoc_url=None,
+        openapi_url="/openapi.json" if passthrough is None else None,
     )
     app.state.service = service
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
     install_error_handlers(app)
-    app.add_middleware(Gate, service=service, limits=service.settings.limits)
+    if passthrough is None:
+        app.include_router(routes.models)
+    else:
+        app.include_router(passthrough.router)  # comes last: it takes every path
+    without_key = None if passthrough is None else routes.WITHOUT_KEY
+    app.add_middleware(Gate, service=service, limits=service.settings.limits, but=without_key)
     return app

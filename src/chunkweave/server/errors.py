@@ -1,4 +1,4 @@
-"""What a request that is not answered gets: a status, a body in OpenAI's form, and what the schema says of it."""
+"""The answer to a request that fails: a status, a body in OpenAI's form, and what the schema says of it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class HttpError(HTTPException):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """A refusal; `param` names the field that is wrong, and `retry_after_s` becomes a header."""
+        """An error; `param` names the field that is wrong, and `retry_after_s` becomes a header."""
         after = {} if retry_after_s is None else {"retry-after": str(max(1, ceil(retry_after_s)))}
         super().__init__(status, message, {**after, **(headers or {})})
         self.message = message
@@ -65,7 +65,7 @@ class HttpError(HTTPException):
 
 
 def http_error_of(error: Exception) -> HttpError:
-    """What a client is told about an error; what is not the client's doing is logged, and told without its message."""
+    """The answer to an error. What is not the client's doing is logged, and answered without its message."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -124,8 +124,8 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     if first["type"] == "json_invalid":
         return HttpError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
     message = str(first["msg"]).removeprefix("Value error, ")
-    told = message if not place or place.rpartition(".")[2] in message else f"{place}: {message}"
-    return HttpError(400, told, param=place or None)
+    named = message if not place or place.rpartition(".")[2] in message else f"{place}: {message}"
+    return HttpError(400, named, param=place or None)
 
 
 def _place(loc: Sequence[int | str]) -> str:
@@ -161,6 +161,7 @@ _MEANINGS = {
     409: "it is there already",
     413: "too large",
     429: "too many requests; see Retry-After",
+    501: "this backend does not do that",
     503: "not ready, too busy or stopping; see Retry-After",
     504: "not answered in time",
 }
@@ -177,5 +178,4 @@ STREAMED: Responses = {
 
 def error_responses(*statuses: int) -> Responses:
     """The errors that an endpoint may answer with; those of every endpoint (401, 413, 429) are added."""
-    told = {status: _MEANINGS[status] for status in {*statuses, *_ALWAYS}}
-    return {status: {"description": meaning, "model": ErrorBody} for status, meaning in sorted(told.items())}
+    return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in sorted({*statuses, *_ALWAYS})}

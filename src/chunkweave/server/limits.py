@@ -54,7 +54,7 @@ class TenantLimits:
     """
 
     def __init__(self, settings: LimitSettings, *, clock: Clock = time.monotonic) -> None:
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._buckets: dict[str, TokenBucket] = {}
         self._running: Counter[str] = Counter()
@@ -65,12 +65,12 @@ class TenantLimits:
         Raises:
             HttpError: 429, there were too many of late.
         """
-        per_minute = self._settings.requests_per_minute
+        per_minute = self.settings.requests_per_minute
         if per_minute is None:
             return
         bucket = self._buckets.get(tenant)
         if bucket is None:
-            bucket = self._buckets[tenant] = TokenBucket(per_minute / 60, self._settings.burst, clock=self._clock)
+            bucket = self._buckets[tenant] = TokenBucket(per_minute / 60, self.settings.burst, clock=self._clock)
         if wait_s := bucket.take():
             raise HttpError(
                 429,
@@ -85,10 +85,10 @@ class TenantLimits:
         Raises:
             HttpError: 429, all are taken.
         """
-        if self._running[tenant] >= self._settings.max_concurrent:
+        if self._running[tenant] >= self.settings.max_concurrent:
             raise HttpError(
                 429,
-                f"{self._settings.max_concurrent} requests of yours are under way already, and no more may",
+                f"{self.settings.max_concurrent} requests of yours are under way already, and no more may",
                 code="too_many_requests_at_once",
                 retry_after_s=1,
             )

@@ -4,19 +4,21 @@ from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
-from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
 from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.store import TieredStore
-from chunkweave.tiers.remote import RemoteTier
+
+if TYPE_CHECKING:  # the vLLM backend counts without torch
+    from chunkweave.engine.scheduler import BatchingStats
+    from chunkweave.kv.segment import SegmentSource
+    from chunkweave.store.store import TieredStore
 
 PREFIX = "chunkweave:"
 
@@ -32,14 +34,14 @@ class MetricSample:
     counter: bool = False
 
 
-Source = Callable[[], Iterable[MetricSample]]
+SampleSource = Callable[[], Iterable[MetricSample]]
 """Reads samples; called at every scrape, from whatever thread scrapes."""
 
 
 class SampleCollector(Collector):
     """Shows the samples of its sources as metrics of one model."""
 
-    def __init__(self, model: str, sources: Iterable[Source]) -> None:
+    def __init__(self, model: str, sources: Iterable[SampleSource]) -> None:
         """`model` is the value of every metric's `model_name`."""
         self._model = model
         self._sources = tuple(sources)
@@ -63,7 +65,7 @@ class SampleCollector(Collector):
         return metric
 
 
-def batching_samples(stats: BatchingStats) -> Iterator[MetricSample]:
+def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
     """What the batching engine does now, and what it had to do over again."""
     yield _gauge("num_requests_running", "Requests that are prefilled or decode now.", stats.running)
     yield _gauge("num_requests_waiting", "Requests that wait to be begun.", stats.waiting)
@@ -76,7 +78,7 @@ def batching_samples(stats: BatchingStats) -> Iterator[MetricSample]:
     yield _counter("engine_decoded_tokens", "Tokens computed one at a time.", stats.decoded_tokens)
 
 
-def store_samples(store: TieredStore[SegmentSource]) -> Iterator[MetricSample]:
+def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
     """What is stored by tier, what came and went, and which faults were survived."""
     stats = store.stats
     by_tier = stats.levels.items()
@@ -139,7 +141,9 @@ def speculation_samples(counts: SpeculationCounts) -> Iterator[MetricSample]:
     yield MetricSample("speculations", "Speculative prefills and requests by what happened.", events, "event", True)
 
 
-def _tier_faults(store: TieredStore[SegmentSource]) -> Iterator[MetricSample]:
+def _tier_faults(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
+    from chunkweave.tiers.remote import RemoteTier
+
     failures = {level.name: level.failures for level in store.levels}
     available = {level.name: float(level.available) for level in store.levels}
     yield MetricSample("tier_failures", "Reads and writes that the tier failed with an error.", failures, "tier", True)
@@ -217,12 +221,12 @@ class ServerMetrics:
         self,
         model: str,
         *,
-        batching: Callable[[], BatchingStats] | None = None,
-        store: TieredStore[SegmentSource] | None = None,
+        batching: "Callable[[], BatchingStats] | None" = None,
+        store: "TieredStore[SegmentSource] | None" = None,
         shadow: ShadowMonitor | None = None,
         speculation: Callable[[], SpeculationCounts] | None = None,
         tenants: Collection[str] | None = None,
-        others: Iterable[Source] = (),
+        others: Iterable[SampleSource] = (),
     ) -> None:
         """Metrics of what is given; nothing has happened yet.
 
@@ -240,7 +244,7 @@ class ServerMetrics:
         self._tenants = None if tenants is None else frozenset(tenants)
         self._make_histograms()
         self._make_counters()
-        sources: list[Source] = list(others)
+        sources: list[SampleSource] = list(others)
         if batching is not None:
             sources.append(lambda: batching_samples(batching()))
         if store is not None:

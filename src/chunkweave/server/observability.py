@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from chunkweave.engine.request import Answer
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
@@ -297,31 +296,27 @@ class Observer:
         self.metrics = metrics
         self._traces = traces
 
-    def answered(self, asked: RequestMeta, answer: Answer) -> None:
+    def answered(self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
         """It has its whole answer."""
-        self.answered_with(asked, answer.report, finish_reason=answer.finish_reason)
-
-    def answered_with(self, asked: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
-        """The same for an answer that another process gave."""
-        self.metrics.observe(report, finish_reason=finish_reason, tenant=asked.tenant)
+        self.metrics.observe(report, finish_reason=finish_reason, tenant=meta.tenant)
         self._traces.record(
-            report, request_id=asked.request_id, finish_reason=finish_reason, traceparent=asked.traceparent
+            report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
         )
         log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
-    def failed(self, asked: RequestMeta, error: BaseException) -> None:
+    def failed(self, meta: RequestMeta, error: BaseException) -> None:
         """It ended with an error."""
         refused = isinstance(error, HttpError) and error.status_code < 500
-        self._ended(asked, Outcome.REJECTED if refused else outcome_of(error), error)
+        self._ended(meta, Outcome.REJECTED if refused else outcome_of(error), error)
 
-    def given_up(self, asked: RequestMeta) -> None:
+    def given_up(self, meta: RequestMeta) -> None:
         """Its client went before the answer's end."""
-        self._ended(asked, Outcome.ABORTED, None)
+        self._ended(meta, Outcome.ABORTED, None)
 
     def close(self) -> None:
         """Send what is still to be sent."""
         self._traces.close()
 
-    def _ended(self, asked: RequestMeta, outcome: Outcome, error: BaseException | None) -> None:
-        self.metrics.ended(outcome, tenant=asked.tenant)
+    def _ended(self, meta: RequestMeta, outcome: Outcome, error: BaseException | None) -> None:
+        self.metrics.ended(outcome, tenant=meta.tenant)
         log_request(outcome, error=error)

@@ -4,99 +4,160 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.errors import ChunkweaveError
-from chunkweave.metrics import ReuseReport
-from chunkweave.retrieval.pipeline import Retrieved
-from chunkweave.server.answering import RunningAnswer
+from chunkweave.planning.method_choice import FIELD
+from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import HttpError, http_error_of
-
-
-def usage_of(report: ReuseReport) -> dict[str, Any]:
-    """Token counts. What was computed again is not cached, though its chunk was found."""
-    return {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": report.new_tokens,
-        "total_tokens": report.prompt_tokens + report.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.prefix_exact_tokens + report.reused_tokens},
-    }
-
-
-def report_of(answer: Answer, retrieved: Retrieved | None) -> dict[str, Any]:
-    """The reuse report, and what was retrieved if it came from a corpus, without the texts."""
-    report = answer.report.as_dict()
-    if retrieved is None:
-        return report
-    found = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in retrieved.chunks]
-    return {**report, "embed_s": retrieved.embed_s, "search_s": retrieved.search_s, "retrieved": found}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How an answer is written down: `chat` or as a plain completion. One for each answer.
+    """How the answer to one request is written down: `chat` or as a plain completion.
 
     A stream `with_usage` ends with an event that counts tokens; it has no choice, and the others have `usage: null`.
+    `alternatives` of each token were asked for, None for no log-probabilities at all.
     """
 
     chat: bool
     model: str
     with_usage: bool = False
+    with_token_ids: bool = False
+    alternatives: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def whole(self, answer: Answer, retrieved: Retrieved | None) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        said: dict[str, Any]
-        if self.chat:
-            said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        else:
-            said = {"text": answer.text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}
+    def whole(self, choices: Sequence[Choice], end: AnswerEnd) -> dict[str, Any]:
+        """The body of an answer that is not streamed, of `choices` as `WholeChoices` has them."""
         kind = "chat.completion" if self.chat else "text_completion"
-        body = self._frame(kind, [choice])
-        return {**body, "usage": usage_of(answer.report), "chunkweave": report_of(answer, retrieved)}
+        body = self._frame(kind, [self._choice(one) for one in choices])
+        return {**body, "usage": _usage(end), FIELD: dict(end.shown)}
 
-    def first(self) -> list[dict[str, Any]]:
+    def opening(self, choices: int) -> Iterator[dict[str, Any]]:
         """What a stream begins with: in a chat, who speaks."""
-        return [self._event({"role": "assistant", "content": ""})] if self.chat else []
+        for index in range(choices if self.chat else 0):
+            delta = {"role": "assistant", "content": ""}
+            yield self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """An event with a piece of the text."""
-        return self._event({"content": text} if self.chat else text)
+    def piece(self, event: Event) -> dict[str, Any]:
+        """An event of the backend's as one of a stream."""
+        return self._event([self._piece(choice) for choice in event])
 
-    def last(self, answer: Answer, retrieved: Retrieved | None) -> list[dict[str, Any]]:
-        """The events after the text; the report is in the last one.
+    def closing(self, last: dict[str, Any], end: AnswerEnd) -> Iterator[dict[str, Any]]:
+        """The last event with a choice, and what follows it; the report is in the last one.
 
         It has no event of its own: much code reads `choices[0]` of each, unless it asked for usage.
         """
-        report = {"chunkweave": report_of(answer, retrieved)}
-        ended = self._event({} if self.chat else "", answer.finish_reason)
+        report = {FIELD: dict(end.shown)}
         if not self.with_usage:
-            return [{**ended, **report}]
-        return [ended, {**self._frame(self._event_kind, []), "usage": usage_of(answer.report), **report}]
+            yield {**last, **report}
+            return
+        yield last
+        yield {**self._frame(self._event_kind, []), "usage": _usage(end), **report}
 
-    def _event(self, said: dict[str, Any] | str, finish_reason: str | None = None) -> dict[str, Any]:
-        content = {"delta": said} if self.chat else {"text": said}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        frame = self._frame(self._event_kind, [choice])
+    def _choice(self, choice: Choice) -> Choice:
+        text = choice["text"]
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        return {"index": choice["index"], **content, **self._details(choice)}
+
+    def _piece(self, choice: Choice) -> Choice:
+        text = choice.get("text", "")
+        content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        return {"index": choice["index"], **content, **self._details(choice)}
+
+    def _details(self, choice: Choice) -> Choice:
+        logprobs = choice.get("logprobs") if self.alternatives is not None else None
+        if logprobs is not None and self.chat:
+            logprobs = chat_logprobs(logprobs, self.alternatives or 0)
+        details = {"logprobs": logprobs, "finish_reason": choice.get("finish_reason")}
+        if choice.get("stop_reason") is not None:
+            details["stop_reason"] = choice["stop_reason"]
+        if self.with_token_ids and "token_ids" in choice:
+            details["token_ids"] = choice["token_ids"]
+        return details
+
+    def _event(self, choices: list[Choice]) -> dict[str, Any]:
+        frame = self._frame(self._event_kind, choices)
         return {**frame, "usage": None} if self.with_usage else frame
 
     @property
     def _event_kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
-        return {"id": number, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
+        return {"id": number, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _usage(end: AnswerEnd) -> dict[str, Any]:
+    """Token counts. What was computed again is not cached, though its chunk was found."""
+    report = end.report
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": report.new_tokens,
+        "total_tokens": report.prompt_tokens + report.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
+    }
+
+
+class WholeChoices:
+    """Adds up the pieces of a stream, choice by choice."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, Choice] = {}
+
+    def add(self, event: Event) -> None:
+        """The next pieces."""
+        for piece in event:
+            whole = self._choices.setdefault(
+                piece["index"], {"index": piece["index"], "text": "", "token_ids": [], "logprobs": None}
+            )
+            whole["text"] += piece.get("text") or ""
+            whole["token_ids"] += piece.get("token_ids") or []
+            for name in ("finish_reason", "stop_reason"):
+                if piece.get(name) is not None:
+                    whole[name] = piece[name]
+            if piece.get("logprobs"):
+                whole["logprobs"] = _joined(whole["logprobs"], piece["logprobs"])
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All choices so far, by their numbers."""
+        return [self._choices[index] for index in sorted(self._choices)]
+
+
+def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Log-probabilities of a completion as a chat has them, with at most that many alternatives."""
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    return {
+        "content": [
+            {
+                **_alternative(token, logprob),
+                "top_logprobs": [_alternative(*one) for one in list((top or {}).items())[:most]],
+            }
+            for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        ]
+    }
+
+
+def _alternative(token: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
+
+
+def _joined(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    if before is None:
+        return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
+    return {
+        name: [*(before.get(name) or []), *values] if isinstance(values, list) else values
+        for name, values in more.items()
+    }
 
 
 ResultT = TypeVar("ResultT")
@@ -111,7 +172,7 @@ class ClientGoneError(HttpError):
         super().__init__(499, "the client closed the connection")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """What `work` returns, unless the client goes first: then it is cancelled.
 
     The request's body has been read by now, so that all there is to receive is that its client has gone.
@@ -119,24 +180,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> R
     Raises:
         ClientGoneError: it has.
     """
-    return await unless_gone_from(request.receive, work)
-
-
-async def unless_gone_from(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The same by what a request is received with.
-
-    Raises:
-        ClientGoneError: its client has gone.
-    """
     return await _first_of(work, _gone(receive))
-
-
-async def whole_answer(running: RunningAnswer) -> Answer:
-    """Wait for an answer to its end."""
-    async for event in running:
-        if event.answer is not None:
-            return event.answer
-    raise HttpError(500, "the answer has no end", code="internal_error")
 
 
 class Closable(Protocol):
@@ -185,21 +229,6 @@ class EventStream(Response):
         except (ChunkweaveError, HttpError) as error:  # the status is sent: what is left is to say so in the stream
             yield _event(http_error_of(error).body)
         yield _DONE
-
-
-async def answer_events(running: RunningAnswer, first: StreamEvent, form: ReplyForm) -> AsyncIterator[dict[str, Any]]:
-    """An answer, whose `first` piece was read already, as events of that form."""
-    for one in form.first():
-        yield one
-    event = first
-    while True:
-        if event.text:
-            yield form.piece(event.text)
-        if event.answer is not None:
-            for one in form.last(event.answer, running.retrieved):
-                yield one
-            return
-        event = await anext(running)
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The bodies of requests: what is read, what is refused, and in which words."""
+"""The bodies of requests, the same for both backends: what is read, what is refused, and in which words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,34 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from chunkweave.conversation.registry import Conversations
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
-from chunkweave.planning.method_choice import ORDERS, checked_method, checked_ratio, refuse_unknown_keys
+from chunkweave.planning.method_choice import (
+    ORDERS,
+    MethodRequest,
+    checked_alpha,
+    checked_layers,
+    checked_method,
+    checked_quality,
+    checked_ratio,
+    refuse_unknown_keys,
+)
 from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
 from chunkweave.types import Chunk
+
+_PASSED_ON = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "best_of", "user")
+"""Fields that are read here and go to vLLM as they are."""
+
+_VLLM_ONLY = (
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "frequency_penalty",
+    "presence_penalty",
+    "best_of",
+    "echo",
+    "return_token_ids",
+)
+"""Fields that the engine backend takes only with the values that they have when left out."""
 
 _MOST_STOPS = 4
 
@@ -76,19 +100,19 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-def _method(value: Any) -> str:
-    return checked_method(value, METHODS)
-
-
 def _quality(value: Any) -> str:
-    return str(Quality.parse(value))
+    return str(checked_quality(value))
 
 
 class ReuseField(Body):
     """How chunks are reused, and where they come from."""
 
-    method: Annotated[str, BeforeValidator(_method), Field(json_schema_extra={"enum": list(METHODS)})] | None = None
+    method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra={"enum": list(METHODS)})] | None = (
+        None
+    )
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
+    check_layers: Annotated[tuple[int, ...], BeforeValidator(checked_layers)] | None = None
+    alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
     conversation_id: Name | None = None
@@ -102,17 +126,36 @@ class ReuseField(Body):
             refuse_unknown_keys(data, cls.model_fields)
         return data
 
+    @property
+    def method_request(self) -> MethodRequest:
+        """What it says about the method."""
+        return MethodRequest.of(self.method, self.quality, self.recompute_ratio, self.check_layers, self.alpha)
+
 
 assert set(ORDERS) == {"free", "fixed"}, "the schema names the orders there are"
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: the last message, and the instruction if one was given.
+
+    `earlier` questions of the same conversation were sent along with it.
+    """
+
+    text: str
+    system: str | None = None
+    earlier: int = 0
+
+
 class CompletionBody(Body):
-    """What chat and plain completions have in common."""
+    """What chat and plain completions have in common. Fields that are not named here are the backend's to check."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: Text | None = None
     documents: list[Text | Document] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Text, Field(min_length=1)] | list[Annotated[Text, Field(min_length=1)]] = []
@@ -120,29 +163,33 @@ class CompletionBody(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[Text, Field(max_length=512)] = ""
     chunkweave: ReuseField = ReuseField()
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=64)] = 1
     user: Text | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    echo: bool = False
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionBody":
-        if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
-            raise ValueError(f"stop takes at most {_MOST_STOPS} texts, not {len(self.stop)}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options can only be given with stream")
         if self.chunkweave.corpus is not None and self.documents:
             raise ValueError("give either documents or chunkweave.corpus, not both")
-        if self.chunkweave.corpus is not None and self.cache_salt:
-            raise ValueError("cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV")
         if self.chunkweave.corpus is None and self.chunkweave.top_k is not None:
             raise ValueError("chunkweave.top_k can only be given with chunkweave.corpus")
+        if self.chunkweave.conversation_id is not None and self.n > 1:
+            raise ValueError("a conversation goes on from one answer: n must be 1")
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end the answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def question(self) -> Question:
+        """What is asked.
+
+        Raises:
+            HttpError: nothing, or messages that mean nothing here.
+        """
+        raise NotImplementedError
 
     @property
     def answer_tokens(self) -> int | None:
@@ -150,9 +197,34 @@ class CompletionBody(Body):
         return self.max_tokens
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives of each token are asked for; 0 is the token alone, None no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends with an event that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def passed_on(self) -> dict[str, Any]:
+        """Fields that go to vLLM as they are."""
+        given = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
+        return {**given, **(self.model_extra or {})}
+
+    @property
+    def only_for_vllm(self) -> list[str]:
+        """Fields, given with a value that means something, that our own engine does not take."""
+        typed = [name for name in _VLLM_ONLY if name in type(self).model_fields]
+        return [
+            *(self.model_extra or {}),
+            *(name for name in typed if getattr(self, name) != type(self).model_fields[name].default),
+        ]
 
 
 class ChatBody(CompletionBody):
@@ -160,7 +232,8 @@ class ChatBody(CompletionBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Literal[False] = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatBody":
@@ -173,18 +246,50 @@ class ChatBody(CompletionBody):
     def answer_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-
-class PromptBody(CompletionBody):
-    """`POST /v1/completions`."""
-
-    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
-    echo: Literal[False] = False
-    best_of: Literal[1] = 1
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
-    def question(self) -> str:
+    def question(self) -> Question:
+        """The system message, if there is one, is the instruction; the user's last message is the question.
+
+        Earlier turns may stand between them in a conversation that this server keeps. Without its id they are refused:
+        folded into the question they would make another prompt than the one that was meant.
+        """
+        messages = list(self.messages)
+        system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
+        if not messages or messages[-1].role != "user":
+            raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
+        if any(message.role in ("system", "developer") for message in messages):
+            raise HttpError(400, "only the first message can be the system's", param="messages")
+        if not messages[-1].text.strip():
+            raise HttpError(400, "the question is empty", param=f"messages[{len(self.messages) - 1}].content")
+        earlier = messages[:-1]
+        if earlier and self.chunkweave.conversation_id is None:
+            message = "earlier turns need chunkweave.conversation_id: the server keeps them; or send the last one alone"
+            raise HttpError(400, message, param="messages[0]", code="unsupported_conversation")
+        return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))
+
+
+class PromptBody(CompletionBody):
+    """`POST /v1/completions`: the prompt is the question of a chat without a system message."""
+
+    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def question(self) -> Question:
         """The one prompt."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        text = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        if not text.strip():
+            raise HttpError(400, "the prompt is empty", param="prompt")
+        return Question(text)
 
 
 class CorpusBody(Body):
@@ -238,19 +343,44 @@ class ClearBody(ChunksBody):
     everything: bool = False
 
 
-def check_reuse(reuse: ReuseField, limits: LimitSettings, *, calibrated: bool) -> None:
-    """Hold a request's method_requests against what there is.
+def refuse_for_engine(body: CompletionBody) -> None:
+    """Refuse what our own engine does not take.
 
     Raises:
-        HttpError: 400, more chunks than a request may have, or a quality that this model was not `calibrated` for.
+        HttpError: 400; fields that only vLLM knows are all named.
     """
+    if unsupported := body.only_for_vllm:
+        message = f"not supported by the engine backend: {', '.join(unsupported)}; vLLM's fields need --backend vllm"
+        raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+    if len(body.stops) > _MOST_STOPS:
+        raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
+    if body.temperature > 2:
+        raise HttpError(400, "temperature must be at most 2", param="temperature")
+    if body.chunkweave.corpus is not None and body.cache_salt:
+        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
+        raise HttpError(400, message, param="cache_salt")
+
+
+def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
+    """Hold a request against what it may ask for; returns the most tokens of its answer.
+
+    Raises:
+        HttpError: 400, more documents, chunks or tokens than a request may have, or a quality that this model was not
+            `calibrated` for.
+    """
+    check_documents(len(body.documents), limits)
+    reuse = body.chunkweave
     if reuse.top_k is not None and reuse.top_k > limits.max_documents:
-        told = f"chunkweave.top_k must be at most {limits.max_documents}"
-        raise HttpError(400, told, param="chunkweave.top_k")
+        message = f"chunkweave.top_k must be at most {limits.max_documents}"
+        raise HttpError(400, message, param="chunkweave.top_k")
     # The engine's own words name the model's folder.
     if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
-        told = "this model was not calibrated: quality can only be 'exact'; or name a method"
-        raise HttpError(400, told, param="chunkweave.quality", code="not_calibrated")
+        message = "this model was not calibrated: quality can only be 'exact'; or name a method"
+        raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
+    most, given = limits.max_answer_tokens, body.answer_tokens
+    if given is not None and given > most:
+        raise HttpError(400, f"max_tokens must be at most {most}, not {given}", param="max_tokens")
+    return min(limits.default_answer_tokens, most) if given is None else given
 
 
 def check_documents(count: int, limits: LimitSettings) -> None:
@@ -260,8 +390,8 @@ def check_documents(count: int, limits: LimitSettings) -> None:
         HttpError: 400.
     """
     if count > limits.max_documents:
-        told = f"a request may have {limits.max_documents} documents, not {count}"
-        raise HttpError(400, told, param="documents", code="too_many_documents")
+        message = f"a request may have {limits.max_documents} documents, not {count}"
+        raise HttpError(400, message, param="documents", code="too_many_documents")
 
 
 def check_earlier(conversations: Conversations, conversation_id: str | None, salt: str, *, earlier: int) -> None:
@@ -275,35 +405,11 @@ def check_earlier(conversations: Conversations, conversation_id: str | None, sal
     state = conversations.state((salt, conversation_id))
     turns = 0 if state is None else state.turn_count
     if earlier != turns:
-        told = (
+        message = (
             f"the messages hold {earlier} earlier questions, but this conversation has had {turns} here: "
             f"send the last message alone to go on from those, or take a new conversation_id"
         )
-        raise HttpError(409, told, param="messages", code="conversation_mismatch")
-
-
-def answer_tokens(asked: int | None, limits: LimitSettings) -> int:
-    """Most tokens of an answer.
-
-    Raises:
-        HttpError: 400, more are asked for than an answer may have.
-    """
-    most = limits.max_answer_tokens
-    if asked is not None and asked > most:
-        raise HttpError(400, f"max_tokens must be at most {most}, not {asked}", param="max_tokens")
-    return min(limits.default_answer_tokens, most) if asked is None else asked
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked: the last message, and the instruction if one was given.
-
-    `earlier` questions of the same conversation were sent along with it.
-    """
-
-    text: str
-    system: str | None = None
-    earlier: int = 0
+        raise HttpError(409, message, param="messages", code="conversation_mismatch")
 
 
 def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
@@ -320,27 +426,3 @@ def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
         text = f"{document.title}\n{document.text}" if document.title else document.text
         chunks.append(Chunk(text, document.id or document.title or f"document {place}"))
     return tuple(chunks)
-
-
-def question_of(body: ChatBody) -> Question:
-    """The system message, if there is one, is the instruction; the user's last message is the question.
-
-    Earlier turns may stand between them in a conversation that this server keeps. Without its id they are refused:
-    folded into the question they would make another prompt than the one that was meant.
-
-    Raises:
-        HttpError: there is no question, or messages that mean nothing here.
-    """
-    messages = list(body.messages)
-    system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
-    if not messages or messages[-1].role != "user":
-        raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
-    if any(message.role in ("system", "developer") for message in messages):
-        raise HttpError(400, "only the first message can be the system's", param="messages")
-    if not messages[-1].text.strip():
-        raise HttpError(400, "the question is empty", param=f"messages[{len(body.messages) - 1}].content")
-    earlier = messages[:-1]
-    if earlier and body.chunkweave.conversation_id is None:
-        told = "earlier turns need chunkweave.conversation_id: the server keeps them; or send the last message alone"
-        raise HttpError(400, told, param="messages[0]", code="unsupported_conversation")
-    return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))

@@ -1,14 +1,15 @@
 """The endpoints of the server, and what their handlers depend on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import isfinite
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 import chunkweave
@@ -18,12 +19,12 @@ from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_document
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
-from chunkweave.server.auth import Tenant, bearer
-from chunkweave.server.corpora import Corpora
+from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
+from chunkweave.server.backend import Event
 from chunkweave.server.errors import STREAMED, HttpError, error_responses
 from chunkweave.server.metrics import CONTENT_TYPE
 from chunkweave.server.observability import RequestMeta
-from chunkweave.server.replies import EventStream, ReplyForm, answer_events, unless_gone, whole_answer
+from chunkweave.server.replies import EventStream, ReplyForm, WholeChoices, unless_gone
 from chunkweave.server.requests import (
     ChatBody,
     ChunksBody,
@@ -33,36 +34,15 @@ from chunkweave.server.requests import (
     IngestBody,
     IngestedDocument,
     PromptBody,
-    Question,
     SearchBody,
     check_documents,
     chunks_of,
-    question_of,
 )
 from chunkweave.server.service import Parts, Service
 from chunkweave.server.threads import in_thread, to_its_end
 from chunkweave.types import Chunk
 
 _scheme = HTTPBearer(auto_error=False, description="An API key, if the server was given any.")
-
-
-class Forgetful(Protocol):
-    """Removes the KV of chunks."""
-
-    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
-        """Of a tenant's chunks, from every tier; returns how many copies of segments there were."""
-
-
-class WithCorpora(Protocol):
-    """The parts of a server that has corpora."""
-
-    @property
-    def corpora(self) -> Corpora:
-        """Those of all tenants."""
-
-    @property
-    def answering(self) -> Forgetful:
-        """Told which chunks are gone."""
 
 
 def service_of(request: Request) -> Service:
@@ -77,27 +57,42 @@ def parts_of(request: Request) -> Parts:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request it is; the gate has found out."""
-    tenant: Tenant = request.state.tenant
+    """Whose request it is; the gate has found out, unless nobody needs a key here."""
+    tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
     return tenant
 
 
 AnyService = Annotated[Service, Depends(service_of)]
 ReadyParts = Annotated[Parts, Depends(parts_of)]
-CorpusParts = Annotated[WithCorpora, Depends(parts_of)]
 OfTenant = Annotated[Tenant, Depends(tenant_of)]
+WITHOUT_KEY = ("/health", "/ready", "/ping", "/version", "/metrics")
+"""Over vLLM, the paths that need no key: for whoever runs the server. `/metrics` asks for an admin's key itself."""
 NEEDS_KEY = [Security(_scheme)]
 """For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
 
-completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
+class AnswerRoute(APIRoute):
+    """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """A handler that asks the backend first; the body that it has read is kept for the usual one."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            passthrough = service_of(request).backend.passthrough
+            passed = None if passthrough is None else await passthrough.plain(request, tenant_of(request))
+            return await handler(request) if passed is None else passed
+
+        return handle
+
+
+completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
 
 
 @completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
 async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
     """Answer the user's message over `documents`, over what a corpus has about it, or over nothing."""
-    question = question_of(body)
-    return await _answered(question, body, request, service, parts, tenant)
+    return await _answered(body, request, service, parts, tenant)
 
 
 @completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
@@ -105,61 +100,78 @@ async def complete(
     body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
 ) -> Response:
     """The same for one prompt: it is the question of a chat without a system message."""
-    if not body.question.strip():
-        raise HttpError(400, "the prompt is empty", param="prompt")
-    return await _answered(Question(body.question), body, request, service, parts, tenant)
+    return await _answered(body, request, service, parts, tenant)
 
 
-@completions.get("/models", responses=error_responses(503))
-async def models(service: AnyService) -> dict[str, Any]:
+async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
+    model = body.model or parts.backend.name
+    form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
+    meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
+    running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
+    whole = WholeChoices()
+    try:
+        # Before the first piece there is still a status that can say what went wrong.
+        first = await unless_gone(request.receive, anext(running))
+        if not body.stream:
+            whole.add(first)
+            await unless_gone(request.receive, _add_rest(running, whole))
+    except BaseException:
+        await running.aclose()
+        raise
+    if body.stream:
+        return EventStream(running, _events(running, first, form, body.n), stalled_s=service.settings.listen.stalled_s)
+    await running.aclose()
+    assert running.end is not None, "it came to its end"
+    return JSONResponse(form.whole(whole.choices, running.end))
+
+
+async def _add_rest(running: RunningAnswer, whole: WholeChoices) -> None:
+    async for event in running:
+        whole.add(event)
+
+
+async def _events(running: RunningAnswer, first: Event, form: ReplyForm, choices: int) -> AsyncIterator[dict[str, Any]]:
+    """A stream's events. What ends a choice waits for the next one, since the last carries the report."""
+    for one in form.opening(choices):
+        yield one
+    held = form.piece(first)
+    if not _ends(held):
+        yield held
+    async for event in running:
+        if _ends(held):
+            yield held
+        held = form.piece(event)
+        if not _ends(held):
+            yield held
+    assert running.end is not None, "it came to its end"
+    for one in form.closing(held, running.end):
+        yield one
+
+
+def _ends(piece: dict[str, Any]) -> bool:
+    return any(choice["finish_reason"] is not None for choice in piece["choices"])
+
+
+models = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
+
+
+@models.get("/models", responses=error_responses(503))
+async def list_models(service: AnyService) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_model(service)]}
 
 
-@completions.get("/models/{name}", responses=error_responses(404, 503))
-async def model(name: str, service: AnyService) -> dict[str, Any]:
+@models.get("/models/{name}", responses=error_responses(404, 503))
+async def get_model(name: str, service: AnyService) -> dict[str, Any]:
     """The model, if it is called so."""
-    _require_model(name, service)
+    if name != service.backend.name:
+        message = f"no model {name!r}: this server has {service.backend.name!r}"
+        raise HttpError(404, message, param="model", code="model_not_found")
     return _model(service)
 
 
 def _model(service: Service) -> dict[str, Any]:
-    name = service.settings.model.name
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
-
-
-def _require_model(name: str | None, service: Service) -> None:
-    if name not in (None, service.settings.model.name):
-        told = f"no model {name!r}: this server has {service.settings.model.name!r}"
-        raise HttpError(404, told, param="model", code="model_not_found")
-
-
-async def _answered(
-    question: Question, body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant
-) -> Response:
-    _require_model(body.model, service)
-    form = ReplyForm(isinstance(body, ChatBody), service.settings.model.name, body.with_usage)
-    asked = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
-    running = await unless_gone(request, parts.answering.start(tenant, question, body, asked))
-    if body.stream:
-        return await _streamed(running, form, request, service)
-    try:
-        answer = await unless_gone(request, whole_answer(running))
-    finally:
-        await running.aclose()
-    return JSONResponse(form.whole(answer, running.retrieved))
-
-
-async def _streamed(running: RunningAnswer, form: ReplyForm, request: Request, service: Service) -> Response:
-    """The answer as a stream, which closes it."""
-    try:
-        # Before the first piece there is still a status that can say what went wrong.
-        first = await unless_gone(request, anext(running))
-    except BaseException:
-        await running.aclose()
-        raise
-    stalled_s = service.settings.listen.stalled_s
-    return EventStream(running, answer_events(running, first, form), stalled_s=stalled_s)
+    return {"id": service.backend.name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
 
 
 corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
@@ -169,26 +181,26 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 
 
 @corpora.get("", responses=error_responses(503))
-async def list_corpora(parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """The corpora that you may search."""
     return {"object": "list", "data": [served.as_dict() for served in parts.corpora.all(tenant)]}
 
 
 @corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503))
-async def create_corpus(body: CorpusBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Make an empty corpus."""
     split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
     return (await to_its_end(parts.corpora.create(tenant, body.name, split))).as_dict()
 
 
 @corpora.get("/{name}", responses=error_responses(404, 503))
-async def get_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """One corpus."""
     return parts.corpora.get(tenant, name).as_dict()
 
 
 @corpora.delete("/{name}", responses=error_responses(403, 404, 503))
-async def delete_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a corpus, and the KV of its chunks from every tier."""
 
     async def work() -> int:
@@ -199,7 +211,7 @@ async def delete_corpus(name: str, parts: CorpusParts, tenant: OfTenant) -> dict
 
 @corpora.get("/{name}/documents", responses=error_responses(404, 503))
 async def list_documents(
-    name: str, parts: CorpusParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
+    name: str, parts: ReadyParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """The documents of a corpus, in the order in which they were added."""
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
@@ -212,7 +224,7 @@ async def list_documents(
 
 
 @corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503))
-async def add_documents(name: str, body: IngestBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def add_documents(name: str, body: IngestBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
     documents = [_document(one) for one in body.documents]
     return await _ingested(name, documents, body.update, parts, tenant)
@@ -220,7 +232,7 @@ async def add_documents(name: str, body: IngestBody, parts: CorpusParts, tenant:
 
 @corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503))
 async def add_files(
-    name: str, files: Annotated[list[UploadFile], File()], parts: CorpusParts, tenant: OfTenant, update: bool = False
+    name: str, files: Annotated[list[UploadFile], File()], parts: ReadyParts, tenant: OfTenant, update: bool = False
 ) -> dict[str, Any]:
     """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
     documents: list[CorpusDocument] = []
@@ -233,7 +245,7 @@ async def add_files(
 
 
 @corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503))
-async def delete_document(name: str, document: str, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def delete_document(name: str, document: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a document, and the KV of what no other document has from every tier."""
     served = parts.corpora.get(tenant, name, to_change=True)
 
@@ -245,7 +257,7 @@ async def delete_document(name: str, document: str, parts: CorpusParts, tenant: 
 
 
 @corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
-async def search(name: str, body: SearchBody, parts: CorpusParts, tenant: OfTenant) -> dict[str, Any]:
+async def search(name: str, body: SearchBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
         k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
@@ -260,7 +272,7 @@ def _document(one: str | IngestedDocument) -> CorpusDocument:
 
 
 async def _ingested(
-    name: str, documents: Sequence[CorpusDocument], update: bool, parts: WithCorpora, tenant: Tenant
+    name: str, documents: Sequence[CorpusDocument], update: bool, parts: Parts, tenant: Tenant
 ) -> dict[str, Any]:
     served = parts.corpora.get(tenant, name, to_change=True)
 
@@ -277,7 +289,7 @@ async def _ingested(
     return await to_its_end(work())
 
 
-async def _forget_gone(change: CorpusChange, parts: WithCorpora, tenant: Tenant) -> int:
+async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> int:
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
 
 
@@ -286,45 +298,47 @@ cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
 
 @cache.get("", responses=error_responses(503))
 async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """What your answers reused so far; for admins also what all tiers hold and what the engine does."""
-    told: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
-    if tenant.admin:
-        told["store"] = asdict(await in_thread(lambda: parts.engine.store.stats))
-        told["engine"] = asdict(parts.batching.stats)
-    return told
+    """What your answers reused so far; for admins also what the backend holds and does."""
+    shown: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
+    return {**shown, **await in_thread(parts.backend.stats)} if tenant.admin else shown
 
 
-@cache.post("/warm", responses=error_responses(400, 404, 503))
+@cache.post("/warm", responses=error_responses(400, 404, 501, 503))
 async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
-    chunks = await _chunks(body, parts, tenant)
-    computed = await unless_gone(request, parts.answering.warm(tenant, chunks, body.cache_salt))
+    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
+    slot = parts.limits.occupy(tenant.name)
+    try:
+        computed = await unless_gone(request.receive, commands.warm(chunks, tenant.salt(body.cache_salt)))
+    finally:
+        slot.release()
     return {"chunks": len(chunks), "computed": computed}
 
 
-@cache.post("/pin", responses=error_responses(400, 403, 404, 503))
+@cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
 async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
-    chunks = await _chunks(body, parts, tenant)
-    return {"chunks": len(chunks), "segments_pinned": await parts.pins.pin(tenant, chunks, body.cache_salt)}
+    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
+    pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    return {"chunks": len(chunks), "segments_pinned": pinned}
 
 
-@cache.post("/unpin", responses=error_responses(400, 404, 503))
+@cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
 async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Take pins back."""
-    chunks = await _chunks(body, parts, tenant)
-    return {"chunks": len(chunks), "chunks_unpinned": await parts.pins.unpin(tenant, chunks, body.cache_salt)}
+    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
+    unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    return {"chunks": len(chunks), "chunks_unpinned": unpinned}
 
 
-@cache.post("/clear", responses=error_responses(400, 403, 404, 503))
+@cache.post("/clear", responses=error_responses(400, 403, 404, 501, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
+    commands = parts.cache
     if body.everything:
         if not tenant.admin:
             raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
-        before = len(parts.engine.store)
-        await in_thread(parts.engine.store.clear)
-        return {"segments_removed": before}
+        return {"segments_removed": await commands.clear()}
     chunks = await _chunks(body, parts, tenant)
     return {"segments_removed": await parts.answering.forget(tenant, (chunk.text for chunk in chunks), body.cache_salt)}
 
@@ -340,7 +354,7 @@ async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Ch
             return served.corpus.chunks()
     if not body.documents:
         raise HttpError(400, "name documents or a corpus", param="documents")
-    check_documents(len(body.documents), parts.answering.settings)
+    check_documents(len(body.documents), parts.limits.settings)
     return chunks_of(body.documents)
 
 
@@ -351,7 +365,7 @@ operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
 async def metrics(request: Request, service: AnyService, parts: ReadyParts) -> Response:
     """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
     _require_admin(service.tenant_of(bearer(request.headers)))
-    return Response(await in_thread(parts.observer.metrics.exposition), media_type=CONTENT_TYPE)
+    return Response(await parts.metrics(), media_type=CONTENT_TYPE)
 
 
 @operation.get("/v1/shadow", responses=error_responses(403, 404, 503))
@@ -376,9 +390,9 @@ def _shown(stats: ShadowStats) -> dict[str, Any]:
 
 def _monitor(parts: Parts, tenant: Tenant) -> ShadowMonitor:
     _require_admin(tenant)
-    if parts.engine.shadow is None:
+    if parts.backend.shadow is None:
         raise HttpError(404, "no answers are checked here: the server was started without shadow_every")
-    return parts.engine.shadow
+    return parts.backend.shadow
 
 
 def _require_admin(tenant: Tenant) -> None:
@@ -399,7 +413,7 @@ async def health() -> dict[str, str]:
 async def ready(service: AnyService) -> JSONResponse:
     """200 if requests are answered, else 503."""
     is_ready = service.ready
-    return JSONResponse({"ready": is_ready, "stage": str(service.stage)}, 200 if is_ready else 503)
+    return JSONResponse({"ready": is_ready, "stage": service.state}, 200 if is_ready else 503)
 
 
 @open_to_all.get("/version")

@@ -5,14 +5,13 @@ import logging
 import socket
 import threading
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from chunkweave.errors import UsageError
 from chunkweave.server.app import create_app
-from chunkweave.server.service import Service, Stage
+from chunkweave.server.backend import Stage
+from chunkweave.server.service import Service
 from chunkweave.server.settings import ListenSettings
 
 logger = logging.getLogger(__name__)
@@ -34,43 +33,25 @@ def listening_socket(settings: ListenSettings) -> socket.socket:
         raise UsageError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from error
 
 
-class Served(Protocol):
-    """What a server runs: `Service`, or what starts and ends like it."""
-
-    @property
-    def stage(self) -> Stage:
-        """How far it is; `FAILED` ends the server."""
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why it could not start."""
-
-    def refuse_new(self) -> None:
-        """From now on answer nothing new."""
-
-    def end_answers(self) -> None:
-        """End all running answers now."""
-
-
 class Server(uvicorn.Server):
     """uvicorn that ends gently: it accepts nothing new, lets answers end for a while, then ends them in good form.
 
     A second signal ends it at once.
     """
 
-    def __init__(self, service: Served, app: ASGIApp, settings: ListenSettings, *, log_level: str = "warning") -> None:
+    def __init__(self, service: Service, *, log_level: str = "warning") -> None:
         config = uvicorn.Config(
-            app,
+            create_app(service),
             log_level=log_level,
             access_log=False,
             server_header=False,
             log_config=None,
-            timeout_graceful_shutdown=int(settings.graceful_s + _AFTER_CANCEL_S),
+            timeout_graceful_shutdown=int(service.settings.listen.graceful_s + _AFTER_CANCEL_S),
             timeout_keep_alive=30,
         )
         super().__init__(config)
         self._service = service
-        self._graceful_s = settings.graceful_s
+        self._graceful_s = service.settings.listen.graceful_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - all signals mean the same
         """What a signal does; unlike uvicorn's own it is not raised again afterwards, so that the exit code is 0."""
@@ -104,16 +85,7 @@ def run(service: Service, sock: socket.socket) -> None:
     Raises:
         ChunkweaveError: the service could not start.
     """
-    run_app(service, create_app(service), service.settings.listen, sock)
-
-
-def run_app(service: Served, app: ASGIApp, settings: ListenSettings, sock: socket.socket) -> None:
-    """Serve an app, whose lifespan starts and stops `service`, until a signal comes.
-
-    Raises:
-        ChunkweaveError: the service could not start.
-    """
-    Server(service, app, settings).run(sockets=[sock])
+    Server(service).run(sockets=[sock])
     if service.failure is not None:
         raise service.failure
 
@@ -122,7 +94,7 @@ class ServerThread:
     """A server in a thread of this process, on a free port of loopback: for tests and measurements."""
 
     def __init__(self, service: Service) -> None:
-        self._server = Server(service, create_app(service), service.settings.listen)
+        self._server = Server(service)
         self._socket = listening_socket(ListenSettings(port=0))
         host, port = self._socket.getsockname()
         self._url = f"http://{host}:{port}"

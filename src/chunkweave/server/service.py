@@ -1,54 +1,69 @@
-"""What a running server is made of, from its start in stages to its end."""
+"""A running server over one backend, from its start in stages to its end."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 
-from chunkweave.engine.async_engine import AsyncEngine
-from chunkweave.engine.engine import Engine, EngineOptions
-from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.config import Backend as BackendName
+from chunkweave.errors import ChunkweaveError
+from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.server.answering import Answering
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
+from chunkweave.server.backend import Backend, BackendParts, CacheCommands, Stage
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.metrics import ServerMetrics
 from chunkweave.server.observability import Observer, open_traces
-from chunkweave.server.pinned import PinnedChunks
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
 
 logger = logging.getLogger(__name__)
-
-_FLUSH_S = 30.0
-
-
-class Stage(StrEnum):
-    """How far a server is."""
-
-    LOADING_MODEL = "loading the model"
-    OPENING_CORPORA = "opening corpora"
-    STARTING_ENGINE = "starting the engine"
-    STARTING_VLLM = "starting vLLM"
-    READY = "ready"
-    FAILED = "failed to start"
-    BROKEN = "the engine has stopped"
-    STOPPING = "stopping"
 
 
 @dataclass(slots=True)
 class Parts:
     """What a server has once it is ready."""
 
-    engine: Engine
-    batching: AsyncEngine
-    corpora: Corpora
+    backend: Backend
     answering: Answering
-    pins: PinnedChunks
+    corpora: Corpora
+    limits: TenantLimits
     observer: Observer
+    started: BackendParts
+
+    @property
+    def cache(self) -> CacheCommands:
+        """What `/v1/cache` does.
+
+        Raises:
+            HttpError: 501, this backend does not.
+        """
+        if self.started.cache is None:
+            raise HttpError(501, "this needs --backend engine: vLLM's cache takes no commands", code="needs_engine")
+        return self.started.cache
+
+    async def metrics(self) -> bytes:
+        """Ours, and those of the backend's own processes."""
+        ours = await in_thread(self.observer.metrics.exposition)
+        return ours if self.started.more_metrics is None else ours + await self.started.more_metrics()
+
+
+def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] = ()) -> Backend:
+    """The backend that settings name. `model` and `vllm_flags` are what vLLM is given on its command line.
+
+    Raises:
+        UsageError: a flag that vLLM cannot be given here.
+    """
+    if settings.model.backend is BackendName.VLLM:
+        from chunkweave.server.vllm_backend.backend import VllmBackend
+        from chunkweave.server.vllm_backend.process import VllmFlags
+
+        return VllmBackend(settings, VllmFlags(model, (*settings.vllm_flags, *vllm_flags)))
+    from chunkweave.server.engine_backend import EngineBackend
+
+    return EngineBackend(settings)
 
 
 OnStage = Callable[[Stage, float], None]
@@ -60,10 +75,10 @@ class Service:
     """A server's state. Belongs to the event loop's thread; `parts` is there from `READY` on."""
 
     settings: Settings
+    backend: Backend
     keys: KeyRing = field(default_factory=KeyRing)
     on_stage: OnStage | None = None
-    make_engine: Callable[[Settings], Engine] | None = None
-    stage: Stage = Stage.LOADING_MODEL
+    stage: Stage = field(init=False)
     failure: Exception | None = None
     parts: Parts | None = None
     limits: TenantLimits = field(init=False)
@@ -71,42 +86,37 @@ class Service:
     _started_s: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
+        self.stage = self.backend.first_stage
         self.limits = TenantLimits(self.settings.limits)
         refuse_open_door(self.settings.listen, self.keys)
 
     async def start(self) -> None:
-        """Load everything, stage by stage, while the server already tells how far it is.
+        """Start everything, stage by stage, while the server already says how far it is.
 
         What goes wrong is kept in `failure`.
         """
         try:
             await self._start()
-        except ChunkweaveError as error:
-            self.failure = error
         except Exception as error:  # the server ends, and whoever runs it learns why
-            logger.exception("the server cannot start")
+            if not isinstance(error, ChunkweaveError):
+                logger.exception("the server cannot start")
             self.failure = error
-        if self.failure is not None:
+            await self.backend.stop()
             self._enter(Stage.FAILED)
 
     async def stop(self) -> None:
         """End what is under way, write what is still to be written, and close everything."""
         self._enter(Stage.STOPPING)
         parts, self.parts = self.parts, None
-        if parts is None:
-            return
-        await in_thread(parts.batching.close)
-        for running in list(parts.answering.running):
-            await running.aclose()
-        await parts.answering.swept()
-        parts.pins.release_all()
-        await in_thread(parts.observer.close)
-        await in_thread(lambda: self._close(parts.engine))
+        if parts is not None:
+            await parts.answering.close()
+            await in_thread(parts.observer.close)
+        await self.backend.stop()
 
     def end_answers(self) -> None:
         """End all running answers now; their clients are told that the server stops."""
         for running in list(self.parts.answering.running if self.parts is not None else ()):
-            running.end()
+            running.abort()
 
     def tenant_of(self, key: str | None) -> Tenant:
         """Whose request it is.
@@ -122,93 +132,65 @@ class Service:
         Raises:
             HttpError: 503, they are not there yet, or any more.
         """
-        if self.parts is None or not self.ready:
-            raise HttpError(503, f"the server is not ready: {self.stage}", code="not_ready", retry_after_s=2)
+        if self.parts is None or self.stage is not Stage.READY:
+            raise HttpError(503, f"the server is not ready: {self.state}", code="not_ready", retry_after_s=2)
         return self.parts
 
     @property
     def ready(self) -> bool:
-        """Whether requests are answered. An engine that a bug ended is found out here."""
-        if self.stage is Stage.READY and self.parts is not None and self.parts.batching.closed:
-            self._enter(Stage.BROKEN)
-        return self.stage is Stage.READY
+        """Whether requests are answered."""
+        return self.stage is Stage.READY and self.backend.unavailable is None
+
+    @property
+    def state(self) -> str:
+        """The stage, or why a server that has started answers nothing now."""
+        unavailable = self.backend.unavailable if self.stage is Stage.READY else None
+        return unavailable or str(self.stage)
 
     def refuse_new(self) -> None:
         """From now on answer nothing new; what is under way goes on."""
         self._enter(Stage.STOPPING)
 
     async def _start(self) -> None:
-        self._enter(Stage.LOADING_MODEL)
-        engine = await in_thread(lambda: (self.make_engine or load_engine)(self.settings))
-        try:
-            self._enter(Stage.OPENING_CORPORA)
-            corpora = await in_thread(lambda: self._corpora(engine))
-        except BaseException:
-            await in_thread(engine.close)
-            raise
-        self._enter(Stage.STARTING_ENGINE)
-        batching = AsyncEngine(engine, self.settings.batching)
-        observer = self._observer(engine, batching)
-        answering = Answering(engine, batching, corpora, self.limits, self.settings.limits, observer)
-        pins = PinnedChunks(engine, batching, self.settings.limits)
-        self.parts = Parts(engine, batching, corpora, answering, pins, observer)
+        self._enter(self.backend.first_stage)
+        started = await self.backend.start()
+        self._enter(Stage.OPENING_CORPORA)
+        corpora = await in_thread(lambda: self._corpora(started))
+        observer = self._observer(started)
+        answering = Answering(self.backend, started, corpora, self.limits, self.settings.limits, observer)
+        self.parts = Parts(self.backend, answering, corpora, self.limits, observer, started)
         if self.stage is not Stage.STOPPING:
             self._enter(Stage.READY)
 
-    def _observer(self, engine: Engine, batching: AsyncEngine) -> Observer:
+    def _observer(self, started: BackendParts) -> Observer:
         watch = self.settings.watch
         metrics = ServerMetrics(
-            self.settings.model.name,
-            batching=lambda: batching.stats,
-            store=engine.store,
-            shadow=engine.shadow,
+            self.backend.name,
+            shadow=self.backend.shadow,
             tenants=[tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None,
+            speculation=self._speculations,
+            others=started.samples,
         )
         return Observer(metrics, open_traces(watch.otlp_endpoint))
 
-    def _corpora(self, engine: Engine) -> Corpora:
-        limits, asked = self.settings.limits, self.settings.corpora
+    def _speculations(self) -> SpeculationCounts:
+        return SpeculationCounts() if self.parts is None else self.parts.answering.retriever.speculation.counts
+
+    def _corpora(self, started: BackendParts) -> Corpora:
+        limits, given = self.settings.limits, self.settings.corpora
         corpora = Corpora(
-            engine.loaded.tokenizer, asked.data_dir, max_corpora=limits.max_corpora, max_chunks=limits.max_corpus_chunks
+            started.tokenizer, given.data_dir, max_corpora=limits.max_corpora, max_chunks=limits.max_corpus_chunks
         )
-        for entry in asked.corpus:
+        for entry in given.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])
         return corpora
 
-    def _close(self, engine: Engine) -> None:
-        if not engine.store.flush(_FLUSH_S):
-            logger.warning("some segments were not written in time")
-        engine.close()
-
     def _enter(self, stage: Stage) -> None:
-        if stage is not self.stage or stage is Stage.LOADING_MODEL:
-            self.stage = stage
-            if self.on_stage is not None:
-                self.on_stage(stage, time.perf_counter() - self._started_s)
-
-
-def load_engine(settings: Settings) -> Engine:
-    """The engine that settings ask for.
-
-    Raises:
-        ModelError: the model cannot be loaded or driven.
-        UsageError: no model, or a device, method or quality that does not exist.
-    """
-    model = settings.model
-    options: EngineOptions = {
-        "store": settings.store,
-        "method": settings.requests.method,
-        "quality": settings.requests.quality,
-        "reuse": settings.reuse,
-        "order": settings.requests.order or "",
-        "ordering": settings.ordering,
-        "conversations": settings.conversations,
-        "shadow": settings.shadow,
-        "compute": settings.compute,
-    }
-    if model.shape is not None:
-        return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
-    if model.model is None:
-        raise UsageError("which model? give model, a checkpoint folder or `reader`")
-    return Engine.load(Path(model.model), device=model.device, dtype=model.dtype, **options)
+        if stage is self.stage and stage is not self.backend.first_stage:
+            return
+        if self.stage is Stage.STOPPING and stage is not Stage.FAILED:
+            return
+        self.stage = stage
+        if self.on_stage is not None:
+            self.on_stage(stage, time.perf_counter() - self._started_s)

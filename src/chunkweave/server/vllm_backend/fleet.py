@@ -15,7 +15,7 @@ from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routi
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample
 from chunkweave.server.settings import Settings
-from chunkweave.server.vllm_backend.prompting import Prepared
+from chunkweave.server.vllm_backend.prepare import PreparedPrompt
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import ChunkId
 
@@ -37,7 +37,7 @@ class Placed:
     """
 
     replica: "Replica"
-    prepared: Prepared
+    prepared: PreparedPrompt
     arranged: Arranged
     expected_tokens: int
     work_tokens: int
@@ -128,7 +128,12 @@ class Fleet:
         return min(self._up(), key=lambda one: (one is avoid, one.outstanding_tokens, one.handed_through, one.served))
 
     async def place(
-        self, prepared: Prepared, *, avoid: Replica | None = None, like: Placed | None = None, counted: bool = True
+        self,
+        prepared: PreparedPrompt,
+        *,
+        avoid: Replica | None = None,
+        like: Placed | None = None,
+        counted: bool = True,
     ) -> Placed:
         """Route a request and wait for its turn; `leave` it.
 
@@ -191,7 +196,7 @@ class Fleet:
             contents.forget(path)
         contents.note(path, sizes, weaves=placed.prepared.weaves)
 
-    def _choose(self, prepared: Prepared, replicas: Sequence[Replica], like: Placed | None) -> Placed:
+    def _choose(self, prepared: PreparedPrompt, replicas: Sequence[Replica], like: Placed | None) -> Placed:
         options: dict[str, Placed] = {}
         candidates: list[Candidate] = []
         if like is not None and like.replica in replicas:

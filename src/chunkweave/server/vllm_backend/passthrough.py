@@ -1,19 +1,24 @@
-"""Requests that say nothing of documents, and all other endpoints: handed to a vLLM server as they are."""
+"""Requests without documents, and all endpoints that are not ours: handed to a vLLM server as they are."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
-from chunkweave.server.replies import ClientGoneError, unless_gone_from
+from chunkweave.server.replies import ClientGoneError, unless_gone
+from chunkweave.server.routes import OfTenant
 from chunkweave.server.vllm_backend.fleet import Fleet, Replica
 from chunkweave.server.vllm_backend.upstream import UpstreamLostError, handed_back
+
+_OURS = ("documents", FIELD)
+"""A completion request with one of these is the server's; all others are handed through."""
 
 SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
@@ -38,6 +43,44 @@ _FOR_ALL = frozenset(
 """Endpoints that keep nothing of a request where another one could find it."""
 
 
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+class Passthrough:
+    """Hands requests to the least loaded server."""
+
+    def __init__(self, fleet: Callable[[], Fleet]) -> None:
+        """`fleet` is called for each request: it raises `HttpError` while there is none."""
+        self.router = APIRouter()
+        self.router.add_api_route("/{path:path}", self._any, methods=_METHODS)
+        self._fleet = fleet
+
+    async def plain(self, request: Request, tenant: Tenant) -> Response | None:
+        """The answer to a completion request that says nothing of documents; None if it does."""
+        raw = await request.body()
+        body = _parsed(raw)
+        if body is not None and any(body.get(name) for name in _OURS):
+            return None
+        return PassedThrough(self._fleet(), request, _salted(request.url.path, raw, body, tenant))
+
+    async def _any(self, request: Request, tenant: OfTenant) -> Response:
+        """Whatever vLLM serves, as it serves it."""
+        path = request.url.path
+        refuse_unless_allowed(path, tenant)
+        raw = await request.body()
+        body = _parsed(raw) if path.startswith("/v1/") and raw else None
+        return PassedThrough(self._fleet(), request, _salted(path, raw, body, tenant))
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    """A body that is an object; what is none is vLLM's to refuse."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
 def refuse_unless_allowed(path: str, tenant: Tenant) -> None:
     """Where there are tenants, only what keeps them apart is for all of them.
 
@@ -49,19 +92,18 @@ def refuse_unless_allowed(path: str, tenant: Tenant) -> None:
     raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
 
 
-def salted(path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
-    """A parsed body with the tenant's own salt in the place of the one that it gives."""
-    given = body.get("cache_salt") or ""
-    if tenant.anonymous or path not in SALTED or not isinstance(given, str):
-        return body
-    return {**body, "cache_salt": tenant.salt(given)}
+def _salted(path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
+    """A body with the tenant's own salt in the place of the one that it gives; as it came if there are no tenants."""
+    given = "" if body is None else body.get("cache_salt") or ""
+    if body is None or tenant.anonymous or path not in SALTED or not isinstance(given, str):
+        return raw
+    return json.dumps({**body, "cache_salt": tenant.salt(given)}).encode()
 
 
 class PassedThrough(Response):
     """vLLM's answer to a request, byte by byte as it comes; the connection is closed when the client goes."""
 
-    def __init__(self, fleet: Fleet, request: Request, body: bytes | None) -> None:
-        """`body` is what was read of the request already; None if nothing was."""
+    def __init__(self, fleet: Fleet, request: Request, body: bytes) -> None:
         super().__init__()
         self._fleet = fleet
         self._request = request
@@ -69,35 +111,34 @@ class PassedThrough(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand it through; once more to another server if the first one cannot be reached."""
-        body = await self._request.body() if self._body is None else self._body
         failed: Replica | None = None
         try:
             for _ in range(_TRIES):
                 try:
-                    await self._pass(self._fleet.least_loaded(avoid=failed), body, receive, send)
+                    await self._pass(self._fleet.least_loaded(avoid=failed), receive, send)
                     return
                 except _UnsentError as lost:
                     failed = lost.replica
             raise HttpError(502, "the vLLM server went away; its log says why", code="replica_lost")
-        except HttpError as refusal:
-            await refusal.response(scope, receive, send)
+        except HttpError as error:
+            await error.response(scope, receive, send)
 
-    async def _pass(self, replica: Replica, body: bytes, receive: Receive, send: Send) -> None:
+    async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
         request = self._request
         query = request.url.query
         path = f"{request.url.path}?{query}" if query else request.url.path
         replica.handed_through += 1
         try:
-            await unless_gone_from(receive, self._copy(replica, request.method, path, body, send))
+            await unless_gone(receive, self._copy(replica, request.method, path, send))
         except ClientGoneError:
             return
         finally:
             replica.handed_through -= 1
 
-    async def _copy(self, replica: Replica, method: str, path: str, body: bytes, send: Send) -> None:
+    async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> None:
         begun = streams = False
         try:
-            async with replica.upstream.passed(method, path, dict(self._request.headers), body) as reply:
+            async with replica.upstream.passed(method, path, dict(self._request.headers), self._body) as reply:
                 headers = [(name.encode(), value.encode()) for name, value in handed_back(reply.headers)]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
@@ -130,5 +171,5 @@ async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def _lost_event() -> bytes:
     """What a stream that broke ends with."""
-    refusal = HttpError(502, "the vLLM server went away", code="replica_lost")
-    return b"data: " + json.dumps(refusal.body).encode() + b"\n\ndata: [DONE]\n\n"
+    error = HttpError(502, "the vLLM server went away", code="replica_lost")
+    return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -9,14 +9,13 @@ import socket
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.retrieval.speculation import Found, Pipelining
 from chunkweave.server.vllm_backend.fleet import Placed
 
 logger = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
+class SourceTokens:
     """Tokens of a prompt by what happened to them; they sum to the prompt."""
 
     prefix_exact: int
@@ -147,7 +146,7 @@ class Fates:
     computed: int
 
 
-def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> Fates:
+def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> SourceTokens:
     """What became of a prompt.
 
     Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
@@ -157,34 +156,34 @@ def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: in
     if report is None or "reused_tokens" not in report:
         computed = report.get("computed_tokens") if report is not None else None
         cached = local_tokens if computed is None else prompt_tokens - int(computed)
-        return Fates(cached, 0, 0, prompt_tokens - cached)
+        return SourceTokens(cached, 0, 0, prompt_tokens - cached)
     names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    return Fates(*(int(report[name]) for name in names))
+    return SourceTokens(*(int(report[name]) for name in names))
 
 
-def cached_tokens(report: ReuseReport, told: Report | None) -> int:
+def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
     """Tokens of a prompt that were not computed for it: what was computed again is not cached."""
-    local = int(told.get("local_tokens", 0)) if told is not None else 0
+    local = int(reported.get("local_tokens", 0)) if reported is not None else 0
     return max(report.prefix_exact_tokens + report.reused_tokens, local)
 
 
 def reuse_report(
-    placed: Placed, told: Report | None, usage: Mapping[str, Any], times: Times, new_tokens: int
+    placed: Placed, reported: Report | None, usage: Mapping[str, Any], times: Times, new_tokens: int
 ) -> ReuseReport:
-    """The project's own report, of what the plug-in `told` (None: nothing), of vLLM's `usage`, and of the clock."""
+    """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
     choice, turn = placed.prepared.choice, placed.prepared.turn
     prompt_tokens = len(placed.prompt)
     details = usage.get("prompt_tokens_details") or {}
-    sources = tokens_by_source(told, prompt_tokens, int(details.get("cached_tokens") or 0))
+    sources = tokens_by_source(reported, prompt_tokens, int(details.get("cached_tokens") or 0))
     content = None if turn is None else turn.content
     return ReuseReport(
-        method=str((told or {}).get("method") or choice.method),
+        method=str((reported or {}).get("method") or choice.method),
         prompt_tokens=prompt_tokens,
         prefix_exact_tokens=sources.prefix_exact,
         reused_tokens=sources.reused,
         recomputed_tokens=sources.recomputed,
         computed_tokens=sources.computed,
-        recompute_fraction=float((told or {}).get("recompute_fraction") or 0.0),
+        recompute_fraction=float((reported or {}).get("recompute_fraction") or 0.0),
         queue_s=times.queue_s,
         lookup_s=0.0,
         load_s=0.0,
@@ -204,26 +203,14 @@ def reuse_report(
     )
 
 
-def shown_report(
-    placed: Placed,
-    report: ReuseReport,
-    told: Report | None,
-    found: Found | None = None,
-    pipelining: Pipelining | None = None,
-) -> dict[str, Any]:
-    """The report in an answer: what the plug-in says but for lists of positions, and what the front knows."""
+def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
+    """The report in an answer: what the plug-in says but for lists of positions, and what the server knows."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
-    also = {name: value for name, value in (told or {}).items() if name not in ours and name != "recomputed"}
+    also = {name: value for name, value in (reported or {}).items() if name not in ours and name != "recomputed"}
     ranks = placed.arranged.ranks
     chunks = [
         {"source": part.source, "tokens": len(part), "rank": ranks[number]}
         for number, part in enumerate(placed.prompt.parts)
         if number in ranks
     ]
-    shown = {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
-    if found is not None:
-        retrieved = [{key: value for key, value in one.as_dict().items() if key != "text"} for one in found.chunks]
-        shown |= {"retrieved": retrieved, "search_s": found.embed_s + found.search_s}
-        if pipelining is not None:
-            shown["pipelining"] = asdict(pipelining)
-    return shown
+    return {**ours, **also, "chunks": chunks, "replica": placed.replica.name}

@@ -11,9 +11,10 @@ from typing import Any
 
 from chunkweave.errors import ChunkweaveError
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
+from chunkweave.server.backend import Choice
 from chunkweave.server.errors import HttpError
+from chunkweave.server.replies import WholeChoices
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed
-from chunkweave.server.vllm_backend.replies import Choice, WholeChoices
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class _Woven:
     body: Mapping[str, Any]
 
 
-class FrontShadow:
+class VllmShadow:
     """Checks one in N woven answers when there is nothing else to do. Belongs to one event loop.
 
     A check is a request without chunks under a cache salt of its own, so that vLLM reuses nothing for it and nobody
@@ -105,7 +106,7 @@ class FrontShadow:
         whole = WholeChoices()
         async for event in self._fleet.least_loaded().upstream.complete(body, secrets.token_hex(16)):
             if event.get("choices"):
-                whole.add(event)
+                whole.add(event["choices"])
         full = whole.choices[0]
         return compare(full["logprobs"]["top_logprobs"][0], woven.first, full["token_ids"], woven.token_ids)
 

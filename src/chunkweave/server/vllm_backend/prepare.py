@@ -26,7 +26,7 @@ _NO_REUSE = "full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedPrompt:
     """A request with its parts, in the order in which they were given, and the method that was chosen for it.
 
     `room` are the tokens that its answer may have. `salt` is the whole cache salt, the tenant's in it.
@@ -46,7 +46,7 @@ class Prepared:
         return self.choice.method not in EXACT_METHODS
 
 
-class Prompting:
+class PromptPreparer:
     """Makes prompts for one model. May be called from several threads; its state is what conversations have said."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Prompting:
         self._shadow = shadow
         self._lock = threading.Lock()  # tokenizers are not made for several threads at once
 
-    def prepare(self, request: Request, method_request: MethodRequest) -> Prepared:
+    def prepare(self, request: Request, method_request: MethodRequest) -> PreparedPrompt:
         """Everything that can be said before it is known who computes it; `end` or `abandon` it.
 
         Raises:
@@ -101,9 +101,9 @@ class Prompting:
             )
         order = self._usual_order if request.order is None else ChunkOrder.parse(request.order)
         room = min(room, request.sampling.max_new_tokens)
-        return Prepared(request, prompt, order, choice, room, request.cache_salt, turn)
+        return PreparedPrompt(request, prompt, order, choice, room, request.cache_salt, turn)
 
-    def end(self, prepared: Prepared, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
+    def end(self, prepared: PreparedPrompt, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
         """Keep a complete answer for its conversation, if it is one's; `prompt` is as it was computed.
 
         `text` is that of an answer whose last tokens were cut away; what is kept then is tokenized anew.
@@ -116,7 +116,7 @@ class Prompting:
                 said = said[:-1]
             self._turn_builder.said(prepared.turn, prompt, said)
 
-    def abandon(self, prepared: Prepared) -> None:
+    def abandon(self, prepared: PreparedPrompt) -> None:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
             self._turn_builder.abandon(prepared.turn)

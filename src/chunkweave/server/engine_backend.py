@@ -1,0 +1,270 @@
+"""Our own engine as the server's backend."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.engine import Engine, EngineOptions
+from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
+from chunkweave.server.errors import HttpError
+from chunkweave.server.metrics import batching_samples, store_samples
+from chunkweave.server.requests import CompletionBody, refuse_for_engine
+from chunkweave.server.settings import Settings
+from chunkweave.server.threads import in_thread, to_its_end
+from chunkweave.store.lease import TieredLease
+from chunkweave.types import Chunk, ChunkId
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 30.0
+
+
+class EngineAnswer:
+    """An answer of the engine as a backend's: one choice, whose last piece says why it ended."""
+
+    def __init__(self, batching: AsyncEngine, stream: AnswerStream) -> None:
+        self.end: AnswerEnd | None = None
+        self._batching = batching
+        self._stream = stream
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is, or was, a first piece, or the reason why there is none."""
+        return self._stream.begun
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ends without an answer."""
+        return self._stream.failed
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Choice]:
+        """The next piece of text, or the end."""
+        while True:
+            event = await anext(self._stream)
+            answer = event.answer
+            if answer is not None:
+                report = answer.report
+                cached = report.prefix_exact_tokens + report.reused_tokens
+                self.end = AnswerEnd(report, report.as_dict(), cached, answer.finish_reason, time.perf_counter())
+                return [{"index": 0, "text": event.text, "finish_reason": answer.finish_reason}]
+            if event.text:
+                return [{"index": 0, "text": event.text}]
+
+    def confirm(self) -> None:
+        """A speculative request is wanted."""
+        self._stream.confirm()
+
+    def abort(self) -> None:
+        """Have the engine end the request."""
+        with suppress(UnknownRequestError):
+            self._batching.abort(self._stream.id)
+
+    async def aclose(self) -> None:
+        """End it if it runs; a second time is harmless."""
+        await self._stream.aclose()
+
+
+class EngineBackend:
+    """One engine in this process, with its batching thread. `engine` and `batching` are there once it has started."""
+
+    def __init__(self, settings: Settings, load: Callable[[Settings], Engine] | None = None) -> None:
+        """`load` makes the engine that settings ask for; None is `load_engine`."""
+        self.name = settings.model.name
+        self.first_stage = Stage.LOADING_MODEL
+        self.passthrough = None
+        self.engine: Engine
+        self.batching: AsyncEngine
+        self._settings = settings
+        self._load = load or load_engine
+        self._pins: PinnedChunks | None = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """An engine that a bug ended answers no more."""
+        return "the engine has stopped" if self.batching.closed else None
+
+    @property
+    def shadow(self) -> ShadowMonitor | None:
+        """The engine's shadow check, if it has one."""
+        return self.engine.shadow
+
+    async def start(self) -> BackendParts:
+        """Load the model and start the batching thread."""
+        engine = self.engine = await in_thread(lambda: self._load(self._settings))
+        self.batching = AsyncEngine(engine, self._settings.batching)
+        self._pins = PinnedChunks(engine, self.batching, self._settings.limits.pin_budget_bytes)
+        return BackendParts(
+            engine.loaded.tokenizer,
+            engine.conversations,
+            engine.calibration is not None,
+            self._check,
+            samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
+            cache=self._pins,
+        )
+
+    async def stop(self) -> None:
+        """Close the thread, write what is still to be written, and close the engine."""
+        if self._pins is None:
+            return
+        await in_thread(self.batching.close)
+        self._pins.release_all()
+        await in_thread(self._close)
+
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
+        """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
+        loop = asyncio.get_running_loop()
+        submitting = asyncio.ensure_future(
+            asyncio.to_thread(
+                self.batching.submit,
+                submission.request,
+                method_request=submission.method_request,
+                loop=loop,
+                speculative=speculative,
+            )
+        )
+        try:
+            return EngineAnswer(self.batching, await to_its_end(submitting))
+        except asyncio.CancelledError:
+            if submitting.done() and not submitting.cancelled() and submitting.exception() is None:
+                await submitting.result().aclose()
+            raise
+
+    async def forget(self, texts: Sequence[str], salt: str) -> int:
+        """Remove chunks between two steps."""
+        work = partial(self.engine.forget, texts, cache_salt=salt)
+        try:
+            return await asyncio.wrap_future(self.batching.between_steps(work))
+        except RequestAbortedError:  # the thread has ended: nobody else uses the store
+            return await in_thread(work)
+
+    def stats(self) -> Mapping[str, Any]:
+        """What all tiers hold and what the engine does."""
+        return {"store": asdict(self.engine.store.stats), "engine": asdict(self.batching.stats)}
+
+    def _check(self, body: CompletionBody) -> None:
+        if self.unavailable:
+            raise HttpError(503, f"the server is not ready: {self.unavailable}", code="not_ready", retry_after_s=2)
+        if body.model not in (None, self.name):
+            message = f"no model {body.model!r}: this server has {self.name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        refuse_for_engine(body)
+
+    def _close(self) -> None:
+        if not self.engine.store.flush(_FLUSH_S):
+            logger.warning("some segments were not written in time")
+        self.engine.close()
+
+
+class PinnedChunks:
+    """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
+
+    One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's
+    thread.
+    """
+
+    def __init__(self, engine: Engine, batching: AsyncEngine, budget_bytes: int) -> None:
+        """A tenant may pin `budget_bytes` of segments."""
+        self._engine = engine
+        self._batching = batching
+        self._budget_bytes = budget_bytes
+        self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
+
+    async def warm(self, chunks: Sequence[Chunk], salt: str) -> int:
+        """Compute what is not stored of chunks, one between any two steps; returns how many were computed."""
+        computed = 0
+        for chunk in chunks:
+            work = self._batching.between_steps(partial(self._engine.precompute, [chunk], cache_salt=salt))
+            computed += await asyncio.wrap_future(work)
+        return computed
+
+    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Pin what is stored of chunks; returns how many segments are.
+
+        Raises:
+            HttpError: 403, that and what the tenant has pinned is more than it may.
+        """
+        return await asyncio.wrap_future(
+            self._batching.between_steps(lambda: self._pin(tenant, self._ids(chunks, salt)))
+        )
+
+    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Take pins back; returns how many chunks were pinned."""
+        return await asyncio.wrap_future(
+            self._batching.between_steps(lambda: self._unpin(tenant, self._ids(chunks, salt)))
+        )
+
+    async def clear(self) -> int:
+        """Remove everything of all tenants; returns how many segments there were."""
+        before = len(self._engine.store)
+        await in_thread(self._engine.store.clear)
+        return before
+
+    def release_all(self) -> None:
+        """Take all pins back."""
+        for leases in self._leases.values():
+            for lease in leases.values():
+                lease.release()
+        self._leases.clear()
+
+    def _ids(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
+        parts = [self._engine.builder.chunk_part(chunk, cache_salt=salt) for chunk in chunks]
+        return list(dict.fromkeys(part.id for part in parts if part.id is not None))
+
+    def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
+        own = self._leases.setdefault(tenant, {})
+        wanted = {*ids, *own}
+        records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
+        if sum(record.nbytes for record in records) > self._budget_bytes:
+            raise HttpError(403, f"more than {self._budget_bytes} bytes would be pinned", code="pin_budget_exceeded")
+        pinned = 0
+        for chunk in ids:
+            lease = self._engine.store.lease(record.id for record in records if record.chunk_id == chunk)
+            if lease.ids:
+                own[chunk] = lease
+                pinned += len(lease.ids)
+        return pinned
+
+    def _unpin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
+        own = self._leases.get(tenant, {})
+        found = [lease for chunk in ids if (lease := own.pop(chunk, None)) is not None]
+        for lease in found:
+            lease.release()
+        return len(found)
+
+
+def load_engine(settings: Settings) -> Engine:
+    """The engine that settings ask for.
+
+    Raises:
+        ModelError: the model cannot be loaded or driven.
+        UsageError: no model, or a device, method or quality that does not exist.
+    """
+    model = settings.model
+    options: EngineOptions = {
+        "store": settings.store,
+        "method": settings.requests.method,
+        "quality": settings.requests.quality,
+        "reuse": settings.reuse,
+        "order": settings.requests.order or "",
+        "ordering": settings.ordering,
+        "conversations": settings.conversations,
+        "shadow": settings.shadow,
+        "compute": settings.compute,
+    }
+    if model.shape is not None:
+        return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
+    if model.model is None:
+        raise UsageError("which model? give model, a checkpoint folder or `reader`")
+    return Engine.load(Path(model.model), device=model.device, dtype=model.dtype, **options)

@@ -1,0 +1,284 @@
+"""vLLM servers as the server's backend: started and watched, or found at their URLs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.server.backend import BackendParts, Stage, Submission
+from chunkweave.server.errors import HttpError
+from chunkweave.server.requests import ChatBody, CompletionBody
+from chunkweave.server.settings import Settings
+from chunkweave.server.threads import in_thread
+from chunkweave.server.vllm_backend.answer import AnswerContext, VllmAnswer
+from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
+from chunkweave.server.vllm_backend.passthrough import Passthrough
+from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, chooser_for, load_tokenizer
+from chunkweave.server.vllm_backend.process import Launch, ProcessState, VllmFlags, VllmProcess
+from chunkweave.server.vllm_backend.reports import ReportInbox
+from chunkweave.server.vllm_backend.shadow import VllmShadow
+from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
+from chunkweave.vllm.report_socket import VARIABLE
+
+logger = logging.getLogger(__name__)
+
+_USUAL_CONTEXT = 4096
+_POLL_S = 0.5
+_WATCH_S = 2.0
+
+_UNSUPPORTED_IN_CHAT = (
+    "tools",
+    "functions",
+    "function_call",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "reasoning_effort",
+    "thinking_token_budget",
+)
+"""What vLLM's chat endpoint does and its completions do not: a prompt of token ids goes through the latter."""
+
+_UNSUPPORTED = ("kv_transfer_params", "prompt_embeds", "suffix", "use_beam_search", "prompt_logprobs")
+
+
+class VllmBackend:
+    """One or several vLLM servers with the connector. `fleet` and `context` are there once it has started.
+
+    `tokenizer` and `transport` take the places of what is loaded and of the network, for tests.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        flags: VllmFlags,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        transport: Callable[[str], httpx.AsyncBaseTransport] | None = None,
+    ) -> None:
+        self.name = flags.name
+        self.first_stage = Stage.STARTING_VLLM
+        self.passthrough = Passthrough(self._started_fleet)
+        self.shadow: ShadowMonitor | None = None
+        self.context: AnswerContext
+        self.fleet: Fleet | None = None
+        self.processes: list[VllmProcess] = []
+        self._settings = settings
+        self._flags = flags
+        self._given_tokenizer = tokenizer
+        self._transport = transport
+        self._upstreams: list[Upstream] = []
+        self._watching: list[asyncio.Task[None]] = []
+        self._inbox: ReportInbox | None = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """Nobody answers if no server is up."""
+        return None if self.fleet is not None and self.fleet.ready else "no vLLM server is ready"
+
+    async def start(self) -> BackendParts:
+        """Start the servers, or wait for those that run already, and load the tokenizer."""
+        settings = self._settings.fleet
+        if settings.upstream:
+            urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
+            if settings.report_socket is not None:
+                self._inbox = await _open_inbox(settings.report_socket)
+        else:
+            self._inbox = inbox = await _open_inbox()
+            self.processes = [self._process(number, inbox) for number in range(settings.replicas)]
+            urls = {process.name: process.url for process in self.processes}
+        self._upstreams = [Upstream(name, url, transport=self._transport_to(url)) for name, url in urls.items()]
+        fleet = Fleet(self._upstreams, self._settings)
+        tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
+        most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
+        shadowing = self._settings.shadow
+        self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
+        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
+        shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        self.fleet = fleet
+        return BackendParts(
+            tokenizer,
+            preparer.conversations,
+            preparer.chooser.record is not None,
+            self._check,
+            samples=[lambda: fleet_samples(fleet, self._restarts(), self.context.retries)],
+            more_metrics=self._metrics,
+            replicas=len(fleet.replicas),
+            speculate=settings.speculate,
+        )
+
+    async def stop(self) -> None:
+        """End the checks, then the vLLM servers."""
+        if self.fleet is not None and self.context.shadow is not None:
+            await self.context.shadow.close()
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*(process.stop() for process in self.processes))
+        for upstream in self._upstreams:
+            await upstream.close()
+        if self._inbox is not None:
+            self._inbox.close()
+
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
+        """Tokenize in a thread; the answer finds its replica when it is read."""
+        preparer = self.context.preparer
+        prepared = await in_thread(lambda: preparer.prepare(submission.request, submission.method_request))
+        body = self._upstream_body(submission.body, prepared)
+        return VllmAnswer(self.context, prepared, body, arrived_s=submission.arrived_s, speculative=speculative)
+
+    async def forget(self, texts: Sequence[str], salt: str) -> int:  # noqa: ARG002
+        """The plug-in removes nothing by name: what no request asks for any more leaves by eviction."""
+        return 0
+
+    def stats(self) -> Mapping[str, Any]:
+        """The replicas as the server sees them."""
+        replicas = () if self.fleet is None else self.fleet.replicas
+        return {
+            "replicas": [
+                {
+                    "name": one.name,
+                    "up": one.up,
+                    "running": one.running,
+                    "waiting": len(one.queue),
+                    "outstanding_tokens": one.outstanding_tokens,
+                    "mirror_tokens": one.contents.tokens,
+                    "answered": one.served,
+                }
+                for one in replicas
+            ]
+        }
+
+    def _check(self, body: CompletionBody) -> None:
+        given = {**body.passed_on, "echo": body.echo}
+        refused = (*_UNSUPPORTED, "echo", *(_UNSUPPORTED_IN_CHAT if isinstance(body, ChatBody) else ()))
+        if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
+            message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
+            raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+
+    def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
+        given = body.passed_on
+        stops = set(given.get("stop_token_ids") or ()) | set(self.context.preparer.tokenizer.stop_ids)
+        upstream: dict[str, Any] = {
+            **given,
+            "model": body.model or self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "n": body.n,
+            "stop_token_ids": sorted(stops),
+        }
+        if prepared.salt:
+            upstream["cache_salt"] = prepared.salt
+        logprobs, shadow = body.alternatives, self.context.shadow
+        if shadow is not None and prepared.weaves:
+            logprobs = max(logprobs or 0, shadow.alternatives)
+            if body.alternatives is None:
+                upstream["return_tokens_as_token_ids"] = True
+        return upstream if logprobs is None else {**upstream, "logprobs": logprobs}
+
+    def _started_fleet(self) -> Fleet:
+        if self.fleet is None:
+            raise NoReplicaError
+        return self.fleet
+
+    async def _metrics(self) -> bytes:
+        """Those of every vLLM server that answers."""
+        up = [replica for replica in self._started_fleet().replicas if replica.up]
+        texts = await asyncio.gather(*(replica.upstream.text("/metrics") for replica in up), return_exceptions=True)
+        found = {replica.name: text for replica, text in zip(up, texts, strict=True) if isinstance(text, str)}
+        return labelled(found).encode()
+
+    def _restarts(self) -> dict[str, int]:
+        return {process.name: process.restarts for process in self.processes}
+
+    async def _start_servers(self, fleet: Fleet) -> None:
+        if not self.processes:
+            await asyncio.gather(*(self._until_up(one) for one in self._upstreams))
+            for one in self._upstreams:
+                fleet.up(one.name)
+                self._watching.append(asyncio.create_task(_follow(one, fleet), name=f"watch {one.name}"))
+            return
+        for process in self.processes:
+            process.on_state = partial(_set_state, fleet, process.name)
+        await asyncio.gather(*(process.start() for process in self.processes))
+
+    async def _until_up(self, upstream: Upstream) -> None:
+        until_s = time.monotonic() + self._settings.fleet.start_timeout_s
+        while True:
+            try:
+                await upstream.text("/health")
+                return
+            except UpstreamLostError:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(_POLL_S)
+
+    def _process(self, number: int, inbox: ReportInbox) -> VllmProcess:
+        settings, fleet = self._settings, self._settings.fleet
+        secrets = settings.connector_environment()
+        environment = {VARIABLE: inbox.path, **secrets, **fleet.environments().get(number, {})}
+        launch = Launch(
+            lambda port: self._flags.command(port, settings.connector_config()), environment, fleet.start_timeout_s
+        )
+        return VllmProcess(f"replica-{number}", launch)
+
+    def _transport_to(self, url: str) -> httpx.AsyncBaseTransport | None:
+        return None if self._transport is None else self._transport(url)
+
+    def _tokenizer(self) -> TextTokenizer:
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer
+        flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
+        return load_tokenizer(self._flags.tokenizer, flags)
+
+    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> PromptPreparer:
+        settings, usual = self._settings, self._settings.requests
+        chooser = chooser_for(
+            self._flags.source,
+            method=usual.method,
+            quality=usual.quality,
+            reuse=settings.reuse,
+            dtype=self._flags.value("--dtype"),
+        )
+        return PromptPreparer(
+            tokenizer,
+            model=self.name,
+            most_tokens=most_tokens,
+            chooser=chooser,
+            usual_order=ChunkOrder.parse(usual.order or ""),
+            shadow=self.shadow,
+            conversations=settings.conversations,
+        )
+
+
+async def _open_inbox(path: Path | None = None) -> ReportInbox:
+    inbox = ReportInbox(path)
+    await inbox.open()
+    return inbox
+
+
+async def _follow(upstream: Upstream, fleet: Fleet) -> None:
+    """Note whether a server that somebody else runs is up."""
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        try:
+            await upstream.text("/health")
+            fleet.up(upstream.name)
+        except UpstreamLostError as error:
+            logger.warning("%s", error)
+            fleet.down(upstream.name)
+
+
+def _set_state(fleet: Fleet, name: str, state: ProcessState) -> None:
+    with suppress(StopIteration):
+        (fleet.up if state is ProcessState.UP else fleet.down)(name)
