@@ -115,18 +115,18 @@ def _one_thread() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that starts a server runs over both backends, unless it is marked as one backend's."""
-    if "backend" in metafunc.fixturenames:
+    if "server_backend" in metafunc.fixturenames:
         only = [name for mark in metafunc.definition.iter_markers("backend") for name in mark.args]
-        metafunc.parametrize("backend", only[:1] or ["engine", "vllm"])
+        metafunc.parametrize("server_backend", only[:1] or ["engine", "vllm"])
 
 
 @pytest.fixture
-def serve(backend: str, tmp_path: Path) -> Iterator[Serve]:
+def serve(server_backend: str, tmp_path: Path) -> Iterator[Serve]:
     """Starts servers that stop, audited, with the test."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Client:
-            if backend == "engine":
+            if server_backend == "engine":
                 service = toy_service(**options)
             else:
                 socket = tmp_path.with_name(f"{tmp_path.name}-{len(started)}")
