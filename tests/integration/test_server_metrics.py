@@ -20,7 +20,15 @@ from chunkweave.errors import (
 )
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
+from chunkweave.server.metrics import (
+    Outcome,
+    ServerMetrics,
+    batching_samples,
+    outcome_of,
+    shadow_samples,
+    speculation_samples,
+    store_samples,
+)
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
@@ -58,7 +66,14 @@ def served():
 
     async def main():
         async with AsyncEngine(engine, BatchingConfig(max_running=2)) as batching:
-            metrics = ServerMetrics("toy", batching=lambda: batching.stats, store=engine.store, shadow=engine.shadow)
+            metrics = ServerMetrics(
+                "toy",
+                [
+                    lambda: batching_samples(batching.stats),
+                    lambda: store_samples(engine.store),
+                    lambda: shadow_samples(engine.shadow),
+                ],
+            )
             before = scrape(metrics)
             method_requests = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
             for number, (method, tokens) in enumerate(method_requests):
@@ -220,7 +235,7 @@ def test_two_servers_in_a_process_share_nothing(served):
 
 def test_speculation_is_counted_if_there_is_any(served):
     speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
-    metrics = ServerMetrics("toy", speculation=lambda: speculation.counts)
+    metrics = ServerMetrics("toy", [lambda: speculation_samples(speculation.counts)])
     speculation.on_stage("r", ["a"], 0)
     speculation.on_stage("r", ["b"], 1)
     speculation.on_final("r", ["b"])
@@ -243,7 +258,7 @@ def test_lost_segments_are_survived_and_counted(tmp_path):
         data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
         file.write_bytes(data)
     with Engine(loaded, store=config) as engine:
-        metrics = ServerMetrics("toy", store=engine.store)
+        metrics = ServerMetrics("toy", [lambda: store_samples(engine.store)])
         answer = engine.generate("When?", STORED, method="full-reuse", max_new_tokens=4)
         metrics.observe(answer.report, finish_reason=answer.finish_reason)
         assert answer.report.lost_segments == len(STORED)
@@ -279,7 +294,7 @@ def dead_remote():
 
 
 def test_a_dead_remote_shows_as_failures_and_an_open_breaker(dead_remote):
-    samples = scrape(ServerMetrics("toy", store=dead_remote))
+    samples = scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
     assert value(samples, "breaker_opens_total", tier="remote") == 1
     assert value(samples, "tier_failures_total", tier="remote") >= 1
     assert value(samples, "tier_available", tier="remote") == 0
@@ -294,10 +309,12 @@ def everything(answers, engine) -> Samples:
     speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
     metrics = ServerMetrics(
         "toy",
-        batching=BatchingStats,
-        store=engine.store,
-        shadow=engine.shadow,
-        speculation=lambda: speculation.counts,
+        [
+            lambda: batching_samples(BatchingStats()),
+            lambda: store_samples(engine.store),
+            lambda: shadow_samples(engine.shadow),
+            lambda: speculation_samples(speculation.counts),
+        ],
     )
     for answer in answers:
         metrics.observe(answer.report, finish_reason=answer.finish_reason)
@@ -306,7 +323,7 @@ def everything(answers, engine) -> Samples:
 
 def test_the_dashboard_asks_only_for_what_there_is(served, dead_remote):
     engine, answers, _, _, _ = served
-    samples = everything(answers, engine) | scrape(ServerMetrics("toy", store=dead_remote))
+    samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
     labels: dict[str, set[str]] = {}
     for name, own in samples:
         labels.setdefault(name, set()).update(label for label, _ in own)
@@ -325,7 +342,7 @@ def test_the_dashboard_asks_only_for_what_there_is(served, dead_remote):
 
 def test_every_metric_stands_in_the_documentation(served, dead_remote):
     engine, answers, _, _, _ = served
-    samples = everything(answers, engine) | scrape(ServerMetrics("toy", store=dead_remote))
+    samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
     families = {re.sub(r"_(bucket|count|sum|created|total)$", "", name) for name, _ in samples}
     page = (DEPLOY.parent / "docs" / "observability.md").read_text()
     documented = set(re.findall(r"^\| `(\w+?)(?:_total)?` \|", page, flags=re.MULTILINE))

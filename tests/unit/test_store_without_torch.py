@@ -1,4 +1,4 @@
-"""The decision side imports where torch and transformers are not installed."""
+"""The decision side, and the server with its vLLM backend, import where torch and transformers are not installed."""
 
 import os
 import subprocess
@@ -18,6 +18,8 @@ importlib.import_module("chunkweave.store.tier_store")
 importlib.import_module("chunkweave.tiers.host")
 importlib.import_module("chunkweave.retrieval.corpus")
 importlib.import_module("chunkweave.retrieval.speculation")
+importlib.import_module("chunkweave.server.run")
+importlib.import_module("chunkweave.server.vllm_backend.backend")
 for folder in ("chunking", "trees", "store", "planning"):
     package = importlib.import_module(f"chunkweave.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

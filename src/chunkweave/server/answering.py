@@ -1,4 +1,4 @@
-"""From a checked body to an answer that comes: retrieval, the backend, and who has to learn how it ended."""
+"""From a checked body to an answer that comes: retrieval, the backend, and what is recorded when it ends."""
 
 import asyncio
 import time
@@ -228,7 +228,7 @@ class Answering:
         reuse = body.chunkweave
 
         async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
-            # A search does not end with fewer chunks, and a conversation can be asked once only.
+            # A search does not end with fewer chunks, and a turn of a conversation begins once.
             if len(chunks) == k and reuse.conversation_id is None:
                 await speculation.on_stage(chunks)
 

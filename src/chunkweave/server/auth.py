@@ -8,16 +8,18 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkweave.errors import UsageError
 from chunkweave.server.errors import HttpError
-from chunkweave.server.limits import TenantLimits
 from chunkweave.server.observability import request_id_of, serving
 from chunkweave.server.settings import LimitSettings, ListenSettings
+
+if TYPE_CHECKING:
+    from chunkweave.server.service import Service
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{32,64}")
@@ -191,8 +193,8 @@ def tenant_of(keys: KeyRing, key: str | None) -> Tenant:
         return ANONYMOUS
     tenant = None if key is None else keys.find(key)
     if tenant is None:
-        told = "give an API key as `Authorization: Bearer KEY`" if key is None else "no such API key"
-        raise HttpError(401, told, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        message = "give an API key as `Authorization: Bearer KEY`" if key is None else "no such API key"
+        raise HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return tenant
 
 
@@ -212,20 +214,6 @@ def refuse_open_door(listen: ListenSettings, keys: KeyRing) -> None:
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
 
 
-class Gated(Protocol):
-    """What a gate stands before, and asks whom to let in."""
-
-    @property
-    def limits(self) -> TenantLimits:
-        """What each tenant has done of late."""
-
-    def tenant_of(self, key: str | None) -> Tenant:
-        """Whose key it is; raises `HttpError` if a key is needed and this is none."""
-
-    def require_ready(self) -> object:
-        """Raise `HttpError` unless requests are answered."""
-
-
 class Gate:
     """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
 
@@ -234,7 +222,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, service: Gated, limits: LimitSettings, *, but: Collection[str] | None = None
+        self, app: ASGIApp, service: "Service", limits: LimitSettings, *, but: Collection[str] | None = None
     ) -> None:
         self._app = app
         self._service = service
@@ -262,8 +250,8 @@ class Gate:
                 state["tenant"] = self._admitted(headers)
             limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
             limited = _limited(receive, headers, limit_bytes)
-        except HttpError as refusal:
-            await refusal.response(scope, receive, named_send)
+        except HttpError as error:
+            await error.response(scope, receive, named_send)
             return
         with serving(request_id):
             await self._app(scope, limited, named_send)
@@ -284,10 +272,10 @@ def _limited(receive: Receive, headers: Headers, limit_bytes: int) -> Receive:
     Raises:
         HttpError: 413, the request says that it has more; the returned function raises it when more comes.
     """
-    refusal = HttpError(413, f"the body may have {limit_bytes} bytes", code="body_too_large")
+    too_large = HttpError(413, f"the body may have {limit_bytes} bytes", code="body_too_large")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit_bytes:
-        raise refusal
+        raise too_large
     taken = 0
 
     async def limited() -> Message:
@@ -295,7 +283,7 @@ def _limited(receive: Receive, headers: Headers, limit_bytes: int) -> Receive:
         message = await receive()
         taken += len(message.get("body", b""))
         if taken > limit_bytes:
-            raise refusal
+            raise too_large
         return message
 
     return limited

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,7 +18,9 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.auth import Tenant
 from chunkweave.server.metrics import SampleSource
 from chunkweave.server.requests import CompletionBody
-from chunkweave.types import Chunk
+
+if TYPE_CHECKING:
+    from chunkweave.server.engine_backend import CacheCommands
 
 
 class Stage(StrEnum):
@@ -102,26 +104,6 @@ class BackendAnswer(Protocol):
         """End it if it runs; a second time is harmless."""
 
 
-class CacheCommands(Protocol):
-    """What `/v1/cache` does to stored chunks. `salt` is the tenant's own."""
-
-    async def warm(self, chunks: Sequence[Chunk], salt: str) -> int:
-        """Compute what is not stored of chunks; returns how many were computed."""
-
-    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Keep what is stored of chunks from eviction; returns how many segments are.
-
-        Raises:
-            HttpError: 403, that and what the tenant has pinned is more than it may.
-        """
-
-    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Take pins back; returns how many chunks were pinned."""
-
-    async def clear(self) -> int:
-        """Remove everything of all tenants; returns how many segments there were."""
-
-
 @dataclass(frozen=True, slots=True)
 class BackendParts:
     """What a backend has once it has started, for the server to work with."""
@@ -136,7 +118,8 @@ class BackendParts:
     """Read more metrics."""
     more_metrics: Callable[[], Awaitable[bytes]] | None = None
     """Metrics of other processes, in Prometheus's text format."""
-    cache: CacheCommands | None = None
+    cache: "CacheCommands | None" = None
+    """Warms, pins and clears chunks, if the backend can."""
     replicas: int = 1
     """How many prefills may run beside each other for searches that have not ended."""
     speculate: bool = False

@@ -127,8 +127,8 @@ class Corpora:
             HttpError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
         """
         if NAME.fullmatch(name) is None:
-            told = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
-            raise HttpError(400, told, param="name")
+            message = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
+            raise HttpError(400, message, param="name")
         async with self._creating:
             own = self._own.setdefault(tenant.folder, {})
             if name in own or name in self._shared:
@@ -164,8 +164,8 @@ class Corpora:
                 if start == 0 and not update:
                     _refuse_known(served.corpus, checked)
                 if len(served.corpus) >= self._max_chunks:
-                    told = f"the corpus has {len(served.corpus)} chunks, and no more may be"
-                    raise HttpError(413, told, code="corpus_full")
+                    message = f"the corpus has {len(served.corpus)} chunks, and no more may be"
+                    raise HttpError(413, message, code="corpus_full")
                 changes.append(await in_thread(partial(served.corpus.update, batch)))
         return _joined(changes)
 
@@ -203,8 +203,8 @@ class Corpora:
 def _refuse_known(corpus: Corpus, documents: Sequence[CorpusDocument]) -> None:
     for document in documents:
         if document.id in corpus and not corpus.holds(document):
-            told = f"there is another document {document.id!r}: give `update`, or another id"
-            raise HttpError(409, told, param="documents", code="document_exists")
+            message = f"there is another document {document.id!r}: give `update`, or another id"
+            raise HttpError(409, message, param="documents", code="document_exists")
 
 
 def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:

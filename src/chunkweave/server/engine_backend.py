@@ -88,7 +88,7 @@ class EngineBackend:
         self.batching: AsyncEngine
         self._settings = settings
         self._load = load or load_engine
-        self._pins: PinnedChunks | None = None
+        self._cache: CacheCommands | None = None
 
     @property
     def unavailable(self) -> str | None:
@@ -104,22 +104,23 @@ class EngineBackend:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
         self.batching = AsyncEngine(engine, self._settings.batching)
-        self._pins = PinnedChunks(engine, self.batching, self._settings.limits.pin_budget_bytes)
+        self._cache = CacheCommands(engine, self.batching, self._settings.limits.pin_budget_bytes)
         return BackendParts(
             engine.loaded.tokenizer,
             engine.conversations,
             engine.calibration is not None,
             self._check,
             samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
-            cache=self._pins,
+            cache=self._cache,
+            speculate=self._settings.fleet.speculate,
         )
 
     async def stop(self) -> None:
         """Close the thread, write what is still to be written, and close the engine."""
-        if self._pins is None:
+        if self._cache is None:
             return
         await in_thread(self.batching.close)
-        self._pins.release_all()
+        self._cache.release_all()
         await in_thread(self._close)
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
@@ -167,7 +168,7 @@ class EngineBackend:
         self.engine.close()
 
 
-class PinnedChunks:
+class CacheCommands:
     """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
 
     One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's

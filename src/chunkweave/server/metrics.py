@@ -153,7 +153,7 @@ def _tier_faults(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
         return
     opened = {name: tier.breaker.times_opened for name, tier in remotes.items()}
     yield MetricSample(
-        "breaker_opens", "How often a remote stopped being asked because it failed.", opened, "tier", True
+        "breaker_opens", "How often requests to a remote stopped because it failed.", opened, "tier", True
     )
     for field, meaning in (
         ("unavailable", "Reads that the remote did not answer."),
@@ -213,47 +213,26 @@ def outcome_of(error: BaseException) -> Outcome:
 class ServerMetrics:
     """The metrics of one server, in a registry of its own. Thread-safe.
 
-    What happens to requests is told with `observe` and `ended`, one call for each request; the rest is read from engine
-    and store when somebody scrapes. No label names a tenant, unless `tenants` says which ones may be named.
+    `observe` and `ended` count requests, one call for each; the samples are read at every scrape. No label names a
+    tenant, unless `tenants` says which ones may be named.
     """
 
     def __init__(
-        self,
-        model: str,
-        *,
-        batching: "Callable[[], BatchingStats] | None" = None,
-        store: "TieredStore[SegmentSource] | None" = None,
-        shadow: ShadowMonitor | None = None,
-        speculation: Callable[[], SpeculationCounts] | None = None,
-        tenants: Collection[str] | None = None,
-        others: Iterable[SampleSource] = (),
+        self, model: str, samples: Iterable[SampleSource] = (), *, tenants: Collection[str] | None = None
     ) -> None:
-        """Metrics of what is given; nothing has happened yet.
+        """Nothing has happened yet.
 
         Args:
             model: `model_name` of every metric.
-            batching: reads the engine's counters (`lambda: engine.stats`).
-            store: the engine's.
-            shadow: the engine's, if it has one.
-            speculation: reads the counters of speculative prefills.
+            samples: read what engine, store and others count themselves (`lambda: store_samples(engine.store)`).
             tenants: names that a `tenant` label may have, all others being `other`; None = there is no such label.
-            others: read more samples.
         """
         self.registry = CollectorRegistry()
         self._model = model
         self._tenants = None if tenants is None else frozenset(tenants)
         self._make_histograms()
         self._make_counters()
-        sources: list[SampleSource] = list(others)
-        if batching is not None:
-            sources.append(lambda: batching_samples(batching()))
-        if store is not None:
-            sources.append(lambda: store_samples(store))
-        if shadow is not None:
-            sources.append(lambda: shadow_samples(shadow))
-        if speculation is not None:
-            sources.append(lambda: speculation_samples(speculation()))
-        self.registry.register(SampleCollector(model, sources))
+        self.registry.register(SampleCollector(model, samples))
 
     def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
         """A request was answered in full."""
@@ -302,7 +281,7 @@ class ServerMetrics:
         for chunk in report.chunks:
             if chunk.tier is not None:
                 found[chunk.tier] += chunk.tokens
-        self._asked.labels(model_name=self._model).inc(sum(chunk.tokens for chunk in report.chunks))
+        self._queries.labels(model_name=self._model).inc(sum(chunk.tokens for chunk in report.chunks))
         for tier, tokens in found.items():
             self._hits.labels(model_name=self._model, tier=tier).inc(tokens)
 
@@ -348,7 +327,7 @@ class ServerMetrics:
             "prompt_tokens_by_source", "Prompt tokens by what happened to them.", *by_tenant, "method", "kv_source"
         )
         self._new_tokens = self._counter("generation_tokens", "Tokens of answers.", *by_tenant)
-        self._asked = self._counter("cache_queries", "Tokens of instructions and chunks that were asked for.")
+        self._queries = self._counter("cache_queries", "Tokens of instructions and chunks that were looked up.")
         self._hits = self._counter("cache_hits", "Of these, tokens taken from the store.", "tier")
         self._survived = self._counter(
             "request_lost_segments", "Segments that were lost or late when a request was to read them."

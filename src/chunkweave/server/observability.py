@@ -1,4 +1,4 @@
-"""Logs, traces, and the observer that tells them and the metrics what became of each request."""
+"""Logs and traces, and the observer that passes each request's outcome to them and to the metrics."""
 
 import json
 import logging
@@ -169,7 +169,7 @@ class RequestTraces(Protocol):
     def record(
         self, report: ReuseReport, *, request_id: str, finish_reason: str, traceparent: str | None = None
     ) -> None:
-        """Its last token has just come. `traceparent` is its header of that name: the span that it was asked in."""
+        """Its last token has just come. `traceparent` is its header of that name: the span that it belongs to."""
 
     def close(self) -> None:
         """Send what is still to be sent."""
@@ -210,15 +210,15 @@ class OtelTraces:
 
         ended = time.time_ns()
         began = ended - round((report.ttft_s + report.decode_s) * _NS)
-        asked_in = self._propagator.extract({"traceparent": traceparent} if traceparent else {})
+        client_span = self._propagator.extract({"traceparent": traceparent} if traceparent else {})
         span = self._tracer.start_span(
             "chunkweave.request",
-            context=asked_in,
+            context=client_span,
             kind=SpanKind.SERVER,
             start_time=began,
             attributes=_attributes(report, request_id, finish_reason),
         )
-        inside = set_span_in_context(span, asked_in)
+        inside = set_span_in_context(span, client_span)
         for name, start, stop in _phases(report):
             phase = self._tracer.start_span(f"chunkweave.{name}", context=inside, start_time=began + round(start * _NS))
             phase.end(began + round(stop * _NS))
@@ -282,7 +282,7 @@ def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dic
 
 @dataclass(frozen=True, slots=True)
 class RequestMeta:
-    """A request as it is told of: its id, its tenant's name, and the span that it was asked in, if there is one."""
+    """What names a request in logs, metrics and traces: its id, its tenant, and its client's span, if there is one."""
 
     request_id: str
     tenant: str

@@ -23,7 +23,7 @@ class ReplyForm:
     """How the answer to one request is written down: `chat` or as a plain completion.
 
     A stream `with_usage` ends with an event that counts tokens; it has no choice, and the others have `usage: null`.
-    `alternatives` of each token were asked for, None for no log-probabilities at all.
+    `alternatives` of each token are wanted, None for no log-probabilities at all.
     """
 
     chat: bool
@@ -53,7 +53,7 @@ class ReplyForm:
     def closing(self, last: dict[str, Any], end: AnswerEnd) -> Iterator[dict[str, Any]]:
         """The last event with a choice, and what follows it; the report is in the last one.
 
-        It has no event of its own: much code reads `choices[0]` of each, unless it asked for usage.
+        It has no event of its own: much code reads `choices[0]` of each, unless it wants usage.
         """
         report = {FIELD: dict(end.shown)}
         if not self.with_usage:
@@ -184,10 +184,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
 
 
 class Closable(Protocol):
-    """What a stream is made of, and has to be told when it ends."""
+    """The source of a stream, closed when that ends."""
 
     async def aclose(self) -> None:
-        """Nobody reads any more; a second time is harmless."""
+        """Stop; a second time is harmless."""
 
 
 class EventStream(Response):

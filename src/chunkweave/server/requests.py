@@ -67,7 +67,7 @@ class Body(BaseModel):
 
 
 class Document(Body):
-    """A chunk of the prompt. The title, if there is one, stands on a line before the text; the id is for reports."""
+    """A chunk of the prompt. A title becomes a line before the text; the id is for reports."""
 
     text: Text
     title: Text = ""
@@ -90,7 +90,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts stand on lines of their own."""
+        """The content as one text; parts are lines of their own."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
@@ -137,7 +137,7 @@ assert set(ORDERS) == {"free", "fixed"}, "the schema names the orders there are"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: the last message, and the instruction if one was given.
+    """The question: the last message, and the instruction if one was given.
 
     `earlier` questions of the same conversation were sent along with it.
     """
@@ -184,7 +184,7 @@ class CompletionBody(Body):
 
     @property
     def question(self) -> Question:
-        """What is asked.
+        """The question.
 
         Raises:
             HttpError: nothing, or messages that mean nothing here.
@@ -203,7 +203,7 @@ class CompletionBody(Body):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives of each token are asked for; 0 is the token alone, None no log-probabilities."""
+        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
         raise NotImplementedError
 
     @property

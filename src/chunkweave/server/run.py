@@ -1,4 +1,4 @@
-"""Runs a service behind uvicorn until it is told to stop."""
+"""Runs a service behind uvicorn until a signal stops it."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ _AFTER_CANCEL_S = 5.0
 
 
 def listening_socket(settings: ListenSettings) -> socket.socket:
-    """A socket on the address asked for, before anything heavy is loaded.
+    """A socket on that address, before anything heavy is loaded.
 
     Raises:
         UsageError: the address is taken, or none.

@@ -4,20 +4,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError
 from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.server.answering import Answering
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
-from chunkweave.server.backend import Backend, BackendParts, CacheCommands, Stage
+from chunkweave.server.backend import Backend, BackendParts, Stage
 from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
-from chunkweave.server.metrics import ServerMetrics
+from chunkweave.server.metrics import ServerMetrics, shadow_samples, speculation_samples
 from chunkweave.server.observability import Observer, open_traces
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
+
+if TYPE_CHECKING:
+    from chunkweave.server.engine_backend import CacheCommands
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ class Parts:
     started: BackendParts
 
     @property
-    def cache(self) -> CacheCommands:
+    def cache(self) -> "CacheCommands":
         """What `/v1/cache` does.
 
         Raises:
@@ -114,7 +118,7 @@ class Service:
         await self.backend.stop()
 
     def end_answers(self) -> None:
-        """End all running answers now; their clients are told that the server stops."""
+        """End all running answers now; their clients get an error that says that the server stops."""
         for running in list(self.parts.answering.running if self.parts is not None else ()):
             running.abort()
 
@@ -164,13 +168,11 @@ class Service:
 
     def _observer(self, started: BackendParts) -> Observer:
         watch = self.settings.watch
-        metrics = ServerMetrics(
-            self.backend.name,
-            shadow=self.backend.shadow,
-            tenants=[tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None,
-            speculation=self._speculations,
-            others=started.samples,
-        )
+        samples = [*started.samples, lambda: speculation_samples(self._speculations())]
+        if (monitor := self.backend.shadow) is not None:
+            samples.append(lambda: shadow_samples(monitor))
+        tenants = [tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None
+        metrics = ServerMetrics(self.backend.name, samples, tenants=tenants)
         return Observer(metrics, open_traces(watch.otlp_endpoint))
 
     def _speculations(self) -> SpeculationCounts:

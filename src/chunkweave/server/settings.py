@@ -185,7 +185,7 @@ class FleetSettings:
         2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", places=_VLLM
     )
     speculate: bool = setting(
-        True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=_VLLM
+        True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
     start_timeout_s: float = setting(
         1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS, places=_VLLM

@@ -1,4 +1,4 @@
-"""The vLLM servers: who is up, who gets a request, who waits before whom, and metrics of all."""
+"""The replicas: which are up, which one gets a request, how requests wait, and metrics of all."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ class NoReplicaError(HttpError):
 class Placed:
     """A request at the replica that computes it, its chunks in the order that suits that one.
 
-    `expected_tokens` of it are believed to be cached there; `work_tokens` are those left, its answer's among them.
+    `expected_tokens` of it are assumed to be cached there; `work_tokens` are those left, its answer's among them.
     """
 
     replica: "Replica"
@@ -53,7 +53,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One vLLM server as the front sees it.
+    """One vLLM server as this server sees it.
 
     `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
     `handed_through` beside these.
@@ -112,7 +112,7 @@ class Fleet:
             self._release(replica)
 
     def down(self, name: str) -> None:
-        """A replica answers no more: who waits for it learns that, and is to be placed anew."""
+        """A replica answers no more: requests that wait for it fail, and are placed anew."""
         replica = self._named(name)
         replica.up = False
         for number, placed in list(replica.placed.items()):
@@ -138,7 +138,7 @@ class Fleet:
         """Route a request and wait for its turn; `leave` it.
 
         `avoid` is taken only if there is no other. A request that was prefilled ahead goes where that was, in the same
-        order, if that replica is still up: `like` it. What nobody has asked for yet is not `counted` by orderings.
+        order, if that replica is still up: `like` it. A speculative request is not `counted` by orderings.
 
         Raises:
             NoReplicaError: none is up.
@@ -187,8 +187,8 @@ class Fleet:
     def served(self, placed: Placed, *, cached_tokens: int | None) -> None:
         """A replica has prefilled a request: from now on it holds its chunks.
 
-        If it found nothing where much was expected, it holds less than was believed: what is believed is forgotten.
-        With None it has not said what it found.
+        If it found nothing where much was expected, it holds less than was assumed: its assumed contents are dropped.
+        None means that it has not reported what it found.
         """
         path, sizes = _stored(placed.prompt)
         contents = placed.replica.contents
@@ -211,7 +211,7 @@ class Fleet:
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
-            # The instruction is everybody's: whoever has it has nothing that speaks for it.
+            # Every replica has the instruction: it does not count for the route.
             instruction = sum(len(part) for part in arranged.prompt.parts if part.kind is PartKind.SYSTEM)
             of_chunks = max(0, cached - instruction)
             candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
@@ -279,7 +279,7 @@ def labelled(expositions: Mapping[str, str]) -> str:
 
 
 def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> Iterator[MetricSample]:
-    """What the front knows of its replicas."""
+    """What this server knows of its replicas."""
     replicas = fleet.replicas
 
     def gauge(name: str, meaning: str, values: Mapping[str, float]) -> MetricSample:
@@ -294,12 +294,12 @@ def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> It
     )
     yield gauge(
         "replica_outstanding_tokens",
-        "Tokens that it has still to compute, as far as the front knows.",
+        "Tokens that it has still to compute, as far as this server knows.",
         {one.name: one.outstanding_tokens for one in replicas},
     )
     yield gauge(
         "replica_mirror_tokens",
-        "Tokens that its segment store is believed to hold.",
+        "Tokens that its segment store is assumed to hold.",
         {one.name: one.contents.tokens for one in replicas},
     )
     yield MetricSample(

@@ -1,4 +1,4 @@
-"""From a question over chunks to parts and method: the same code as in our own engine, with a tokenizer alone."""
+"""From a question over chunks to prompt and method, as in our own engine, but with a tokenizer alone."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class PreparedPrompt:
 
     @property
     def weaves(self) -> bool:
-        """Whether chunks may be taken from other company."""
+        """Whether KV of chunks may come from other prompts."""
         return self.choice.method not in EXACT_METHODS
 
 
@@ -62,7 +62,7 @@ class PromptPreparer:
     ) -> None:
         """For prompts and answers of `most_tokens` together.
 
-        `model` takes the fingerprint's place in ids of chunks: these are the front's own and stay here.
+        `model` takes the fingerprint's place in ids of chunks: these are of this server alone.
         """
         self.tokenizer = tokenizer
         self.chooser = chooser or MethodChooser()
@@ -75,7 +75,7 @@ class PromptPreparer:
         self._lock = threading.Lock()  # tokenizers are not made for several threads at once
 
     def prepare(self, request: Request, method_request: MethodRequest) -> PreparedPrompt:
-        """Everything that can be said before it is known who computes it; `end` or `abandon` it.
+        """Everything that does not depend on the replica; `end` or `abandon` it.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a method that vLLM cannot run, or a conversation
@@ -147,7 +147,7 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
 
     Args:
         source: folder or hub name.
-        flags: `revision` and `chat_template` (a file or the template itself), as vLLM was told; None is the usual.
+        flags: `revision` and `chat_template` (a file or the template itself), as given to vLLM; None is its default.
 
     Raises:
         ModelNotFoundError: there is none.

@@ -29,14 +29,14 @@ CONNECTOR = "ChunkweaveConnector"
 SERVER = "vllm.entrypoints.openai.api_server"
 
 _REFUSED = {
-    "--api-key": "give keys to the front: --keys-file or CHUNKWEAVE_API_KEYS",
-    "--kv-transfer-config": "the front sets it; give the connector's keys by --connector KEY=VALUE",
-    "--uds": "vLLM listens on loopback, the front on --host and --port",
-    "--ssl-keyfile": "put a proxy that speaks TLS before the front",
-    "--ssl-certfile": "put a proxy that speaks TLS before the front",
-    "--root-path": "put a proxy before the front",
-    "--headless": "the front needs vLLM's API server",
-    "--grpc": "the front needs vLLM's API server",
+    "--api-key": "give keys to the server: --keys-file or CHUNKWEAVE_API_KEYS",
+    "--kv-transfer-config": "the server sets it; give the connector's keys by --connector KEY=VALUE",
+    "--uds": "vLLM listens on loopback, the server on --host and --port",
+    "--ssl-keyfile": "put a proxy that speaks TLS before the server",
+    "--ssl-certfile": "put a proxy that speaks TLS before the server",
+    "--root-path": "put a proxy before the server",
+    "--headless": "the server needs vLLM's API server",
+    "--grpc": "the server needs vLLM's API server",
     "--model": "give the model first: chunkweave vllm-serve MODEL",
 }
 
@@ -46,7 +46,7 @@ class VllmFlags:
     """A model and the flags that go to vLLM as they are.
 
     Raises:
-        UsageError: a flag that the front has to set itself.
+        UsageError: a flag that this server has to set itself.
     """
 
     model: str
@@ -146,7 +146,7 @@ class Launch:
 class VllmProcess:
     """A server and its port. Belongs to one event loop.
 
-    It is a session of its own, so that its workers end with it and Ctrl-C at a terminal reaches the front alone.
+    It is a session of its own, so that its workers end with it and Ctrl-C at a terminal reaches this server alone.
     """
 
     def __init__(self, name: str, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""The plug-in's reports: where they arrive, and what they and the server say of an answer."""
+"""The plug-in's reports: where they arrive, and what they and this server report of an answer."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ _BUFFER_BYTES = 8 << 20
 class ReportInbox:
     """A socket that vLLM's processes send reports to. Belongs to one event loop.
 
-    A report is found by the id that the front gave its request; vLLM puts its own around that. Reports that nobody
+    A report is found by the id that this server gave its request; vLLM puts its own around that. Reports that nobody
     asks for are dropped, the oldest first.
     """
 

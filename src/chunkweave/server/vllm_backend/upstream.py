@@ -33,7 +33,7 @@ _HOP_BY_HOP = frozenset(
         "x-request-id",
     }
 )
-"""Headers that concern one connection, or that the front answers for."""
+"""Headers that concern one connection, or that this server sets itself."""
 
 
 class UpstreamLostError(ChunkweaveError):
@@ -151,10 +151,10 @@ def _checked(event: Any) -> Event:
 
 def _refusal(status: int, body: bytes) -> ChunkweaveError | HttpError:
     try:
-        told = json.loads(body)
+        reply = json.loads(body)
     except ValueError:
-        told = {}
-    error = told.get("error", told) if isinstance(told, dict) else {}
+        reply = {}
+    error = reply.get("error", reply) if isinstance(reply, dict) else {}
     return _refusal_of(error if isinstance(error, dict) else {}, status)
 
 
