@@ -145,6 +145,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         return self._results
 
     def shutdown(self) -> None:
+        self._reports.close()
         if self._worker is not None:
             self._worker.close()
 
