@@ -311,18 +311,17 @@ class QueryConfig:
 class ReuseConfig:
     """What a reuse method may be told; each takes what concerns it.
 
-    `recompute_ratio` is the share of reused-chunk tokens that are computed again. `check_layers` are the layers at
-    which CacheBlend compares fresh with cached KV. `seed` feeds whatever is drawn at random.
+    A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
+    (where CacheBlend compares fresh with cached KV) and `alpha` (Cache-Craft's scale of the share of a chunk that is
+    recomputed, its eq. 12). `seed` feeds what is drawn at random; with `focus` Cache-Craft stops recomputing chunks
+    that the question does not attend to.
 
-    The rest is Cache-Craft's: `alpha` scales the share of a chunk that is recomputed (its eq. 12), `focus` stops
-    the recomputation of chunks that the question does not attend to, found by `focus_reading`. For its ablation
-    (Figure 26), without `use_cci` the share does not depend on how much a chunk attends to others and tokens are drawn
-    at random, and without `use_overlap` a chunk counts as if nothing of its old context came before it now. With
-    `use_coverage`, which the paper has not, chunks that are new before a chunk lessen its overlap.
-
-    `query` is that method's.
-
-    `capture` is no method's: it says what is kept of a prefill for the methods of later ones.
+    The others are for experiments, from Python alone; no request and no setting names them. `focus_reading` is how
+    focused chunks are found. Three are for ablations of Cache-Craft (its Figure 26): without `use_cci` the share does
+    not depend on how much a chunk attends to others and tokens are drawn at random; without `use_overlap` a chunk
+    counts as if nothing of its old context came before it now; with `use_coverage` (not in the paper) chunks that are
+    new before a chunk lessen its overlap. `query` has the variants of that method. `capture` is no method's: it says
+    what is kept of a prefill for the methods of later ones.
     """
 
     recompute_ratio: float = setting(
@@ -340,6 +339,7 @@ class ReuseConfig:
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
         places=frozenset({Place.CONNECTOR}),
     )
+    # For experiments, from Python alone:
     focus_reading: FocusReading = FocusReading.LARGEST_GAP
     use_cci: bool = True
     use_overlap: bool = True

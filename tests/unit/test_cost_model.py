@@ -19,10 +19,9 @@ from chunkweave.planning.cost import (
     preload_depth,
     ratio_that_hides,
     too_slow,
-    without,
     worth_loading,
 )
-from chunkweave.planning.method import METHODS, make_method
+from chunkweave.planning.method import METHODS, make_method, without
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord

@@ -17,8 +17,8 @@ from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost import CostModel, too_slow, without
-from chunkweave.planning.method import ReuseMethod, with_history
+from chunkweave.planning.cost import CostModel, too_slow
+from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
 from chunkweave.store.lease import TieredLease

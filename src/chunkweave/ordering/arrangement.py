@@ -1,13 +1,13 @@
 """Puts the chunks of prompts in order, and counts what was asked for."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
 from typing import Generic, TypeVar
 
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, Unordered, make_ordering
 from chunkweave.trees.prefix_trie import KnowledgeTree
@@ -135,7 +135,6 @@ class Arranger:
         self._begun: AccessTable[int] = AccessTable(config.window)  # by a hash of the path: a collision is harmless
         self._config = config
         self._ordering = make_ordering(config.ordering)
-        self._original = make_ordering(ORIGINAL)
         self._tree = tree
         self._order = order
 
@@ -148,21 +147,25 @@ class Arranger:
         first, last = _chunks_before_the_question(prompt)
         chunks = prompt.parts[first:last]
         ids = [part.id for part in chunks if part.id is not None]
-        ordering = self._ordering if free else self._original
-        before = (part.id for part in prompt.parts[:first] if part.id is not None)
-        places = ordering.order(
-            Unordered(ids, [self.table.count(one) for one in ids], list(map(len, chunks)), self._tree.at(before))
-        )
+        places = self._free_order(prompt, first, ids, chunks) if free else list(range(len(chunks)))
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
         stands = prompt if places == sorted(places) else Prompt(moved)
         if counted:
             self.count(stands, free=free)
         return Arranged(
             stands,
-            ordering.name,
+            self._ordering.name if free else ORIGINAL,
             {first + number: place for number, place in enumerate(places)},
             self._promotion([ids[place] for place in places]) if free else None,
         )
+
+    def _free_order(
+        self, prompt: Prompt, first: int, ids: Sequence[ChunkId], chunks: Sequence[PromptPart]
+    ) -> list[int]:
+        """The numbers of `chunks` as the ordering puts them behind the parts before number `first`."""
+        before = (part.id for part in prompt.parts[:first] if part.id is not None)
+        counts = [self.table.count(one) for one in ids]
+        return self._ordering.order(Unordered(ids, counts, list(map(len, chunks)), self._tree.at(before)))
 
     def count(self, prompt: Prompt, *, free: bool) -> None:
         """Count a request whose chunks stand as they will be computed; `free` if that was for the arranger to say."""

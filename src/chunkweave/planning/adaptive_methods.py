@@ -8,7 +8,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.cost import CostModel, LoadingChoice, ratio_that_hides
-from chunkweave.planning.method import Budget, ReuseMethod, make_method
+from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
@@ -22,8 +22,8 @@ class LoadAwareMethod:
     `T_recompute(r)` is r times the prefill of the reused tokens. The r at which they are equal is a floor for the
     method's budget, whatever its parameter is (DESIGN §5.3): a ratio is at least r, an alpha at least so great that
     it recomputes the share r of the reused tokens. A method without a budget is not changed, nor is a prompt in which
-    it finds nothing to recompute. Where the question is
-    asked first (`query`), loading hides behind recomputation only from the layer on that it was asked about last.
+    it finds nothing to recompute. Where the question is computed first (`query`), loading hides behind recomputation
+    only after the last layer of that first pass.
     """
 
     def __init__(
@@ -35,19 +35,11 @@ class LoadAwareMethod:
             UnknownMethodError: no such method.
         """
         self._least = make_method(name, config)
+        self.name = name
+        self.budget = self._least.budget
         self._config = config
         self._cost = cost
         self._tier_of = tier_of
-
-    @property
-    def name(self) -> str:
-        """The wrapped method's."""
-        return self._least.name
-
-    @property
-    def budget(self) -> Budget | None:
-        """The wrapped method's."""
-        return self._least.budget
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The wrapped method's plan at the budget that hides its loading; `raised_to` says if that is more."""
@@ -89,18 +81,10 @@ class PrefixGrowingMethod:
     """
 
     def __init__(self, method: ReuseMethod, promotion: Promotion) -> None:
+        self.name = method.name
+        self.budget = method.budget
         self._method = method
         self._promotion = promotion
-
-    @property
-    def name(self) -> str:
-        """The wrapped method's."""
-        return self._method.name
-
-    @property
-    def budget(self) -> Budget | None:
-        """The wrapped method's."""
-        return self._method.budget
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The wrapped method's plan, with less stored or one more chunk computed."""

@@ -3,8 +3,8 @@
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -326,20 +326,6 @@ def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]],
         for layer, compute_s in enumerate(a_pass):
             end_s = max(end_s, loaded_s[layer]) + compute_s
     return end_s
-
-
-def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLookup:
-    """The lookup as if `segments` were not stored; the exact prefix ends before the first one left out."""
-    if not segments:
-        return lookup
-    parts = []
-    unbroken = True
-    for entry in lookup.parts:
-        variants = tuple(record for record in entry.variants if record.id not in segments)
-        exact = entry.exact if entry.exact is not None and entry.exact.id not in segments and unbroken else None
-        unbroken = unbroken and (entry.part.id is None or exact is not None)
-        parts.append(replace(entry, exact=exact, variants=variants))
-    return PromptLookup(tuple(parts))
 
 
 def too_slow(lookup: PromptLookup, cost: CostModel, tier_of: Callable[[SegmentId], str | None]) -> frozenset[SegmentId]:

@@ -4,17 +4,17 @@ To add one: write `planning/methods/<name>.py` with a class that has `name`, `bu
 `METHOD = <the class>`, and write a test. Nothing else in the project needs to know.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chunkweave.config import DeviationFactor, ReuseConfig
 from chunkweave.planning import methods
-from chunkweave.planning.plan import KVSource, PartPlan, Plan, is_computed_always
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, is_computed_always
 from chunkweave.plugins import plugin, plugin_names
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, Span, joined, spans_of
+from chunkweave.types import Geometry, SegmentId, Span, joined, spans_of
 
 RATIO = "recompute_ratio"
 ALPHA = "alpha"
@@ -155,6 +155,11 @@ def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple
     return joined([*(part.span for part in parts if part.kv_source is KVSource.COMPUTED), *spans_of(also)])
 
 
+def one_pass(name: str, parts: Sequence[PartPlan], also: Sequence[int] = ()) -> Plan:
+    """The plan that computes all computed parts and the positions `also` in one pass, at every layer."""
+    return Plan(name, tuple(parts), (Pass(required_spans(parts, also)),))
+
+
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     """The spans of reused (not exact) parts: where recomputation can help. It cannot where all tokens are fresh."""
     return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span))
@@ -208,6 +213,20 @@ def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     if method == "query":
         return reuse.query.factor is DeviationFactor.STORED or reuse.query.mixed_share > 0.0
     return method in ("cachecraft", "h2o")
+
+
+def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLookup:
+    """The lookup as if `segments` were not stored; the exact prefix ends before the first one left out."""
+    if not segments:
+        return lookup
+    parts = []
+    unbroken = True
+    for entry in lookup.parts:
+        variants = tuple(record for record in entry.variants if record.id not in segments)
+        exact = entry.exact if entry.exact is not None and entry.exact.id not in segments and unbroken else None
+        unbroken = unbroken and (entry.part.id is None or exact is not None)
+        parts.append(replace(entry, exact=exact, variants=variants))
+    return PromptLookup(tuple(parts))
 
 
 def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:

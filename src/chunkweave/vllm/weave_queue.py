@@ -14,7 +14,7 @@ from torch import distributed
 from vllm.distributed import get_tp_group
 
 from chunkweave.engine.prefill import PlanSources
-from chunkweave.planning.cost import without
+from chunkweave.planning.method import without
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord

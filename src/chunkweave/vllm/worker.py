@@ -12,8 +12,7 @@ import torch
 from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.cost import without
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import make_method, without
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord

@@ -3,8 +3,8 @@
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit, reused_spans
-from chunkweave.planning.plan import Pass, Plan
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit, reused_spans
+from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
@@ -29,7 +29,7 @@ class Epic:
             for span in reused_spans(parts)
             for position in range(span.start, span.start + ceil(self._ratio * len(span)))
         ]
-        return Plan(self.name, parts, (Pass(required_spans(parts, heads)),))
+        return one_pass(self.name, parts, heads)
 
 
 METHOD = Epic

@@ -1,8 +1,8 @@
 """`full`: compute the whole prompt. The reference for quality and for time."""
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import required_spans, reuse_nothing
-from chunkweave.planning.plan import Pass, Plan
+from chunkweave.planning.method import one_pass, reuse_nothing
+from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
@@ -18,8 +18,7 @@ class FullPrefill:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over all tokens."""
-        parts = reuse_nothing(lookup)
-        return Plan(self.name, parts, (Pass(required_spans(parts)),))
+        return one_pass(self.name, reuse_nothing(lookup))
 
 
 METHOD = FullPrefill

@@ -1,8 +1,8 @@
 """`full-reuse`: every cached chunk at its new position, nothing recomputed (CacheBlend §3.2; the PromptCache way)."""
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import prefer_alone, required_spans, reuse_every_hit
-from chunkweave.planning.plan import Pass, Plan
+from chunkweave.planning.method import one_pass, prefer_alone, reuse_every_hit
+from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
@@ -18,8 +18,7 @@ class FullReuse:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses and question."""
-        parts = reuse_every_hit(lookup, prefer_alone)
-        return Plan(self.name, parts, (Pass(required_spans(parts)),))
+        return one_pass(self.name, reuse_every_hit(lookup, prefer_alone))
 
 
 METHOD = FullReuse

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit
-from chunkweave.planning.plan import KVSource, Pass, Plan
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered
@@ -35,7 +35,7 @@ class HeavyHitters:
             if part.kv_source is KVSource.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
             for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
         ]
-        return Plan(self.name, parts, (Pass(required_spans(parts, hitters)),))
+        return one_pass(self.name, parts, hitters)
 
     def _heaviest(self, record: SegmentRecord) -> tuple[int, ...]:
         ranking: Sequence[int] = record.attention.by_received if record.attention else range(len(record))

@@ -1,8 +1,8 @@
 """`prefix`: reuse the longest exact prefix, chunk by chunk. Exact (RAGCache §5.1 without its policies)."""
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import required_spans, reuse_exact_prefix
-from chunkweave.planning.plan import Pass, Plan
+from chunkweave.planning.method import one_pass, reuse_exact_prefix
+from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
@@ -18,8 +18,7 @@ class ExactPrefix:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over the tokens behind the prefix."""
-        parts = reuse_exact_prefix(lookup)
-        return Plan(self.name, parts, (Pass(required_spans(parts)),))
+        return one_pass(self.name, reuse_exact_prefix(lookup))
 
 
 METHOD = ExactPrefix

@@ -9,6 +9,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
+    one_pass,
     prefer_alone,
     required_spans,
     reuse_every_hit,
@@ -51,7 +52,7 @@ class QueryAware:
         budget = ceil(self._ratio * total)
         question = parts[-1]
         if not budget or question.part.kind is not PartKind.QUESTION:
-            return Plan(self.name, parts, (Pass(required_spans(parts)),))
+            return one_pass(self.name, parts)
         if budget == total:
             return Plan(self.name, parts, (Pass(joined([*required_spans(parts), *candidates])),))
         profiles = _profiles(parts, lookup)

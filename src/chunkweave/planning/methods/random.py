@@ -4,8 +4,8 @@ from math import ceil
 from random import Random
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit, reused_spans
-from chunkweave.planning.plan import Pass, Plan
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit, reused_spans
+from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
@@ -29,7 +29,7 @@ class RandomTokens:
         reused = [position for span in reused_spans(parts) for position in span.positions()]
         rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
         drawn = rng.sample(reused, ceil(self._ratio * len(reused)))
-        return Plan(self.name, parts, (Pass(required_spans(parts, drawn)),))
+        return one_pass(self.name, parts, drawn)
 
 
 METHOD = RandomTokens

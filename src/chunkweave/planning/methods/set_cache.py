@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import required_spans, settled_part
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
+from chunkweave.planning.method import one_pass, settled_part
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry
@@ -37,7 +37,7 @@ class SetCache:
             record = here.pop(0) if here else None
             reused = record and PartPlan(entry.part, entry.span, KVSource.REUSED, record.id)
             parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
-        return Plan(self.name, tuple(parts), (Pass(required_spans(parts)),))
+        return one_pass(self.name, parts)
 
 
 def _chains(lookup: PromptLookup) -> Iterator[tuple[SegmentRecord, ...]]:
