@@ -11,7 +11,7 @@ from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.fusion.capture import AttentionCapture, FocusWatch, QuestionWatch
 from chunkweave.fusion.rows import measure
-from chunkweave.models.base import ALONE, Ranks
+from chunkweave.models.attention import ALONE, Ranks
 from chunkweave.planning.plan import Evidence, KVSource, PartPlan, StopUnfocused, Watch
 from chunkweave.types import ChunkId, Geometry, Span
 

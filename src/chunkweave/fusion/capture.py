@@ -9,8 +9,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.models.attention import AttentionMeter, KeyParts, Measured
-from chunkweave.models.base import ALONE, Ranks
+from chunkweave.models.attention import ALONE, AttentionMeter, KeyParts, Measured, Ranks
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.store.records import AttentionProfile

@@ -14,8 +14,7 @@ import torch
 
 from chunkweave.fusion.capture import AttentionCapture, FocusWatch, PartCapture, QuestionWatch
 from chunkweave.kv.request_cache import Rotate
-from chunkweave.models.attention import Measured, OwnQueries, ScatteredQueries
-from chunkweave.models.base import ALONE, Ranks
+from chunkweave.models.attention import ALONE, Measured, OwnQueries, Ranks, ScatteredQueries
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import Evidence, Pass, TopBy
 from chunkweave.types import Scattered, Span, spans_of

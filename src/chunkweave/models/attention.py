@@ -21,7 +21,6 @@ import torch.nn.functional as F  # noqa: N812  (the name that every PyTorch read
 
 from chunkweave.config import AttentionKernel, Combine
 from chunkweave.errors import UsageError
-from chunkweave.models.base import ALONE, Ranks
 from chunkweave.types import Geometry, Span
 
 logger = logging.getLogger(__name__)
@@ -251,6 +250,33 @@ def make_attention(
         raise UsageError(f"the Triton kernel was asked for, but {problem}; use attention='sdpa'")
     logger.warning("attention falls back to PyTorch's: %s", problem)
     return SdpaAttention()
+
+
+class Ranks:
+    """Tensor-parallel ranks: each computes its share of a layer's heads, and what all heads decide is combined.
+
+    Every rank calls the same methods in the same order and gets the same. This is the one rank of an undivided model.
+    """
+
+    def own_heads(self, num_heads: int) -> range:
+        """The query heads that this rank computes, of all `num_heads`."""
+        return range(num_heads)
+
+    def mean(self, states: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks of a tensor of one shape."""
+        return states
+
+    def maximum(self, states: torch.Tensor) -> torch.Tensor:
+        """Greatest of the ranks' tensors, element by element."""
+        return states
+
+    def norm(self, norms: torch.Tensor) -> torch.Tensor:
+        """The L2 norm over all heads from the norms over each rank's own."""
+        return norms
+
+
+ALONE = Ranks()
+"""What a model computes that runs in one piece."""
 
 
 _CPU_BLOCK_WEIGHTS = 1 << 19

@@ -1,4 +1,4 @@
-"""The contracts of the layer loop: with a model's layers, and with the other ranks that hold a part of them."""
+"""The contract between the layer loop, which is ours, and a model's layers, which are not."""
 
 from typing import Protocol
 
@@ -39,30 +39,3 @@ class LayerwiseModel(DecoderLayers, Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output head: `[tokens, hidden]` -> `[tokens, vocab]` in float32."""
-
-
-class Ranks:
-    """Tensor-parallel ranks: each computes its share of a layer's heads, and what all heads decide is combined.
-
-    Every rank calls the same methods in the same order and gets the same. This is the one rank of an undivided model.
-    """
-
-    def own_heads(self, num_heads: int) -> range:
-        """The query heads that this rank computes, of all `num_heads`."""
-        return range(num_heads)
-
-    def mean(self, states: torch.Tensor) -> torch.Tensor:
-        """Mean over the ranks of a tensor of one shape."""
-        return states
-
-    def maximum(self, states: torch.Tensor) -> torch.Tensor:
-        """Greatest of the ranks' tensors, element by element."""
-        return states
-
-    def norm(self, norms: torch.Tensor) -> torch.Tensor:
-        """The L2 norm over all heads from the norms over each rank's own."""
-        return norms
-
-
-ALONE = Ranks()
-"""What a model computes that runs in one piece."""

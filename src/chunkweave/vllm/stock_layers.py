@@ -22,8 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from chunkweave.config import AttentionKernel
-from chunkweave.models.attention import make_attention
-from chunkweave.models.base import ALONE, Ranks
+from chunkweave.models.attention import ALONE, Ranks, make_attention
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.types import Geometry
 from chunkweave.vllm.paged_kv import BlockTable, PagedKV, Rotation
