@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
-    from chunkweave.scheduling.budget import BatchingConfig
+    from chunkweave.scheduling.queue import BatchingConfig
     from chunkweave.types import Chunk
 
 __all__ = [
@@ -52,7 +52,7 @@ _HOMES = {
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
-    "BatchingConfig": "chunkweave.scheduling.budget",
+    "BatchingConfig": "chunkweave.scheduling.queue",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
     "Conversation": "chunkweave.engine.engine",

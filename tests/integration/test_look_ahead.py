@@ -7,7 +7,7 @@ import pytest
 from chunkweave import Engine, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentLost
-from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model

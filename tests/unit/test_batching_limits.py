@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunkweave.engine.scheduler import BlockPool
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.budget import BatchingConfig, Piece, Prefilling, TokenBudget
+from chunkweave.scheduling.queue import BatchingConfig, Piece, Prefilling, TokenBudget
 
 OWNERS = st.sampled_from("abcde")
 

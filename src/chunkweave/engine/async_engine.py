@@ -20,7 +20,7 @@ from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
-from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import BatchingConfig
 
 logger = logging.getLogger(__name__)
 

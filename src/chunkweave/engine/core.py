@@ -26,7 +26,7 @@ from chunkweave.errors import (
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import KVSource
-from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import BatchingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.planning.methods.full import FullPrefill
-from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.budget import BatchingConfig, Prefilling, TokenBudget
-from chunkweave.scheduling.queue import CacheAwareQueue, StoredPrefixes
+from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue, Prefilling, StoredPrefixes, TokenBudget
 
 DEFAULT_BLOCK_TOKENS = 32
 """A request's cache is copied when it grows by a block. That reads and writes all its KV once in so many tokens, each

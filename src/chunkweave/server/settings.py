@@ -27,7 +27,7 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_orderi
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import checked_method
-from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import SERVERS, Place, Setting, Unit, configuration, setting, settings_of, spelled
