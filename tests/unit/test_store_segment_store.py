@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import RLock
 from types import FrameType
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
+from chunkweave.store.index import ChunkFollower
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
+from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -490,15 +493,15 @@ def _break_chunk_index(store: Store) -> None:
 
 
 def _break_path_index(store: Store) -> None:
-    store._index._paths.remove(_record("AB"))
+    store._index.paths.remove(_record("AB"))
 
 
 def _let_inexact_in(store: Store) -> None:
-    store._index._paths.add(_record("X"))
+    store._index.paths.add(_record("X"))
 
 
 def _orphan(store: Store) -> None:
-    store._index._paths._nodes[_id("A")].value = None
+    store._index.paths._nodes[_id("A")].value = None
 
 
 def _break_budget(store: Store) -> None:
@@ -570,6 +573,27 @@ INTERRUPTED: dict[str, Callable[[Store], object]] = {
     "discard": lambda store: store.remove_where(lambda record: record.chunk_id == ChunkId("B")),
     "clear": lambda store: store.clear(),
 }
+
+
+@pytest.mark.parametrize("name", ["insert", "replace", "discard", "clear"])
+def test_an_interrupt_at_any_line_leaves_tree_and_follower_with_what_is_stored(name: str) -> None:
+    for lines in range(1, 1000):
+        store = _store("A", "AB", "B", budget_bytes=45)
+        _put(store, "AX", exact=False)
+        tree: KnowledgeTree[ChunkId] = KnowledgeTree(["host"])
+        follower = ChunkFollower(lambda chunk, store=store: bool(store.records_of(chunk)))
+        follower._lock = RLock()  # type: ignore[assignment]  # unlike a signal, the tracer may interrupt a release
+        store.show_in(tree, "host")
+        store.report_to(follower)
+        known = set(follower.take().added)
+        interrupted = _interrupt_after(lines, lambda store=store: INTERRUPTED[name](store))
+        store.check()
+        changes = follower.take()
+        known = (known | changes.added) - changes.removed
+        assert known == {record.chunk_id for record in store.records()}
+        if not interrupted:
+            return
+    pytest.fail("it never ends")
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)

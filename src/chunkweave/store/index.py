@@ -173,7 +173,7 @@ class PathIndex:
     def add(self, record: SegmentRecord) -> None:
         """Index an exact record that is not indexed yet."""
         if record.exact:
-            node = self._nodes[record.id] = self._trie.grow((*record.context, record.chunk_id))
+            node = self._nodes[record.id] = self._trie.grow(record.path)
             node.value = record.id
 
     def remove(self, record: SegmentRecord) -> None:
@@ -202,7 +202,7 @@ class PathIndex:
         held = tuple(self._trie.held())
         if len(held) != len(self._nodes) or {node.value: node for node in held} != self._nodes:
             raise StoreError("path index: a segment is not known by its own trie node")
-        exact = {segment: (*record.context, record.chunk_id) for segment, record in records.items() if record.exact}
+        exact = {segment: record.path for segment, record in records.items() if record.exact}
         if {segment: node.path for segment, node in self._nodes.items()} != exact:
             raise StoreError("path index: it does not hold exactly the exact records, each at its own path")
 
@@ -263,7 +263,8 @@ class SegmentIndex:
         self._records: dict[SegmentId, SegmentRecord] = {}
         self._used_bytes = 0
         self._chunks = ChunkIndex()
-        self._paths = PathIndex()
+        self.paths = PathIndex()
+        """The exact segments by path; only this index changes it."""
         self._tree: KnowledgeTree[ChunkId] | None = None
         self._tier = ""
         self._follower: ChunkFollower | None = None
@@ -298,25 +299,13 @@ class SegmentIndex:
         """Records of a chunk, most recently used first."""
         return [self._records[segment] for segment in self._chunks.variants(chunk)]
 
-    def longest_exact_prefix(self, chunks: Iterable[ChunkId]) -> list[SegmentId]:
-        """Segments of the longest prefix of `chunks` that is stored exactly, in prompt order."""
-        return self._paths.longest_exact_prefix(chunks)
-
-    def on_path(self, segment: SegmentId) -> bool:
-        """Whether a segment is a node of the path index."""
-        return segment in self._paths
-
-    def has_children(self, segment: SegmentId) -> bool:
-        """Whether a segment is an inner node of the path index."""
-        return self._paths.has_children(segment)
-
     def add(self, record: SegmentRecord) -> None:
         """Enter a record whose id is not held yet. Variants of a chunk come to share one tuple of token ids."""
         sibling = next((self._records[segment] for segment in self._chunks.variants(record.chunk_id)), None)
         if sibling is not None and sibling.token_ids == record.token_ids:
             record = replace(record, token_ids=sibling.token_ids)
         self._chunks.add(record)
-        self._paths.add(record)
+        self.paths.add(record)
         self._policy.on_insert(record)
         self._used_bytes += record.nbytes
         self._records[record.id] = record
@@ -325,13 +314,14 @@ class SegmentIndex:
 
     def remove(self, record: SegmentRecord) -> None:
         """Withdraw a held record."""
+        self._changed([record])  # first: an interrupted change may leave nothing that says which chunk it was
         del self._records[record.id]
         self._used_bytes -= record.nbytes
         self._policy.on_remove(record.id)
-        self._paths.remove(record)
+        self.paths.remove(record)
         self._chunks.remove(record)
-        self._hide(record)
-        self._changed([record])
+        if self._tree is not None and record.exact:
+            self._tree.displaced(record.path, self._tier)
 
     def note_request(self, request: PathRequest) -> None:
         """Tell the policy what a request asked for."""
@@ -350,7 +340,7 @@ class SegmentIndex:
         Raises:
             StoreError: the policy offers nothing, though something is not in `kept`.
         """
-        has_children = self._paths.has_children
+        has_children = self.paths.has_children
 
         def free(segment: SegmentId) -> bool:
             return segment not in kept
@@ -372,17 +362,17 @@ class SegmentIndex:
 
         May be interrupted and run again. Policy state and byte count survive; the recency of variants does not.
         """
-        for segment, record in tuple(self._records.items()):
-            if sizes.get(segment) != record.nbytes:
-                self._hide(record)
         self._changed(self._records.values())
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
-        self._chunks, self._paths = ChunkIndex(), PathIndex()
+        self._chunks, self.paths = ChunkIndex(), PathIndex()
         for record in self._records.values():
             self._chunks.add(record)
-            self._paths.add(record)
+            self.paths.add(record)
             self._show(record)
+        if self._tree is not None:
+            for path in set(self._tree.paths(self._tier)) - self._exact_paths():
+                self._tree.displaced(path, self._tier)
         tracked = set(self._policy.ids())
         for segment in tracked - self._records.keys():
             self._policy.on_remove(segment)
@@ -403,11 +393,12 @@ class SegmentIndex:
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
         self._chunks.check(self._records)
-        self._paths.check(self._records)
-        if self._tree is not None:
-            shown = set(self._tree.paths(self._tier))
-            if shown != {(*record.context, record.chunk_id) for record in self._records.values() if record.exact}:
-                raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+        self.paths.check(self._records)
+        if self._tree is not None and set(self._tree.paths(self._tier)) != self._exact_paths():
+            raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+
+    def _exact_paths(self) -> set[tuple[ChunkId, ...]]:
+        return {record.path for record in self._records.values() if record.exact}
 
     def _changed(self, records: Iterable[SegmentRecord]) -> None:
         if self._follower is not None:
@@ -416,8 +407,4 @@ class SegmentIndex:
 
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:
-            self._tree.placed((*record.context, record.chunk_id), self._tier, len(record))
-
-    def _hide(self, record: SegmentRecord) -> None:
-        if self._tree is not None and record.exact:
-            self._tree.displaced((*record.context, record.chunk_id), self._tier)
+            self._tree.placed(record.path, self._tier, len(record))

@@ -162,6 +162,11 @@ class SegmentRecord:
         return cls(segment_id(chunk_id, context), chunk_id, context, token_ids, exact, nbytes, source, attention)
 
     @property
+    def path(self) -> tuple[ChunkId, ...]:
+        """The chunks that an exact prefix ending with this segment runs over."""
+        return (*self.context, self.chunk_id)
+
+    @property
     def alone(self) -> bool:
         """Computed with nothing before it (but BOS)."""
         return not self.context

@@ -135,19 +135,16 @@ class VariantKeeper(Generic[PayloadT]):
             yield self._make_place(record)
 
     def _make_place(self, new: SegmentRecord) -> bool:
-        waiting = self._writer.records()
+        in_use = [level.store for level in self._levels if level.available]
         if self._limits.per_chunk is not None and not self._on_path(new):
-            siblings = [level.records_of(new.chunk_id) for level in self._levels]
-            siblings.append(tuple(record for record in waiting if record.chunk_id == new.chunk_id))
-            variants = [
-                record for record in union(*siblings) if record.id not in self._held and not self._on_path(record)
-            ]
+            waiting = [record for record in self._writer.records() if record.chunk_id == new.chunk_id]
+            siblings = union(*(store.records_of(new.chunk_id) for store in in_use), waiting)
+            variants = [record for record in siblings if record.id not in self._held and not self._on_path(record)]
             if not self._drop_beyond(self._limits.per_chunk - 1, new, variants):
                 return False
         if self._limits.in_all is not None:
-            return self._drop_beyond(
-                self._limits.in_all - 1, new, union(*(level.records() for level in self._levels), waiting)
-            )
+            stored = union(*(store.records() for store in in_use), self._writer.records())
+            return self._drop_beyond(self._limits.in_all - 1, new, stored)
         return True
 
     def _drop_beyond(self, limit: int, new: SegmentRecord, held: Sequence[SegmentRecord]) -> bool:
@@ -178,9 +175,10 @@ class VariantKeeper(Generic[PayloadT]):
         if any(level.store.is_claimed(segment) for level in self._levels):
             return False
         self._writer.cancel(lambda record: record.id == segment)
-        for level in reversed(self._levels):
-            level.drop(segment)
-        gone = all(level.record(segment) is None for level in self._levels)
+        in_use = [level.store for level in reversed(self._levels) if level.available]
+        for store in in_use:
+            store.drop(segment)
+        gone = all(segment not in store for store in in_use)
         self.dropped += gone
         return gone
 

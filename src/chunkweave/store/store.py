@@ -77,18 +77,6 @@ class Level(Generic[PayloadT]):
         """Segments for a part, most recently used first; none while the level is paused."""
         return self.store.variants(part) if self.available else ()
 
-    def records(self) -> tuple[SegmentRecord, ...]:
-        """All records held here; none while the level is paused."""
-        return self.store.records() if self.available else ()
-
-    def records_of(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
-        """All variants of a chunk held here; none while the level is paused."""
-        return self.store.records_of(chunk) if self.available else ()
-
-    def drop(self, segment: SegmentId) -> bool:
-        """Evict a segment that nobody claims; False if it stays, as it does while the level is paused."""
-        return self.available and self.store.drop(segment)
-
     def probe(self, segments: Sequence[SegmentId]) -> None:
         """Learn which of `segments` a shared tier holds. A failure is logged and counted."""
         if not segments or not self.available:

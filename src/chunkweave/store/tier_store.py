@@ -143,12 +143,12 @@ class SegmentStore(Generic[PayloadT]):
     def on_path(self, segment: SegmentId) -> bool:
         """Whether a segment is a node of the path index, so that an exact prefix may run over it."""
         with self._settled():
-            return self._index.on_path(segment)
+            return segment in self._index.paths
 
     def has_children(self, segment: SegmentId) -> bool:
         """Whether exact segments continue this one, so that it is an inner node of the path index."""
         with self._settled():
-            return self._index.has_children(segment)
+            return self._index.paths.has_children(segment)
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
         """What is stored for each part of `prompt`; pins nothing and is no use in the policy's eyes.
@@ -157,7 +157,7 @@ class SegmentStore(Generic[PayloadT]):
         (DESIGN §3.2). What is found may be evicted before it is leased: `get` then says so.
         """
         with self._settled():
-            path = self._index.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
+            path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
             found = look_up(prompt, path, self.variants)
             self._count(hits=found.hits, misses=found.misses)
             self._index.note_request(path_request_of(found))
@@ -423,7 +423,7 @@ class SegmentStore(Generic[PayloadT]):
         staying_bytes = sum(records[segment].nbytes for segment in kept - {record.id} if segment in records)
         if staying_bytes + more_bytes > self.budget_bytes:
             return False
-        ancestors = set(index.longest_exact_prefix(record.context)) if record.exact else set()
+        ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
             self._evict(index.victim(kept=kept | {record.id}, spared=ancestors), leaving)
         return True

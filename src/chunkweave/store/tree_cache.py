@@ -173,7 +173,7 @@ class TreeCache:
             staying = sum(catalog.records[s].nbytes for s in pins[tier] if s in catalog.records)
             if staying + record.nbytes > budget:
                 return False
-            ancestors = frozenset(catalog.longest_exact_prefix(record.context))
+            ancestors = frozenset(catalog.paths.longest_exact_prefix(record.context))
             victims: list[SegmentRecord] = []
             while catalog.used_bytes + record.nbytes > budget:
                 victim = catalog.victim(kept=pins[tier], spared=ancestors)
