@@ -117,7 +117,7 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def rank(self, segment: SegmentId, rank: Any) -> None:
+    def rank(self, segment: SegmentId, rank: Any, /) -> None:
         """Enter `segment`, or move it to another rank."""
         entry = (rank, next(self._order), segment)
         self._entries[segment] = entry
@@ -164,7 +164,7 @@ class Ranking:
         return iter(tuple(self._entries))
 
 
-class AgedRanking:
+class AgedRanking(Ranking):
     """Segments by priority = clock + worth (RAGCache §5.1; GreedyDual-Size before it).
 
     The clock is the greatest priority evicted so far, so that a segment gets older by the evictions it survives.
@@ -172,28 +172,17 @@ class AgedRanking:
     """
 
     def __init__(self) -> None:
-        self._ranking = Ranking()
+        super().__init__()
         self._clock = 0.0
         self._proposed: SegmentId | None = None
 
-    def __contains__(self, segment: SegmentId) -> bool:
-        return segment in self._ranking
-
-    def __iter__(self) -> Iterator[SegmentId]:
-        return iter(self._ranking)
-
-    def of(self, segment: SegmentId) -> float | None:
-        """A segment's priority; None if it is not ranked."""
-        priority: float | None = self._ranking.of(segment)
-        return priority
-
-    def rank(self, segment: SegmentId, worth: float) -> None:
+    def rank(self, segment: SegmentId, worth: float, /) -> None:
         """Give a segment its priority as of now."""
-        self._ranking.rank(segment, self._clock + worth)
+        super().rank(segment, self._clock + worth)
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
         """The evictable segment with the least priority; if it is what is removed next, that was an eviction."""
-        self._proposed = self._ranking.least(evictable)
+        self._proposed = self.least(evictable)
         return self._proposed
 
     def remove(self, segment: SegmentId) -> None:
@@ -202,4 +191,4 @@ class AgedRanking:
         if priority is not None and segment == self._proposed:
             self._clock = max(self._clock, priority)
         self._proposed = None
-        self._ranking.remove(segment)
+        super().remove(segment)

@@ -5,13 +5,6 @@ from functools import partial
 from chunkweave.store.records import segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import PayloadT
-from chunkweave.trees.prefix_trie import KnowledgeTree
-from chunkweave.types import ChunkId
-
-
-def missing_replicas(tree: KnowledgeTree[ChunkId], number: int, source: str, target: str) -> list[tuple[ChunkId, ...]]:
-    """Of the `number` hottest upper nodes on tier `source` those that are not on `target`, parents before children."""
-    return [path for path in tree.hottest(number, source) if target not in tree.placement(path)]
 
 
 def replicate_hottest(store: TieredStore[PayloadT], number: int) -> int:
@@ -25,7 +18,7 @@ def replicate_hottest(store: TieredStore[PayloadT], number: int) -> int:
         return 0
     source, target = memory[:2]
     copied = 0
-    for path in missing_replicas(store.tree, number, source.name, target.name):
+    for path in store.tree.missing_replicas(number, source.name, target.name):
         segment = segment_id(path[-1], path[:-1])
         record, payload = source.record(segment), source.get(segment)
         if record is not None and payload is not None:

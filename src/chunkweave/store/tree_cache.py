@@ -8,7 +8,6 @@ from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.index import SegmentIndex
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.replication import missing_replicas
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
@@ -50,7 +49,7 @@ class TreeCounts:
 
 
 class TreeCache:
-    """Decides on records alone what `TieredStore` decides with payloads in hand: same catalogs, policies and rules.
+    """Decides on records alone what `TieredStore` decides with payloads in hand: same indexes, policies and rules.
 
     New nodes go into the fastest tier; a node used from below is copied up again. To make room the policy of a
     tier gives up its leaves first (a parent that became a leaf is a candidate at once). What a tier gives up goes one
@@ -73,9 +72,9 @@ class TreeCache:
         self._counts: Counter[str] = Counter()
         self._no_pins: tuple[Set[SegmentId], ...] = (frozenset(),) * len(tiers)
         self._tiers = tuple(tiers)
-        self._catalogs = tuple(SegmentIndex(tier.policy) for tier in tiers)
-        for tier, catalog in zip(tiers, self._catalogs, strict=True):
-            catalog.show_in(self.tree, tier.name)
+        self._indexes = tuple(SegmentIndex(tier.policy) for tier in tiers)
+        for tier, index in zip(tiers, self._indexes, strict=True):
+            index.show_in(self.tree, tier.name)
 
     @property
     def counts(self) -> TreeCounts:
@@ -84,11 +83,11 @@ class TreeCache:
 
     def used_bytes(self, tier: str) -> int:
         """Bytes that lie on `tier`."""
-        return self._catalogs[self.tree.tiers.index(tier)].used_bytes
+        return self._indexes[self.tree.tiers.index(tier)].used_bytes
 
     def records(self, tier: str) -> frozenset[SegmentId]:
         """Ids of what lies on `tier`."""
-        return frozenset(self._catalogs[self.tree.tiers.index(tier)].records)
+        return frozenset(self._indexes[self.tree.tiers.index(tier)].records)
 
     def use(self, path: Sequence[SegmentRecord], question_tokens: int = 0) -> TreeUse:
         """One request for `path` (system part first) with `question_tokens` behind it: count, promote, store, evict.
@@ -107,12 +106,12 @@ class TreeCache:
             tier = self._tiers[self._fastest(record.id)].name
             by_tier[tier] = by_tier.get(tier, 0) + len(record)
         self.tree.used(record.chunk_id for record in found)
-        for catalog in self._catalogs:
-            catalog.note_request(request)
+        for index in self._indexes:
+            index.note_request(request)
             for record in reversed(found):
-                if record.id in catalog.records:
-                    catalog.touch(record)
-        pins = tuple(frozenset(s for s in request.stored if s in catalog.records) for catalog in self._catalogs)
+                if record.id in index.records:
+                    index.touch(record)
+        pins = tuple(frozenset(s for s in request.stored if s in index.records) for index in self._indexes)
         for record in found:
             if self._fastest(record.id) > 0:
                 self._promote(record, pins)
@@ -129,32 +128,32 @@ class TreeCache:
         if len(self._tiers) < 2:
             return 0
         copied = 0
-        for path in missing_replicas(self.tree, number, self._tiers[0].name, self._tiers[1].name):
-            record = self._catalogs[0].records[segment_id(path[-1], path[:-1])]
+        for path in self.tree.missing_replicas(number, self._tiers[0].name, self._tiers[1].name):
+            record = self._indexes[0].records[segment_id(path[-1], path[:-1])]
             copied += self._insert(1, record, self._no_pins)
         self._counts["replicas"] += copied
         return copied
 
     def check(self) -> None:
-        """Audit tree, catalogs and budgets.
+        """Audit tree, indexes and budgets.
 
         Raises:
             StoreError: they disagree.
         """
         self.tree.check()
-        for tier, catalog in zip(self._tiers, self._catalogs, strict=True):
-            catalog.check()
-            if catalog.used_bytes > tier.budget_bytes:
-                raise StoreError(f"{tier.name} holds {catalog.used_bytes} bytes of {tier.budget_bytes}")
+        for tier, index in zip(self._tiers, self._indexes, strict=True):
+            index.check()
+            if index.used_bytes > tier.budget_bytes:
+                raise StoreError(f"{tier.name} holds {index.used_bytes} bytes of {tier.budget_bytes}")
 
     def _stored(self, path: Sequence[SegmentRecord]) -> int:
         for i, record in enumerate(path):
-            if not any(record.id in catalog.records for catalog in self._catalogs):
+            if not any(record.id in index.records for index in self._indexes):
                 return i
         return len(path)
 
     def _fastest(self, segment: SegmentId) -> int:
-        return next(i for i, catalog in enumerate(self._catalogs) if segment in catalog.records)
+        return next(i for i, index in enumerate(self._indexes) if segment in index.records)
 
     def _promote(self, record: SegmentRecord, pins: Sequence[Set[SegmentId]]) -> None:
         if any(self._insert(i, record, pins) for i in range(self._fastest(record.id))):
@@ -165,23 +164,23 @@ class TreeCache:
 
         The rules are those of `SegmentStore.insert`: pinned nodes stay, and ancestors of the new one if they can.
         """
-        catalog, budget = self._catalogs[tier], self._tiers[tier].budget_bytes
-        if record.id in catalog.records:
-            catalog.touch(record)
+        index, budget = self._indexes[tier], self._tiers[tier].budget_bytes
+        if record.id in index.records:
+            index.touch(record)
             return True
-        if catalog.used_bytes + record.nbytes > budget:
-            staying = sum(catalog.records[s].nbytes for s in pins[tier] if s in catalog.records)
+        if index.used_bytes + record.nbytes > budget:
+            staying = sum(index.records[s].nbytes for s in pins[tier] if s in index.records)
             if staying + record.nbytes > budget:
                 return False
-            ancestors = frozenset(catalog.paths.longest_exact_prefix(record.context))
+            ancestors = frozenset(index.paths.longest_exact_prefix(record.context))
             victims: list[SegmentRecord] = []
-            while catalog.used_bytes + record.nbytes > budget:
-                victim = catalog.victim(kept=pins[tier], spared=ancestors)
-                catalog.remove(victim)
+            while index.used_bytes + record.nbytes > budget:
+                victim = index.victim(kept=pins[tier], spared=ancestors)
+                index.remove(victim)
                 victims.append(victim)
             for victim in victims:
                 self._swap_out(tier, victim, pins)
-        catalog.add(record)
+        index.add(record)
         return True
 
     def _swap_out(self, tier: int, victim: SegmentRecord, pins: Sequence[Set[SegmentId]]) -> None:
@@ -189,7 +188,7 @@ class TreeCache:
         below = tier + 1
         if below == len(self._tiers):
             return
-        if victim.id in self._catalogs[below].records:
+        if victim.id in self._indexes[below].records:
             self._counts["freed"] += 1
         elif self._insert(below, victim, pins):
             self._counts["swapped_out"] += 1

@@ -259,6 +259,10 @@ class KnowledgeTree(Generic[KeyT]):
                 found.append(node.path)
         return found
 
+    def missing_replicas(self, number: int, source: str, target: str) -> list[tuple[KeyT, ...]]:
+        """Of the `number` hottest upper nodes on `source` those that are not on `target`, parents before children."""
+        return [path for path in self.hottest(number, source) if target not in self.placement(path)]
+
     def placed(self, path: Sequence[KeyT], tier: str, tokens: int) -> None:
         """`tier` holds the node at `path` now; it has `tokens` tokens. Said twice it changes nothing.
 
