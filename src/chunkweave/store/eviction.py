@@ -40,19 +40,22 @@ class EvictionPolicy(Protocol):
 
     The policy tracks exactly the stored segments. It must not call back into the store. Which segments
     *may* go (pins, inner nodes of the path index) is the store's knowledge and reaches `victim` as a predicate.
+    A policy that derives from this class may leave out `on_request` and `on_hit`.
     """
 
     def on_request(self, request: PathRequest) -> None:
         """A request asked for a path; what of it is stored or missing here or on another tier is told apart.
 
-        Comes before the uses and inserts that follow from the request. Most policies do not care.
+        Comes before the uses and inserts that follow from the request. Most policies do not care and inherit this.
         """
+        return
 
     def on_insert(self, record: SegmentRecord) -> None:
         """`record` is stored now; it was not before."""
 
     def on_hit(self, record: SegmentRecord) -> None:
         """A stored segment is used once more. Within a request the deepest part is reported first."""
+        return
 
     def on_remove(self, segment: SegmentId) -> None:
         """It is stored no longer, be it evicted, removed, replaced or lost; unknown ids are ignored."""

@@ -2,25 +2,19 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.eviction import PathRequest
+from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
-class FIFOPolicy:
+class FIFOPolicy(EvictionPolicy):
     """Evicts what was stored longest ago. All updates are O(1)."""
 
     def __init__(self) -> None:
         self._by_arrival: dict[SegmentId, None] = {}
 
-    def on_request(self, request: PathRequest) -> None:
-        """Changes nothing: only what happens to stored segments counts."""
-
     def on_insert(self, record: SegmentRecord) -> None:
         self._by_arrival[record.id] = None
-
-    def on_hit(self, record: SegmentRecord) -> None:
-        """Changes nothing."""
 
     def on_remove(self, segment: SegmentId) -> None:
         self._by_arrival.pop(segment, None)

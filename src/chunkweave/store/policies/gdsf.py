@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.eviction import AgedRanking, PathRequest
+from chunkweave.store.eviction import AgedRanking, EvictionPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
-class GDSFPolicy:
+class GDSFPolicy(EvictionPolicy):
     """Evicts the least priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares it).
 
     `frequency` counts uses since the segment came in, storing being the first; `size` is its bytes in this tier; `cost`
@@ -23,9 +23,6 @@ class GDSFPolicy:
         self._cost = cost
         self._frequencies: dict[SegmentId, int] = {}
         self._ranking = AgedRanking()
-
-    def on_request(self, request: PathRequest) -> None:
-        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._rank(record, 1)

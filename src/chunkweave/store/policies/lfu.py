@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.eviction import PathRequest, Ranking
+from chunkweave.store.eviction import EvictionPolicy, Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
-class LFUPolicy:
+class LFUPolicy(EvictionPolicy):
     """Evicts what was used least often since it came in; storing counts as the first use.
 
     Counts do not age: what was popular once stays. `gdsf` is the one that ages. All operations are O(log n), but for
@@ -16,9 +16,6 @@ class LFUPolicy:
 
     def __init__(self) -> None:
         self._uses = Ranking()
-
-    def on_request(self, request: PathRequest) -> None:
-        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._uses.rank(record.id, 1)

@@ -3,19 +3,16 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.eviction import PathRequest
+from chunkweave.store.eviction import EvictionPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
-class LRUPolicy:
+class LRUPolicy(EvictionPolicy):
     """Evicts what was used longest ago. Updates are O(1); `victim` passes over what may not go."""
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[SegmentId, None] = OrderedDict()
-
-    def on_request(self, request: PathRequest) -> None:
-        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._by_age[record.id] = None

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from chunkweave.store.eviction import AgedRanking, PathRequest
+from chunkweave.store.eviction import AgedRanking, EvictionPolicy, PathRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -27,7 +27,7 @@ class _Statistics:
     announced: bool = False
 
 
-class PGDSFPolicy:
+class PGDSFPolicy(EvictionPolicy):
     """Evicts the least priority = clock + average cost * frequency (RAGCache §5.1, eq. 1 to 3, Algorithm 1).
 
     The average cost is the mean, over the requests that missed the segment, of T(cached, new) / new: seconds for each

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from chunkweave.store.eviction import PathRequest, Ranking
+from chunkweave.store.eviction import EvictionPolicy, Ranking
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -12,7 +12,7 @@ def exact_or_lost(record: SegmentRecord) -> float:
     return 0.0 if record.exact else 1.0
 
 
-class ReuseFrequencyPolicy:
+class ReuseFrequencyPolicy(EvictionPolicy):
     """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
 
     Each reuse adds 1 / max(impact, 1/|C|): the number of tokens of a segment that needed no recomputation, one for a
@@ -24,9 +24,6 @@ class ReuseFrequencyPolicy:
     def __init__(self, impact: Callable[[SegmentRecord], float] = exact_or_lost) -> None:
         self._impact = impact
         self._frequencies = Ranking()
-
-    def on_request(self, request: PathRequest) -> None:
-        """Changes nothing: only what happens to stored segments counts."""
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._frequencies.rank(record.id, 0.0)
