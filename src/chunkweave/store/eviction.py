@@ -43,7 +43,7 @@ class EvictionPolicy(Protocol):
     A policy that derives from this class may leave out `on_request` and `on_hit`.
     """
 
-    def on_request(self, request: PathRequest) -> None:
+    def on_request(self, request: PathRequest) -> None:  # noqa: ARG002 - a default for policies that do not care
         """A request asked for a path; what of it is stored or missing here or on another tier is told apart.
 
         Comes before the uses and inserts that follow from the request. Most policies do not care and inherit this.
@@ -53,7 +53,7 @@ class EvictionPolicy(Protocol):
     def on_insert(self, record: SegmentRecord) -> None:
         """`record` is stored now; it was not before."""
 
-    def on_hit(self, record: SegmentRecord) -> None:
+    def on_hit(self, record: SegmentRecord) -> None:  # noqa: ARG002 - likewise
         """A stored segment is used once more. Within a request the deepest part is reported first."""
         return
 
