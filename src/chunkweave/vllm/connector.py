@@ -56,7 +56,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nobody waits for what is saved here: it is a cache."""
+        """No: what is saved is a cache, and no request waits for it."""
         return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -93,7 +93,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         return False, report
 
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
-        """The caches exist: look the model over, try it, and switch weaving on, or log why not."""
+        """The caches exist: check the model, try it, and switch weaving on, or log why not."""
         try:
             check_supported(loaded_model(), self._vllm_config, self._kv_cache_config)
             layers = StockLayers(loaded_model(), self._vllm_config, self._kv_cache_config)
@@ -151,7 +151,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
 
 
 def _defaults(settings: PluginSettings, config: VllmConfig, fingerprint: str) -> Defaults:
-    """What requests get that do not say, with the model's calibration record if there is one."""
+    """What requests without a method get, from the settings and the model's calibration record, if it has one."""
     folder = model_folder(config)
     record = stored_calibration(settings.store.cache_dir, folder, fingerprint)
     where = f"{config.model_config.model} --cache-dir DIR" if folder is None else str(folder)

@@ -117,14 +117,14 @@ def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor)
 
 def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tensor) -> None:
     """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
-    here = torch.arange(len(ids), device=layers.device)
-    there = here + _SHIFT
-    layers.forward(ids.to(layers.device), here, layers.activate(here, tables[0]))
-    read = [layers.paged.read(layer, tables[0].slots(here)) for layer in range(layers.num_layers)]
-    stored = [torch.stack((layers.rotation.inverse(keys, here), values)) for keys, values in read]
+    positions = torch.arange(len(ids), device=layers.device)
+    shifted = positions + _SHIFT
+    layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
+    read = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]
+    stored = [torch.stack((layers.rotation.inverse(keys, positions), values)) for keys, values in read]
     # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
-    layers.forward(ids.to(layers.device), there, layers.activate(here, tables[0]))
-    expected = [layers.paged.read(layer, tables[0].slots(here)) for layer in range(layers.num_layers)]
+    layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
+    expected = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]
     before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
     chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("check"))
     spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
@@ -137,7 +137,7 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     prompt = before.token_ids + chunk.token_ids
     WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):
-        found = layers.paged.read(layer, tables[1].slots(there))
+        found = layers.paged.read(layer, tables[1].slots(shifted))
         _compare(f"KV shifted to another position, layer {layer},", layers, wanted, found)
 
 

@@ -32,7 +32,7 @@ class PluginSettings:
     weave: WeaveConfig
     requests: Mapping[str, Any]
     step_tokens: int
-    """What `weave.weave_step_tokens` stands for with this vLLM."""
+    """`weave.weave_step_tokens`, or its default for this vLLM."""
 
     @classmethod
     def from_config(

@@ -28,7 +28,7 @@ from chunkweave.vllm.paged_kv import BlockTable, PagedCache
 from chunkweave.vllm.stock_layers import StockLayers
 
 START = -1
-"""Where a layer's number would stand: what a pass started with."""
+"""In place of a layer's number: what a pass started with."""
 
 _PLACED_PER_COMPUTED = 32
 """As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
@@ -245,7 +245,7 @@ class WeaveJob:
 
     @property
     def layer(self) -> int:
-        """The layer that is run next: the number of those that were, in the pass at hand."""
+        """The layer that is run next: the number of those that were, in the current pass."""
         return 0 if self._running.done and not self._last_begun else self._running.layer
 
     @property
@@ -265,7 +265,7 @@ class WeaveJob:
         return sum(one.recompute_work for one in self._passes.values())
 
     def run(self, layers: float = inf, work: float = inf) -> int:
-        """The next layers of the pass at hand and of those after it: at most `layers`, until `work` is done or more.
+        """The next layers of the current pass and of those after it: at most `layers`, until `work` is done or more.
 
         Returns:
             The work done: tokens computed, summed over layers. A layer that computes few counts as those that it

@@ -105,7 +105,7 @@ class QueuedWeave:
         """How many layers may be woven now: those that are in memory."""
         assert self.planned is not None
         segments = self.planned.pinned
-        if segments.complete or segments.failure is not None:  # whoever reads a lost one raises
+        if segments.complete or segments.failure is not None:  # reading a lost one raises
             return inf
         return segments.layers_in - (0 if self.job is None else self.job.layer)
 
