@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Unpack
 
 from chunkweave.config import SamplingParams
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
@@ -15,6 +15,7 @@ from chunkweave.engine.request import Answer, Request, StreamEvent
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.method_choice import MethodOptions
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, StagedCorpus, left_s
@@ -188,11 +189,9 @@ class RagPipeline(_QuestionMaker):
         *,
         top_k: int | None = None,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> RagAnswer:
-        """Retrieve and answer. `method`, `quality` and `recompute_ratio` as in `Engine.generate`.
+        """Retrieve and answer; `options` such as `method` and `recompute_ratio` are those of `Engine.generate`.
 
         Raises:
             TopKError: more chunks are asked for than there are.
@@ -200,12 +199,7 @@ class RagPipeline(_QuestionMaker):
             PromptTooLongError: the chunks and the question do not fit the model's context.
         """
         retrieved = self.retrieve(question, top_k=top_k)
-        answer = self.engine.generate_batch(
-            [self._request(question, retrieved.chunks, sampling)],
-            method=method,
-            quality=quality,
-            recompute_ratio=recompute_ratio,
-        )[0]
+        answer = self.engine.generate_batch([self._request(question, retrieved.chunks, sampling)], **options)[0]
         return _answered(answer, retrieved)
 
     def stream(
@@ -214,9 +208,7 @@ class RagPipeline(_QuestionMaker):
         *,
         top_k: int | None = None,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> Iterator[RagEvent]:
         """The chunks, then the answer in pieces as tokens come; the last event carries the whole `RagAnswer`.
 
@@ -225,7 +217,7 @@ class RagPipeline(_QuestionMaker):
         retrieved = self.retrieve(question, top_k=top_k)
         yield RagEvent("", retrieved=retrieved.chunks)
         request = self._request(question, retrieved.chunks, sampling)
-        for event in self.engine.stream(request, method=method, quality=quality, recompute_ratio=recompute_ratio):
+        for event in self.engine.stream(request, **options):
             yield RagEvent(event.text, answer=None if event.answer is None else _answered(event.answer, retrieved))
 
     def precompute(self, *, progress: Progress | None = None) -> int:
@@ -312,21 +304,11 @@ class AsyncRagPipeline(_QuestionMaker):
         *,
         top_k: int | None = None,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
         deadline_s: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> RagAnswer:
         """The whole answer. Arguments as for `stream`, and it raises what that raises."""
-        events = self.stream(
-            question,
-            top_k=top_k,
-            sampling=sampling,
-            method=method,
-            quality=quality,
-            recompute_ratio=recompute_ratio,
-            deadline_s=deadline_s,
-        )
+        events = self.stream(question, top_k=top_k, sampling=sampling, deadline_s=deadline_s, **options)
         answer = None
         async with aclosing(events):
             async for event in events:
@@ -340,16 +322,14 @@ class AsyncRagPipeline(_QuestionMaker):
         *,
         top_k: int | None = None,
         sampling: SamplingParams | None = None,
-        method: str | None = None,
-        quality: str | None = None,
-        recompute_ratio: float | None = None,
         deadline_s: float | None = None,
+        **options: Unpack[MethodOptions],
     ) -> AsyncGenerator[RagEvent, None]:
         """The chunks, then the answer in pieces as tokens come; the last event carries the whole `RagAnswer`.
 
-        `method`, `quality` and `recompute_ratio` are as in `Engine.generate`. `deadline_s` seconds from now it ends
-        with `DeadlineError`. Closing the generator ends the search after its current stage, and what the engine does
-        for it after its current step.
+        `options` such as `method` and `recompute_ratio` are those of `Engine.generate`. `deadline_s` seconds from now
+        it ends with `DeadlineError`. Closing the generator ends the search after its current stage, and what the engine
+        does for it after its current step.
 
         Raises, with the first event or a later one:
             TopKError: more chunks are asked for than there are.
@@ -365,14 +345,8 @@ class AsyncRagPipeline(_QuestionMaker):
         k = self._how_many(question, top_k, self.corpus)
 
         async def submit(chunks: Sequence[RetrievedChunk], speculative: bool) -> AnswerStream:
-            return self.engine.submit(
-                self._request(question, chunks, sampling),
-                method=method,
-                quality=quality,
-                recompute_ratio=recompute_ratio,
-                deadline_s=left_s(until_s),
-                speculative=speculative,
-            )
+            request = self._request(question, chunks, sampling)
+            return self.engine.submit(request, deadline_s=left_s(until_s), speculative=speculative, **options)
 
         async def on_stage(found: tuple[RetrievedChunk, ...]) -> None:
             await ahead.on_stage(self._ordered(found))
