@@ -60,7 +60,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model is not None and self.shape is not None:
-            raise UsageError("give either model or shape, not both")
+            raise UsageError("give either model (--model FOLDER) or shape (--shape NAME), not both")
 
     @property
     def name(self) -> str:

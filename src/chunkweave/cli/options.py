@@ -83,6 +83,10 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
+Given = Annotated[frozenset[str], "given"]
+"""A field of a block that gets the names of the options that were given, itself no option."""
+
+
 @dataclass(frozen=True, slots=True)
 class Only:
     """In `Annotated[StoreConfig, Only("ttl")]`: of a configuration's settings a command takes these as options."""
@@ -147,7 +151,7 @@ def _parameters_of(kind: Any) -> list[inspect.Parameter]:
     for one in fields(kind):
         if is_dataclass(_plain(hints[one.name])):
             shown += _parameters_of(hints[one.name])
-        else:
+        elif hints[one.name] != Given:
             default = inspect.Parameter.empty if one.default is MISSING else one.default
             shown.append(
                 inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
@@ -161,9 +165,14 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     if settings_of(plain):
         return read(plain, given_options(_settings(kind), values), Place.COMMANDS)
     hints = get_type_hints(plain, include_extras=True)
-    blocks = {one.name for one in fields(plain) if is_dataclass(_plain(hints[one.name]))}
-    made = {one: _made(hints[one], values) for one in blocks}
-    return plain(**{one.name: made[one.name] if one.name in blocks else values.pop(one.name) for one in fields(plain)})
+    given = frozenset(name for name, value in values.items() if value is not None)
+    made = {}
+    for name in (one.name for one in fields(plain)):
+        if hints[name] == Given:
+            made[name] = given
+        else:
+            made[name] = _made(hints[name], values) if is_dataclass(_plain(hints[name])) else values.pop(name)
+    return plain(**made)
 
 
 def option_parameters(known: Iterable[Setting], place: Place, panel: str | None = None) -> list[inspect.Parameter]:
@@ -389,6 +398,7 @@ class MethodOptions:
 
     requests: Annotated[RequestDefaults, Only("method", "quality")]
     reuse: ReuseConfig
+    given: Given
 
     @property
     def default(self) -> bool:
@@ -402,6 +412,6 @@ class MethodOptions:
             UsageError: there is no method that a value could be for.
         """
         method, quality = self.requests.method, self.requests.quality
-        if self.reuse != ReuseConfig() and method is None:
+        if self.given & settings_at(ReuseConfig, Place.COMMANDS).keys() and method is None:
             raise UsageError("--recompute-ratio, --alpha and --check-layers set a method: name it with --method")
         return {**others, "method": method, "quality": quality, "reuse": self.reuse}
