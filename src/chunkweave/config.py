@@ -33,7 +33,7 @@ class Backend(StrEnum):
         return Place(self.value)
 
 
-@configuration
+@configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model answers, and what computes it."""
@@ -43,11 +43,9 @@ class ModelConfig:
         "Checkpoint folder in Hugging Face format, or `reader`, the bundled model.",
         places=_OWN_ENGINE | {Place.VLLM},
     )
-    shape: str | None = setting(
-        None, "Random-weight model of a known geometry, for timing: its text means nothing.", places=_OWN_ENGINE
-    )
-    device: str = setting("auto", "auto, cpu or cuda.", places=_OWN_ENGINE)
-    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.", places=_OWN_ENGINE)
+    shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
+    device: str = setting("auto", "auto, cpu or cuda.")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     backend: Backend = setting(
         Backend.ENGINE, "What computes answers: engine, the one of this package, or vllm.", places=SERVERS
     )
@@ -68,21 +66,18 @@ class ModelConfig:
         return self.served_model_name or self.shape or Path(self.model or "").resolve().name
 
 
-@configuration
+@configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
     """What a request gets that does not say."""
 
     method: str | None = setting(
-        None,
-        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
-        places=REQUESTS,
+        None, "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix."
     )
     quality: str | None = setting(
         None,
         "exact, balanced or fast, for requests that name neither this nor a method: how close to full prefill; the "
         "last two need `chunkweave calibrate`.",
-        places=REQUESTS,
     )
     order: str | None = setting(
         "fixed",
@@ -92,7 +87,7 @@ class RequestDefaults:
     )
 
 
-@configuration
+@configuration()
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Where segments are kept, how much room they may take there, and which one leaves first when it is full."""
@@ -165,7 +160,7 @@ class AttentionKernel(StrEnum):
         return cls(text)
 
 
-@configuration
+@configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
     """How a model is run on its device; none of it changes what is computed.
@@ -174,16 +169,13 @@ class ComputeConfig:
     CUDA graph and replayed, so that it costs one launch instead of hundreds.
     """
 
-    attention: AttentionKernel = setting(
-        AttentionKernel.AUTO, "What computes attention: auto, triton or sdpa.", places=_OWN_ENGINE
-    )
-    decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.", places=_OWN_ENGINE)
+    attention: AttentionKernel = setting(AttentionKernel.AUTO, "What computes attention: auto, triton or sdpa.")
+    decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.")
     pinned_bytes: int = setting(
         4 * GIB,
         "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
         unit=Unit.BYTES,
         name="staging_pinned",
-        places=_OWN_ENGINE,
     )
 
     def __post_init__(self) -> None:
@@ -306,7 +298,7 @@ class QueryConfig:
         return self.layers.of(num_layers) if isinstance(self.layers, WatchedLayers) else self.layers
 
 
-@configuration
+@configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """What a reuse method may be told; each takes what concerns it.
@@ -325,15 +317,11 @@ class ReuseConfig:
     """
 
     recompute_ratio: float = setting(
-        DEFAULT_RECOMPUTE_RATIO,
-        "Share of the reused chunks' tokens that a named method computes again, 0 to 1.",
-        places=REQUESTS,
+        DEFAULT_RECOMPUTE_RATIO, "Share of the reused chunks' tokens that a named method computes again, 0 to 1."
     )
-    check_layers: tuple[int, ...] = setting(
-        (1,), "Layers at which cacheblend compares fresh with cached KV.", places=REQUESTS
-    )
+    check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
     seed: int = setting(0, "Feeds what a method draws at random.", places=frozenset({Place.CONNECTOR}))
-    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.", places=REQUESTS)
+    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
@@ -363,7 +351,7 @@ _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
 _CONVERSATIONS = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
 
 
-@configuration
+@configuration(_CONVERSATIONS)
 @dataclass(frozen=True, slots=True)
 class ConversationConfig:
     """How long conversations may get and how many there may be.
@@ -379,14 +367,9 @@ class ConversationConfig:
         "Most tokens of a turn's prompt, older turns are cut off; none: the model's context, less the answer.",
         name="conversation_tokens",
         old=("max_tokens",),
-        places=_CONVERSATIONS,
     )
-    keep: float = setting(
-        0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", places=_CONVERSATIONS
-    )
-    deduplicate: bool = setting(
-        True, "Do not send a chunk again that is in a conversation's context already.", places=_CONVERSATIONS
-    )
+    keep: float = setting(0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep")
+    deduplicate: bool = setting(True, "Do not send a chunk again that is in a conversation's context already.")
     max_conversations: int = setting(
         1024, "Conversations that are kept; of more, the one that was idle longest is forgotten.", places=SERVERS
     )
@@ -409,7 +392,7 @@ class ConversationConfig:
             raise UsageError(f"idle_s must be positive, not {self.idle_s}; None keeps conversations for good")
 
 
-@configuration
+@configuration(_WEAVES)
 @dataclass(frozen=True, slots=True)
 class WeaveConfig:
     """How woven requests share vLLM's steps, and what is kept for later ones.
@@ -422,24 +405,17 @@ class WeaveConfig:
         "Tokens that weaves compute, through all layers, in a step with other requests; none: an eighth of vLLM's "
         "max_num_batched_tokens.",
         old=("step_tokens",),
-        places=_WEAVES,
     )
     load_timeout_s: float = setting(
-        10.0,
-        "Maximum wait for a request's segments before it is prefilled normally.",
-        unit=Unit.SECONDS,
-        places=_WEAVES,
+        10.0, "Maximum wait for a request's segments before it is prefilled normally.", unit=Unit.SECONDS
     )
     lookup_timeout_s: float = setting(
         0.5,
         "Maximum wait for a remote lookup before the request is prefilled normally.",
         unit=Unit.SECONDS,
         old=("ask_timeout", "ask_timeout_s"),
-        places=_WEAVES,
     )
-    capture: bool | None = setting(
-        None, "Keep what prefilled chunks attend to; none: if the usual method reads it.", places=_WEAVES
-    )
+    capture: bool | None = setting(None, "Keep what prefilled chunks attend to; none: if the usual method reads it.")
 
     def __post_init__(self) -> None:
         if self.weave_step_tokens is not None and self.weave_step_tokens < 1:

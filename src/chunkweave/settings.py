@@ -222,12 +222,15 @@ def setting(
     *,
     unit: Unit | None = None,
     name: str | None = None,
-    places: frozenset[Place] = EVERYWHERE,
+    places: frozenset[Place] | None = None,
     defaults: Mapping[Place, Any] | None = None,
     old: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:
-    """A field of a configuration class that is a setting; see `Setting`. `name` is the field's own if left out."""
+    """A field of a configuration class that is a setting; see `Setting`.
+
+    Left out, `name` is the field's own without its unit, and `places` are those of the class.
+    """
     declared = {
         "meaning": meaning,
         "unit": unit,
@@ -253,6 +256,7 @@ def _declared(config: Any) -> Mapping[str, Setting]:
         if "setting" not in one.metadata:
             continue
         declared = dict(one.metadata["setting"])
+        declared["places"] = declared["places"] or config.places
         unit = declared["unit"]
         name = declared.pop("name") or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
         found[name] = Setting(name=name, attribute=one.name, kind=hints[one.name], default=one.default, **declared)
@@ -278,12 +282,21 @@ def spelled(given: Mapping[str, Any], known: Mapping[str, Setting], warn: Callab
     return found
 
 
-def configuration(config: type[ConfigT], /) -> type[ConfigT]:
+def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[ConfigT]], type[ConfigT]]:
     """Make a frozen dataclass take settings as every other place does, when they are given by keyword.
 
     Beside its fields its constructor then takes names without unit, sizes and durations as text, and old spellings
-    with a warning.
+    with a warning. `places` is where those of its settings can be changed that do not say.
     """
+
+    def configured(config: type[ConfigT]) -> type[ConfigT]:
+        config.places = places  # type: ignore[attr-defined]
+        return _taking_settings(config)
+
+    return configured
+
+
+def _taking_settings(config: type[ConfigT]) -> type[ConfigT]:
     plain = config.__init__
 
     @wraps(plain)

@@ -43,7 +43,7 @@ _EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None}
 """Commands and servers keep every exact path: a command counts its own few questions only."""
 
 
-@configuration
+@configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
     """How requests of free order are arranged (CRAFT §4), and what is promoted.
@@ -66,13 +66,11 @@ class OrderingConfig:
     promotion_threshold: int | None = setting(
         2,
         "With a free order, promote a chunk that so many of the counted requests took (CRAFT §6.2.5); none: all.",
-        places=_OWN_ENGINE,
         defaults=_EVERY_PATH,
     )
     continuation_threshold: int | None = setting(
         4,
         "With a free order, weaving methods grow a prefix that so many counted requests began with; none: never.",
-        places=_OWN_ENGINE,
         defaults={Place.COMMANDS: None},
     )
 

@@ -321,7 +321,7 @@ _ENGINE = frozenset({Place.ENGINE})
 _DEADLINE = {Place.ENGINE: 600.0, Place.VLLM: 600.0}
 
 
-@configuration
+@configuration(_ENGINE)
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
     """The limits of a batching engine.
@@ -331,38 +331,38 @@ class BatchingConfig:
     """
 
     max_running: int = setting(
-        8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",), places=_ENGINE
+        8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",)
     )
     step_tokens: int = setting(
-        512, "Tokens of one step of the engine.", name="max_num_batched_tokens", old=("step_tokens",), places=_ENGINE
+        512, "Tokens of one step of the engine.", name="max_num_batched_tokens", old=("step_tokens",)
     )
-    kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.", places=_ENGINE)
-    block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size", places=_ENGINE)
+    kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
+    block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")
     max_waiting: int = setting(256, "Requests that may wait; a server answers further ones with 503.", places=SERVERS)
     window: int = setting(
         DEFAULT_WINDOW,
         "How often a waiting request may be passed over by ones of which more is cached.",
         name="queue_window",
         old=("window",),
-        places=SERVERS,
+        places=SERVERS
     )
     deadline_s: float | None = setting(
         None, "Longest time that a request may take; none: any.", unit=Unit.SECONDS, places=SERVERS, defaults=_DEADLINE
     )
     queue_timeout_s: float | None = setting(
-        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, places=_ENGINE
+        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS
     )
     max_prompt_tokens: int | None = setting(
-        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", places=_ENGINE
+        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow."
     )
     speculation_tokens: int | None = setting(
-        None, "Tokens of a step of speculations; none: as many as of any other step.", places=_ENGINE
+        None, "Tokens of a step of speculations; none: as many as of any other step."
     )
     prefetch_requests: int = setting(
-        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", places=_ENGINE
+        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none."
     )
     prefetch_bytes: int = setting(
-        256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, places=_ENGINE
+        256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES
     )
 
     def __post_init__(self) -> None:

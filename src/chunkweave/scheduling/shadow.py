@@ -19,7 +19,7 @@ _REMEMBERED = 1000
 _ENGINE = frozenset({Place.ENGINE})
 
 
-@configuration
+@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
     """How often to check, how much room a check may take, and what makes weaving stop.
@@ -32,21 +32,18 @@ class ShadowConfig:
         100,
         "Check one in so many woven answers against full prefill, when idle; none: no checks.",
         name="shadow_every",
-        places=SERVERS,
         defaults={Place.ENGINE: None, Place.VLLM: None},
     )
-    window: int = setting(20, "Checks that are looked at together.", name="shadow_window", places=SERVERS)
+    window: int = setting(20, "Checks that are looked at together.", name="shadow_window")
     max_divergence: float | None = setting(
         None,
         "Switch weaving off above this mean divergence of first tokens, in nats; none: never.",
         name="shadow_max_divergence",
-        places=SERVERS,
     )
     min_agreement: float | None = setting(
         None,
         "Switch weaving off where first tokens agree less often, a share; none: never.",
         name="shadow_min_agreement",
-        places=SERVERS,
     )
     compared_tokens: int = setting(
         16, "Tokens of an answer that a check decodes again.", name="shadow_compared_tokens", places=_ENGINE

@@ -51,22 +51,18 @@ class LogForm(StrEnum):
     PLAIN = "plain"
 
 
-@configuration
+@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class ListenSettings:
     """Where the server listens, to whom, and how it stops."""
 
-    host: str = setting(
-        "127.0.0.1", "Address to listen on. Any but loopback needs keys, or allow_anonymous.", places=SERVERS
-    )
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", places=SERVERS)
-    keys_file: Path | None = setting(None, "File of API keys, as `chunkweave keys new` writes them.", places=SERVERS)
-    allow_anonymous: bool = setting(False, "Answer everybody who can reach the address, without keys.", places=SERVERS)
-    graceful_s: float = setting(
-        30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, places=SERVERS
-    )
+    host: str = setting("127.0.0.1", "Address to listen on. Any but loopback needs keys, or allow_anonymous.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
+    keys_file: Path | None = setting(None, "File of API keys, as `chunkweave keys new` writes them.")
+    allow_anonymous: bool = setting(False, "Answer everybody who can reach the address, without keys.")
+    graceful_s: float = setting(30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS)
     stalled_s: float = setting(
-        60.0, "How long a client may stop reading before its stream is ended.", unit=Unit.SECONDS, places=SERVERS
+        60.0, "How long a client may stop reading before its stream is ended.", unit=Unit.SECONDS
     )
 
     def __post_init__(self) -> None:
@@ -82,32 +78,26 @@ class ListenSettings:
         return self.host in LOOPBACK
 
 
-@configuration
+@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class LimitSettings:
     """What one request and one tenant may take."""
 
     max_body_bytes: int = setting(
-        4 * _MIB, "Largest body of a request, but for documents that are ingested.", unit=Unit.BYTES, places=SERVERS
+        4 * _MIB, "Largest body of a request, but for documents that are ingested.", unit=Unit.BYTES
     )
-    max_upload_bytes: int = setting(
-        64 * _MIB, "Largest body of a request that ingests documents.", unit=Unit.BYTES, places=SERVERS
-    )
-    max_documents: int = setting(
-        64, "Documents of one request; documents of one call that warms, pins or clears.", places=SERVERS
-    )
-    max_answer_tokens: int = setting(1024, "Tokens of an answer that a request may ask for.", places=SERVERS)
-    default_answer_tokens: int = setting(256, "Tokens of an answer where a request does not say.", places=SERVERS)
-    max_concurrent: int = setting(64, "Requests of one tenant at once; further ones get 429.", places=SERVERS)
+    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.", unit=Unit.BYTES)
+    max_documents: int = setting(64, "Documents of one request; documents of one call that warms, pins or clears.")
+    max_answer_tokens: int = setting(1024, "Tokens of an answer that a request may ask for.")
+    default_answer_tokens: int = setting(256, "Tokens of an answer where a request does not say.")
+    max_concurrent: int = setting(64, "Requests of one tenant at once; further ones get 429.")
     requests_per_minute: float | None = setting(
-        None, "Requests of one tenant, on average; further ones get 429; none: no limit.", places=SERVERS
+        None, "Requests of one tenant, on average; further ones get 429; none: no limit."
     )
-    burst: int = setting(
-        20, "Requests that a tenant may make at once before requests_per_minute counts.", places=SERVERS
-    )
-    max_corpora: int = setting(32, "Corpora that one tenant may create.", places=SERVERS)
-    max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", places=SERVERS)
-    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES, places=SERVERS)
+    burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.")
+    max_corpora: int = setting(32, "Corpora that one tenant may create.")
+    max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.")
+    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
 
     def __post_init__(self) -> None:
         counts = ("max_documents", "max_answer_tokens", "default_answer_tokens", "max_concurrent", "burst")
@@ -118,78 +108,62 @@ class LimitSettings:
             raise UsageError(f"requests_per_minute must be positive, not {self.requests_per_minute}")
 
 
-@configuration
+@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
     """Which corpora there are."""
 
-    corpus: tuple[str, ...] = setting(
-        (), "Corpus for all tenants to read: its folder, or NAME=FOLDER; repeatable.", places=SERVERS
-    )
-    data_dir: Path | None = setting(
-        None, "Folder for corpora that are created over HTTP; in memory if left out.", places=SERVERS
-    )
+    corpus: tuple[str, ...] = setting((), "Corpus for all tenants to read: its folder, or NAME=FOLDER; repeatable.")
+    data_dir: Path | None = setting(None, "Folder for corpora that are created over HTTP; in memory if left out.")
 
 
-@configuration
+@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
     """What is told of the server's work."""
 
-    log_form: LogForm = setting(LogForm.PLAIN, "How log lines look: plain or json.", places=SERVERS)
-    log_level: str = setting("INFO", "Least level that is logged: DEBUG, INFO, WARNING or ERROR.", places=SERVERS)
+    log_form: LogForm = setting(LogForm.PLAIN, "How log lines look: plain or json.")
+    log_level: str = setting("INFO", "Least level that is logged: DEBUG, INFO, WARNING or ERROR.")
     otlp_endpoint: str | None = setting(
-        None, "Where traces are sent, by OTLP over HTTP; nowhere if left out.", places=SERVERS, secret=True
+        None, "Where traces are sent, by OTLP over HTTP; nowhere if left out.", secret=True
     )
-    tenant_metrics: bool = setting(False, "Have metrics name tenants.", places=SERVERS)
+    tenant_metrics: bool = setting(False, "Have metrics name tenants.")
 
     def __post_init__(self) -> None:
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level!r}")
 
 
-@configuration
+@configuration(_VLLM)
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """Which vLLM servers there are, and who gets what."""
 
-    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.", places=_VLLM)
+    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.")
     upstream: tuple[str, ...] = setting(
-        (),
-        "URL of a vLLM server that runs already, with the connector; repeatable, in the place of `replicas`.",
-        places=_VLLM,
+        (), "URL of a vLLM server that runs already, with the connector; repeatable, in the place of `replicas`."
     )
     report_socket: Path | None = setting(
-        None,
-        "With upstream, where servers on this machine send reports (their CHUNKWEAVE_REPORT_SOCKET).",
-        places=_VLLM,
+        None, "With upstream, where servers on this machine send reports (their CHUNKWEAVE_REPORT_SOCKET)."
     )
     connector: tuple[str, ...] = setting(
-        (), "KEY=VALUE of the connector's extra config, for keys that have no setting here; repeatable.", places=_VLLM
+        (), "KEY=VALUE of the connector's extra config, for keys that have no setting here; repeatable."
     )
     replica_env: tuple[str, ...] = setting(
-        (),
-        "NUMBER:NAME=VALUE, a variable of one replica's environment (0:CUDA_VISIBLE_DEVICES=0,1); repeatable.",
-        places=_VLLM,
+        (), "NUMBER:NAME=VALUE, a variable of one replica's environment (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
     )
-    routing: str = setting(USUAL_ROUTING, f"Which replica gets a request: {', '.join(ROUTING)}.", places=_VLLM)
+    routing: str = setting(USUAL_ROUTING, f"Which replica gets a request: {', '.join(ROUTING)}.")
     imbalance: float = setting(
-        USUAL_IMBALANCE,
-        "With affinity, most outstanding tokens of a replica, over the mean of all.",
-        places=_VLLM,
+        USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, over the mean of all."
     )
-    replica_requests: int = setting(
-        32, "Requests with documents that one replica is given at once; others wait here.", places=_VLLM
-    )
+    replica_requests: int = setting(32, "Requests with documents that one replica is given at once; others wait here.")
     mirror_tokens: int = setting(
-        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", places=_VLLM
+        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order."
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
-    start_timeout_s: float = setting(
-        1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS, places=_VLLM
-    )
+    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS)
 
     def __post_init__(self) -> None:
         make_routing(self.routing, self.imbalance)
