@@ -330,9 +330,7 @@ class BatchingConfig:
     `speculation_tokens` at most; fewer of them read the weights more often.
     """
 
-    max_running: int = setting(
-        8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",)
-    )
+    max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",))
     step_tokens: int = setting(
         512, "Tokens of one step of the engine.", name="max_num_batched_tokens", old=("step_tokens",)
     )
@@ -344,7 +342,7 @@ class BatchingConfig:
         "How often a waiting request may be passed over by ones of which more is cached.",
         name="queue_window",
         old=("window",),
-        places=SERVERS
+        places=SERVERS,
     )
     deadline_s: float | None = setting(
         None, "Longest time that a request may take; none: any.", unit=Unit.SECONDS, places=SERVERS, defaults=_DEADLINE
@@ -358,12 +356,8 @@ class BatchingConfig:
     speculation_tokens: int | None = setting(
         None, "Tokens of a step of speculations; none: as many as of any other step."
     )
-    prefetch_requests: int = setting(
-        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none."
-    )
-    prefetch_bytes: int = setting(
-        256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES
-    )
+    prefetch_requests: int = setting(2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.")
+    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES)
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
