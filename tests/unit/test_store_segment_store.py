@@ -489,7 +489,7 @@ def _break_policy(store: Store) -> None:
 
 
 def _break_chunk_index(store: Store) -> None:
-    store._index._chunks.remove(_record("A"))
+    del store._index._chunks[ChunkId("A")][_id("A")]
 
 
 def _break_path_index(store: Store) -> None:

@@ -183,9 +183,9 @@ class AgedRanking(Ranking):
         """Give a segment its priority as of now."""
         super().rank(segment, self._clock + worth)
 
-    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        """The evictable segment with the least priority; if it is what is removed next, that was an eviction."""
-        self._proposed = self.least(evictable)
+    def least(self, admitted: Callable[[SegmentId], bool]) -> SegmentId | None:
+        """The first id in order that `admitted` admits; if it is what is removed next, that was an eviction."""
+        self._proposed = super().least(admitted)
         return self._proposed
 
     def remove(self, segment: SegmentId) -> None:
@@ -195,3 +195,19 @@ class AgedRanking(Ranking):
             self._clock = max(self._clock, priority)
         self._proposed = None
         super().remove(segment)
+
+
+class RankedPolicy(EvictionPolicy):
+    """A policy that evicts what ranks least: a subclass ranks segments in `on_insert` and `on_hit`."""
+
+    def __init__(self, ranking: Ranking | None = None) -> None:
+        self._ranking = Ranking() if ranking is None else ranking
+
+    def on_remove(self, segment: SegmentId) -> None:
+        self._ranking.remove(segment)
+
+    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
+        return self._ranking.least(evictable)
+
+    def ids(self) -> Iterator[SegmentId]:
+        return iter(self._ranking)

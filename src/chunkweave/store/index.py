@@ -1,7 +1,7 @@
 """Which segments are stored, and how they are found: by path (exact prefixes) or by chunk (variants)."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Lock
@@ -107,48 +107,6 @@ def path_request_of(lookup: PromptLookup) -> PathRequest:
             missing.append(segment_id(found.part.id, context))
         context = (*context, found.part.id)
     return PathRequest(tuple(stored), tuple(missing), cached_tokens, lookup.prompt_tokens - cached_tokens)
-
-
-class ChunkIndex:
-    """Chunk id -> ids of its variants, least recently used first (DESIGN §3.4). Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._variants: dict[ChunkId, OrderedDict[SegmentId, None]] = {}
-
-    def __len__(self) -> int:
-        """Chunks that have a variant."""
-        return len(self._variants)
-
-    def add(self, record: SegmentRecord) -> None:
-        """Index a record as the most recently used variant of its chunk."""
-        self._variants.setdefault(record.chunk_id, OrderedDict())[record.id] = None
-
-    def touch(self, record: SegmentRecord) -> None:
-        """Make an indexed record the most recently used variant of its chunk."""
-        self._variants[record.chunk_id].move_to_end(record.id)
-
-    def remove(self, record: SegmentRecord) -> None:
-        """Forget an indexed record."""
-        variants = self._variants[record.chunk_id]
-        del variants[record.id]
-        if not variants:
-            del self._variants[record.chunk_id]
-
-    def variants(self, chunk: ChunkId) -> Iterator[SegmentId]:
-        """Variants of a chunk, most recently used first; empty for an unknown chunk."""
-        return reversed(self._variants.get(chunk, OrderedDict()))
-
-    def check(self, records: Mapping[SegmentId, SegmentRecord]) -> None:
-        """Audit the index against all stored `records`.
-
-        Raises:
-            StoreError: they disagree.
-        """
-        indexed = {segment: chunk for chunk, variants in self._variants.items() for segment in variants}
-        if indexed != {segment: record.chunk_id for segment, record in records.items()}:
-            raise StoreError("chunk index: it does not list exactly the stored segments under their chunks")
-        if sum(map(len, self._variants.values())) != len(indexed) or not all(self._variants.values()):
-            raise StoreError("chunk index: a segment is listed twice, or a chunk without variants was kept")
 
 
 class PathIndex:
@@ -262,7 +220,7 @@ class SegmentIndex:
         self._policy = policy
         self._records: dict[SegmentId, SegmentRecord] = {}
         self._used_bytes = 0
-        self._chunks = ChunkIndex()
+        self._chunks: dict[ChunkId, OrderedDict[SegmentId, None]] = {}  # variants, least recently used first
         self.paths = PathIndex()
         """The exact segments by path; only this index changes it."""
         self._tree: KnowledgeTree[ChunkId] | None = None
@@ -297,14 +255,15 @@ class SegmentIndex:
 
     def variants(self, chunk: ChunkId) -> list[SegmentRecord]:
         """Records of a chunk, most recently used first."""
-        return [self._records[segment] for segment in self._chunks.variants(chunk)]
+        return [self._records[segment] for segment in reversed(self._chunks.get(chunk, ()))]
 
     def add(self, record: SegmentRecord) -> None:
         """Enter a record whose id is not held yet. Variants of a chunk come to share one tuple of token ids."""
-        sibling = next((self._records[segment] for segment in self._chunks.variants(record.chunk_id)), None)
+        variants = self._chunks.setdefault(record.chunk_id, OrderedDict())
+        sibling = self._records[next(reversed(variants))] if variants else None
         if sibling is not None and sibling.token_ids == record.token_ids:
             record = replace(record, token_ids=sibling.token_ids)
-        self._chunks.add(record)
+        variants[record.id] = None
         self.paths.add(record)
         self._policy.on_insert(record)
         self._used_bytes += record.nbytes
@@ -319,7 +278,10 @@ class SegmentIndex:
         self._used_bytes -= record.nbytes
         self._policy.on_remove(record.id)
         self.paths.remove(record)
-        self._chunks.remove(record)
+        variants = self._chunks[record.chunk_id]
+        del variants[record.id]
+        if not variants:
+            del self._chunks[record.chunk_id]
         if self._tree is not None and record.exact:
             self._tree.displaced(record.path, self._tier)
 
@@ -330,7 +292,7 @@ class SegmentIndex:
     def touch(self, record: SegmentRecord) -> None:
         """Count one use of a held record."""
         self._policy.on_hit(record)
-        self._chunks.touch(record)
+        self._chunks[record.chunk_id].move_to_end(record.id)
 
     def victim(self, *, kept: Set[SegmentId], spared: Set[SegmentId]) -> SegmentRecord:
         """The record to evict next: never one of `kept`, one of `spared` or an inner node only if need be.
@@ -365,9 +327,9 @@ class SegmentIndex:
         self._changed(self._records.values())
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
-        self._chunks, self.paths = ChunkIndex(), PathIndex()
+        self._chunks, self.paths = {}, PathIndex()
         for record in self._records.values():
-            self._chunks.add(record)
+            self._chunks.setdefault(record.chunk_id, OrderedDict())[record.id] = None
             self.paths.add(record)
             self._show(record)
         if self._tree is not None:
@@ -392,7 +354,11 @@ class SegmentIndex:
             raise StoreError(f"{self._used_bytes} bytes are accounted for, the records sum to {total_bytes}")
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
-        self._chunks.check(self._records)
+        listed = [(segment, chunk) for chunk, variants in self._chunks.items() for segment in variants]
+        if sorted(listed) != sorted((segment, record.chunk_id) for segment, record in self._records.items()):
+            raise StoreError("chunk index: it does not list exactly the stored segments under their chunks")
+        if not all(self._chunks.values()):
+            raise StoreError("chunk index: a chunk without variants was kept")
         self.paths.check(self._records)
         if self._tree is not None and set(self._tree.paths(self._tier)) != self._exact_paths():
             raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
@@ -23,6 +22,7 @@ from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
+_OWN = ("hits", "misses", "promotions", "demotions", "expired")
 _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "undeletable")
 
 
@@ -191,7 +191,7 @@ class TieredStore(Generic[PayloadT]):
         self._writer: BackgroundWriter[PayloadT] = BackgroundWriter() if writer is None else writer
         self._admission = admission
         self._lock = threading.Lock()
-        self._counts = TieredStats()
+        self._counts: Counter[str] = Counter()
         self._sightings = Sightings()
         self._ages = None if ttl_s is None else Ages(ttl_s, clock, self._stored_at_s, ageless)
         limited = limits is not None and limits != VariantLimits()
@@ -218,23 +218,25 @@ class TieredStore(Generic[PayloadT]):
     @property
     def stats(self) -> TieredStats:
         """A snapshot of the counters of all levels."""
-        own, writer, records = self._counts, self._writer.stats, self.records()
+        with self._lock:
+            own = self._counts.copy()
+        writer, records = self._writer.stats, self.records()
         by_name = {level.name: level.store.stats for level in self.levels}
-        sums = {name: getattr(own, name) + sum(getattr(one, name) for one in by_name.values()) for name in _SUMMED}
+        sums = {name: own[name] + sum(getattr(one, name) for one in by_name.values()) for name in _SUMMED}
         variants = Counter(record.chunk_id for record in records)
-        return replace(
-            own,
+        return TieredStats(
             segments=len(records),
             chunks=len(variants),
             variants=dict(sorted(Counter(variants.values()).items())),
             variants_dropped=0 if self._keeper is None else self._keeper.dropped,
             writes_queued=writer.queued,
             writes_done=writer.written,
-            writes_skipped=own.writes_skipped + writer.skipped,
+            writes_skipped=own["writes_skipped"] + writer.skipped,
             writes_rejected=writer.rejected,
             writes_failed=writer.failed,
             levels=by_name,
             **sums,
+            **{name: own[name] for name in _OWN},
         )
 
     def __len__(self) -> int:
@@ -558,8 +560,7 @@ class TieredStore(Generic[PayloadT]):
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            counts = self._counts
-            self._counts = replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
+            self._counts.update(more)
 
 
 def _path_of(prompt: Prompt) -> dict[SegmentId, ChunkId]:

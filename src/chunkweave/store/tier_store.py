@@ -1,6 +1,7 @@
 """One tier: its records and indexes under a byte budget, and payloads on their way in and out."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,7 +84,7 @@ class SegmentStore(Generic[PayloadT]):
         self._pins = Pins()
         self._claims = Claims()
         self._undeletable: set[SegmentId] = set()
-        self._counts = StoreStats()
+        self._counts: Counter[str] = Counter()
         self._lock = RLock()
         self._moved = Condition(self._lock)
         self._unsettled = False
@@ -105,12 +106,12 @@ class SegmentStore(Generic[PayloadT]):
     def stats(self) -> StoreStats:
         """A snapshot of the counters."""
         with self._settled():
-            return replace(
-                self._counts,
+            return StoreStats(
                 segments=len(self._index.records),
                 chunks=self._index.num_chunks,
                 bytes=self._index.used_bytes,
                 undeletable=len(self._undeletable),
+                **self._counts,
             )
 
     def __len__(self) -> int:
@@ -159,7 +160,7 @@ class SegmentStore(Generic[PayloadT]):
         with self._settled():
             path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
             found = look_up(prompt, path, self.variants)
-            self._count(hits=found.hits, misses=found.misses)
+            self._counts.update(hits=found.hits, misses=found.misses)
             self._index.note_request(path_request_of(found))
             return found
 
@@ -400,13 +401,13 @@ class SegmentStore(Generic[PayloadT]):
             old = self._index.records.get(record.id)
             if old is not None and old.token_ids != record.token_ids:
                 self._count_mismatch(old)
-                self._count(rejected=1)
+                self._counts["rejected"] += 1
                 return False
             if old is not None and (old.exact or not record.exact):
                 self._index.touch(old)
                 return True
             if not self._make_room(record, leaving):
-                self._count(rejected=1)
+                self._counts["rejected"] += 1
                 logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)
                 return False
             self._claims.add(claim)
@@ -440,21 +441,21 @@ class SegmentStore(Generic[PayloadT]):
             published = fits and not claim.unwanted and wanted()
             if published:
                 self._index.add(record if held_bytes == record.nbytes else replace(record, nbytes=held_bytes))
-                self._count(inserts=1)
+                self._counts["inserts"] += 1
                 self._undeletable.discard(record.id)
                 self._end([claim])
             else:
                 self._pins.forget(record.id)
             if not fits:
                 logger.warning("the tier holds %d bytes of segment %s, not %d", held_bytes, record.id, record.nbytes)
-                self._count(rejected=1)
+                self._counts["rejected"] += 1
         if not published:
             self._delete([claim])
         return published
 
     def _evict(self, record: SegmentRecord, leaving: list[Claim]) -> None:
         self._withdraw(record, leaving, keep_room=False)
-        self._count(evictions=1)
+        self._counts["evictions"] += 1
 
     def _withdraw(self, record: SegmentRecord, leaving: list[Claim], *, keep_room: bool = True) -> None:
         """Take a record out; its payload is deleted by `_delete(leaving)`, outside the lock.
@@ -477,7 +478,7 @@ class SegmentStore(Generic[PayloadT]):
             logger.warning("the tier lost segment %s; it will be recomputed", record.id)
             self._index.remove(record)
             self._pins.forget(record.id)
-            self._count(lost=1)
+            self._counts["lost"] += 1
 
     def _delete_evicted(self, leaving: Sequence[Claim]) -> None:
         """Delete what leaves, and hand it to `on_evict`: another tier may have room only once nobody has these."""
@@ -539,10 +540,7 @@ class SegmentStore(Generic[PayloadT]):
 
     def _count_mismatch(self, record: SegmentRecord) -> None:
         logger.warning("segment %s holds other tokens than those asked for under its id; not used", record.id)
-        self._count(mismatched=1)
-
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+        self._counts["mismatched"] += 1
 
 
 def _is_sound(record: SegmentRecord) -> bool:

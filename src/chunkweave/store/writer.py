@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Generic
 
@@ -68,12 +68,13 @@ class BackgroundWriter(Generic[PayloadT]):
         self._queue: deque[Write[PayloadT]] = deque()
         self._current: Write[PayloadT] | None = None
         self._closed = False
-        self._counts = WriterStats()
+        self._counts: Counter[str] = Counter()
 
     @property
     def stats(self) -> WriterStats:
         """A snapshot of the counters."""
-        return self._counts
+        with self._changed:
+            return WriterStats(**self._counts)
 
     def offer(self, write: Write[PayloadT]) -> bool:
         """Queue a write; False, and no wait, if the queue is full or closed. One of the same segment is enough."""
@@ -84,10 +85,10 @@ class BackgroundWriter(Generic[PayloadT]):
             held_bytes = sum(other.nbytes for other in waiting)
             full = len(self._queue) >= self._max_items or held_bytes + write.nbytes > self._max_bytes
             if self._closed or full:
-                self._count(skipped=1)
+                self._counts["skipped"] += 1
                 return False
             self._queue.append(write)
-            self._count(queued=1)
+            self._counts["queued"] += 1
             self._changed.notify_all()
             self._start()
             return True
@@ -148,7 +149,7 @@ class BackgroundWriter(Generic[PayloadT]):
         finally:
             with self._changed:
                 self._current = None
-                self._count(**{outcome: 1})
+                self._counts[outcome] += 1
                 self._changed.notify_all()
         return True
 
@@ -173,9 +174,6 @@ class BackgroundWriter(Generic[PayloadT]):
                     self._thread = None
                     return
             self.write_one()
-
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
 
 def _perform(write: Write[PayloadT]) -> str:

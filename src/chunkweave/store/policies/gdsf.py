@@ -1,13 +1,13 @@
 """Greedy-dual-size with frequency: what is cheap to make again, large and seldom used goes first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from chunkweave.store.eviction import AgedRanking, EvictionPolicy
+from chunkweave.store.eviction import AgedRanking, RankedPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 
-class GDSFPolicy(EvictionPolicy):
+class GDSFPolicy(RankedPolicy):
     """Evicts the least priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares it).
 
     `frequency` counts uses since the segment came in, storing being the first; `size` is its bytes in this tier; `cost`
@@ -20,9 +20,9 @@ class GDSFPolicy(EvictionPolicy):
     """
 
     def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
+        super().__init__(AgedRanking())
         self._cost = cost
         self._frequencies: dict[SegmentId, int] = {}
-        self._ranking = AgedRanking()
 
     def on_insert(self, record: SegmentRecord) -> None:
         self._rank(record, 1)
@@ -31,14 +31,8 @@ class GDSFPolicy(EvictionPolicy):
         self._rank(record, self._frequencies[record.id] + 1)
 
     def on_remove(self, segment: SegmentId) -> None:
-        self._ranking.remove(segment)
+        super().on_remove(segment)
         self._frequencies.pop(segment, None)
-
-    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        return self._ranking.victim(evictable)
-
-    def ids(self) -> Iterator[SegmentId]:
-        return iter(self._ranking)
 
     def _rank(self, record: SegmentRecord, frequency: int) -> None:
         self._frequencies[record.id] = frequency

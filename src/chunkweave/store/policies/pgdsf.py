@@ -1,10 +1,10 @@
 """Prefix-aware greedy-dual-size with frequency: GDSF with the cost that a miss really has (RAGCache §5.1)."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from chunkweave.store.eviction import AgedRanking, EvictionPolicy, PathRequest
+from chunkweave.store.eviction import AgedRanking, PathRequest, RankedPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -27,7 +27,7 @@ class _Statistics:
     announced: bool = False
 
 
-class PGDSFPolicy(EvictionPolicy):
+class PGDSFPolicy(RankedPolicy):
     """Evicts the least priority = clock + average cost * frequency (RAGCache §5.1, eq. 1 to 3, Algorithm 1).
 
     The average cost is the mean, over the requests that missed the segment, of T(cached, new) / new: seconds for each
@@ -57,11 +57,11 @@ class PGDSFPolicy(EvictionPolicy):
         """
         if window < 1:
             raise ValueError(f"frequency needs a window of at least one use, not {window}")
+        super().__init__(AgedRanking())
         self._prefill_s = prefill_s
         self._window = window
         self._latest: deque[SegmentId] = deque()
         self._known: dict[SegmentId, _Statistics] = {}
-        self._ranking = AgedRanking()
 
     def on_request(self, request: PathRequest) -> None:
         for segment in request.stored:
@@ -88,14 +88,8 @@ class PGDSFPolicy(EvictionPolicy):
         self._rank(record, node)
 
     def on_remove(self, segment: SegmentId) -> None:
-        self._ranking.remove(segment)
+        super().on_remove(segment)
         self._forget_unused(segment)
-
-    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        return self._ranking.victim(evictable)
-
-    def ids(self) -> Iterator[SegmentId]:
-        return iter(self._ranking)
 
     def _use(self, segment: SegmentId) -> _Statistics:
         node = self._known.setdefault(segment, _Statistics())

@@ -1,10 +1,9 @@
 """Least reusable first: f_r, what reuse of a segment has saved so far (Cache-Craft §3.3)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from chunkweave.store.eviction import EvictionPolicy, Ranking
+from chunkweave.store.eviction import RankedPolicy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import SegmentId
 
 
 def exact_or_lost(record: SegmentRecord) -> float:
@@ -12,7 +11,7 @@ def exact_or_lost(record: SegmentRecord) -> float:
     return 0.0 if record.exact else 1.0
 
 
-class ReuseFrequencyPolicy(EvictionPolicy):
+class ReuseFrequencyPolicy(RankedPolicy):
     """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
 
     Each reuse adds 1 / max(impact, 1/|C|): the number of tokens of a segment that needed no recomputation, one for a
@@ -22,24 +21,15 @@ class ReuseFrequencyPolicy(EvictionPolicy):
     """
 
     def __init__(self, impact: Callable[[SegmentRecord], float] = exact_or_lost) -> None:
+        super().__init__()
         self._impact = impact
-        self._frequencies = Ranking()
 
     def on_insert(self, record: SegmentRecord) -> None:
-        self._frequencies.rank(record.id, 0.0)
+        self._ranking.rank(record.id, 0.0)
 
     def on_hit(self, record: SegmentRecord) -> None:
         saved = 1.0 / max(self._impact(record), 1.0 / len(record))
-        self._frequencies.rank(record.id, self._frequencies.of(record.id) + saved)
-
-    def on_remove(self, segment: SegmentId) -> None:
-        self._frequencies.remove(segment)
-
-    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
-        return self._frequencies.least(evictable)
-
-    def ids(self) -> Iterator[SegmentId]:
-        return iter(self._frequencies)
+        self._ranking.rank(record.id, self._ranking.of(record.id) + saved)
 
 
 POLICY = ReuseFrequencyPolicy
