@@ -22,8 +22,8 @@ OnSegments = Callable[[Collection[SegmentId]], None]
 class HistoryPart:
     """A part that a conversation's context holds, and the segment with the KV that its answers were decoded over.
 
-    It is the conversation's `own` if hardly anybody else can use it: a turn, or what was computed behind one or woven
-    for this conversation.
+    It is the conversation's `own` if other requests can hardly use it: a turn, or a chunk that was computed after one
+    or woven for this conversation.
     """
 
     part: PromptPart
@@ -66,12 +66,12 @@ class _Entry:
 
 
 class Conversations:
-    """Who has said what: `ChunkMap` of CRAFT §4.3, with the turns that its chunks stand in.
+    """The conversations of one engine: `ChunkMap` of CRAFT §4.3, with the turns that hold its chunks.
 
-    A turn begins with `begin` and ends with `commit` or `abandon`; in between nobody else may begin one. It lives in
-    this process alone: what a restarted one finds in its store are segments, not conversations. Segments that only
-    conversations can use are told to `kept` when they join one, and to `released` when no conversation has them any
-    more: it was cut, expired or closed. Thread-safe; both are called without the lock held.
+    A turn begins with `begin` and ends with `commit` or `abandon`; in between no other turn of it may begin.
+    Conversations live in this process alone; a restarted one finds segments in its store, not conversations. `kept` is
+    called with segments that only conversations can use when they join one, `released` when no conversation has them
+    any more: it was cut, expired or closed. Thread-safe; both are called without the lock held.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Conversations:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """With the lock; afterwards, without it, what nobody holds any more is told of."""
+        """Hold the lock; afterwards, without it, release the segments that no conversation holds any more."""
         try:
             with self._lock:
                 yield

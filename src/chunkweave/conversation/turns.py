@@ -99,8 +99,8 @@ _ANSWER_SHARE = 4
 class TurnUnderWay:
     """A question of a conversation that is being answered.
 
-    `before` is how the conversation stood, `system` its instruction, `content` what of it and of the new chunks stands
-    in the prompt. `closing` are the tokens that end the turn behind its answer.
+    `before` is the conversation's state before it, `system` its instruction, `content` what of it and of the new chunks
+    is in the prompt. `closing` are the tokens that end the turn after its answer.
     """
 
     key: Key
@@ -188,7 +188,7 @@ class TurnBuilder:
             self._commit(turn, prefilled.prompt, said, decode.history)
 
     def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> None:
-        """Keep the tokens of an answer that is complete; its KV is nobody's business here."""
+        """Keep the tokens of a complete answer, without its KV."""
         history = tuple(
             HistoryPart(part, segment_id(part.id, context), own=False)
             for part, context in zip(prompt.parts, prompt.contexts(), strict=True)
@@ -201,7 +201,7 @@ class TurnBuilder:
 
     def _store_answer(self, prefilled: "Prefilled", said: PromptPart) -> None:
         assert said.id is not None, "a turn has an id"
-        assert self._store is not None, "whoever computes KV has a store"
+        assert self._store is not None, "an engine that computes KV has a store"
         exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
         kv = prefilled.cache.segment(len(said))
         context = prefilled.prompt.contexts()[-1]

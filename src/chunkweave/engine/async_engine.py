@@ -101,7 +101,7 @@ class AnswerStream:
                 logger.debug("request %d had ended when its stream was closed", self.id)
 
     def deliver(self, event: StreamEvent | Exception) -> None:
-        """Put an event in; from any thread. If the loop is gone, nobody reads it."""
+        """Put an event in, from any thread. After the loop has ended it is dropped."""
         self.failed = isinstance(event, Exception)
         self.begun = True
         try:
@@ -321,7 +321,7 @@ class AsyncEngine:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # whoever asked for it learns; the requests under way go on
+        except Exception as error:  # the future raises it; the requests under way go on
             logger.debug("work between two steps failed", exc_info=True)
             future.set_exception(error)
 

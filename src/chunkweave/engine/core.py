@@ -34,16 +34,16 @@ Clock = Callable[[], float]
 
 
 class BatchingCore:
-    """Works on many requests at once, a step at a time (DESIGN §3.6; RAGCache §5.2 for who is admitted next).
+    """Works on many requests at once, a step at a time (DESIGN §3.6; RAGCache §5.2 for the order of admission).
 
     A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
     batch. A prefill whose segments are still being read waits for them as long as there is other work.
 
-    The `Scheduler` says who runs. A request that it preempts has its prompt prefilled by the same plan later, and its
-    tokens behind it.
+    The `Scheduler` decides which requests run. A preempted request is prefilled again later: its prompt by the same
+    plan, then the tokens that it had generated.
 
-    A speculation (RAGCache §5.3) is a request that nobody has asked for yet. It delays nobody but by the layer that is
-    under way: it yields to all others, and its step is stopped when a request arrives, and made again later.
+    A speculative request (RAGCache §5.3) starts before retrieval has confirmed its chunks. It yields to all others: a
+    step of speculative requests is stopped between two layers when a request arrives, and made again later.
     """
 
     def __init__(
@@ -179,11 +179,13 @@ class BatchingCore:
         self._count(steps=1)
         self._expire()
         for request in self._scheduler.admit():
-            self._begin(request)
+            if request.admitted_s is None:
+                request.admitted_s = self._clock()
+            self._guarded([request], partial(self._start, request))
         if self._prefetch_bytes:
             self._look_ahead()
         for group in self._groups():
-            self._run(group)
+            self._guarded(group.requests, partial(self._compute, group))
 
     def check_shadow(self) -> None:
         """One piece of a shadow check, if there is one; whatever comes of it, no request ends by it."""
@@ -194,7 +196,7 @@ class BatchingCore:
         """Audit requests, blocks and caches.
 
         Raises:
-            StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
+            StoreError: a request that does not run holds blocks, or a cache is larger than its blocks.
         """
         self._scheduler.check()
 
@@ -243,11 +245,6 @@ class BatchingCore:
         else:
             prefetch.close()
 
-    def _begin(self, request: RequestState) -> None:
-        if request.admitted_s is None:
-            request.admitted_s = self._clock()
-        self._guarded([request], partial(self._start, request))
-
     def _start(self, request: RequestState) -> None:
         prompt = request.prepared.prompt
         room = self.pool.capacity(request) - len(prompt)
@@ -262,7 +259,7 @@ class BatchingCore:
         request.job = self._runner.start(prompt, request.prepared.method, options)
 
     def _groups(self) -> list[StepGroup]:
-        """What this step runs, once jobs know which of their segments are lost."""
+        """What this step runs, after prefills whose segments are known to be lost were planned again."""
         for request in self._scheduler.running:
             if request.job is not None:
                 self._guarded([request], partial(_plan_again, request.job))
@@ -271,7 +268,7 @@ class BatchingCore:
     def _preempting(self, request: RequestState) -> None:
         self._count(preempted=1, speculations_preempted=int(request.speculative))
         if request.speculative and request.decode is None:
-            request.admitted_s = None  # it begins anew, and what it did until now is no part of its answer
+            request.admitted_s = None  # it begins anew: its time until now is no part of its answer's
         self._keep(request)
 
     def _keep(self, request: RequestState) -> None:
@@ -281,9 +278,6 @@ class BatchingCore:
                 self._runner.store_computed(request.job)
             except Exception:  # what cannot be stored costs time later, and nothing now
                 logger.exception("what speculation %d computed is not stored", request.id)
-
-    def _run(self, group: StepGroup) -> None:
-        self._guarded(group.requests, partial(self._compute, group))
 
     def _compute(self, group: StepGroup) -> None:
         decodes = [
@@ -314,7 +308,7 @@ class BatchingCore:
 
     def _prefilled(self, request: RequestState) -> None:
         """A prefill is done: choose the next token, and store what is new unless this is the second time."""
-        assert request.job is not None, "who was prefilled has a job"
+        assert request.job is not None, "a prefilled request has a job"
         prefilled = request.job.prefilled
         assert prefilled is not None, "the job is done"
         request.stop_reading()
@@ -337,13 +331,13 @@ class BatchingCore:
         self._finish_if_done(request)
 
     def _advance(self, request: RequestState, logits: torch.Tensor) -> None:
-        assert request.decode is not None, "who decodes has a token"
+        assert request.decode is not None, "a decoding request has a token"
         request.decode.advance(logits)
         self._show(request)
         self._finish_if_done(request)
 
     def _show(self, request: RequestState) -> None:
-        assert request.decode is not None, "who has text has a token"
+        assert request.decode is not None, "a request with text has a token"
         text = request.decode.text
         request.deliver(StreamEvent(text[request.shown :]))
         request.shown = len(text)
@@ -357,7 +351,7 @@ class BatchingCore:
             self._preparer.end(request.prepared, decode)
         except Exception:  # what cannot be stored costs time in the conversation's next turn
             logger.exception("what request %d said is not stored", request.id)
-        assert request.admitted_s is not None, "who runs was admitted"
+        assert request.admitted_s is not None, "a running request was admitted"
         durations = Durations(
             ttft_s=request.first_token_s - request.arrived_s,
             decode_s=self._clock() - request.first_token_s,
@@ -372,7 +366,7 @@ class BatchingCore:
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
 
-        What fails need not be known: of those that were together only the culprit fails again.
+        The culprit need not be known: of those that ran together, only the culprit fails again.
         """
         try:
             if len(requests) == 1:

@@ -136,7 +136,7 @@ class DecodeState:
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """All that stands or will stand behind the prompt, as far as it is known."""
+        """The tokens after the prompt that are known so far, with those that end a conversation's turn."""
         return (*self.token_ids, *self._behind)
 
     @property
@@ -162,7 +162,7 @@ class DecodeState:
     def advance(self, logits: torch.Tensor) -> str:
         """Choose the next token from its logits `[vocab]`; returns the text that may be shown now.
 
-        They are those behind all that is known; once the answer is complete no more is chosen.
+        `logits` are those after the last known token. Once the answer is complete, none is chosen.
         """
         self._computed = len(self.token_ids) + len(self._behind)
         if self.finish_reason is not None:

@@ -191,7 +191,7 @@ class Engine:
             store: what to open, and close with the engine; or an open store of the same model, which its owner closes.
             method: reuse method for calls that name neither method nor quality.
             quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
-            reuse: what a method that is named is told; a quality target brings its own.
+            reuse: settings of a method that is named; a quality target brings its own.
             order: `free` or `fixed` for requests that do not say: whether their chunks may be put in another order.
             ordering: in which, and what is promoted; None = by access frequency, and every exact path is kept.
             conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
@@ -326,7 +326,7 @@ class Engine:
         """Answer one question over chunks; what was computed for it is stored.
 
         `options` say how chunks are reused (`MethodOptions`): `method`, or a `quality` target, and what the method is
-        given. With `order="free"` the chunks may stand in another order; the report has their ranks.
+        given. With `order="free"` the chunks may be reordered; the report has their ranks.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a ratio outside [0, 1], an unknown method or quality,
@@ -379,7 +379,7 @@ class Engine:
                 inboxes.append(_submit(core, number, one, arrived_s))
                 while not inboxes[-1]:  # the next one is to find what this one has stored
                     core.step()
-            while core.busy:
+            while core.busy and not any(isinstance(events[-1], Exception) for events in inboxes):
                 core.step()
             for events in inboxes:
                 answers += [event.answer for event in _taken(events) if event.answer is not None]
@@ -390,8 +390,8 @@ class Engine:
     ) -> Conversation:
         """A new conversation, or with the `conversation_id` of one that goes on, that one.
 
-        `system` is the instruction of a new one, None the template's own. An id stands for a conversation among those
-        of the same salt only. Requests with `conversation_id` go on with the same conversations.
+        `system` is the instruction of a new one, None the template's own. Ids are those of one salt: another salt has
+        other conversations. Requests with `conversation_id` go on with the same conversations.
 
         Raises:
             QueueFullError: there are as many conversations as may be, and all are being answered.
@@ -436,7 +436,7 @@ class Engine:
     def check_shadows(self) -> None:
         """Hold the answers that `shadow` sampled against full prefill, one after the other; call it when there is time.
 
-        What is found stands in `shadow.stats`, and may switch weaving off.
+        The result is in `shadow.stats`, and may switch weaving off.
         """
         if self.shadow_checks is not None:
             self.shadow_checks.run()

@@ -41,7 +41,7 @@ class PreparedRequest:
 
     @property
     def closing(self) -> tuple[int, ...]:
-        """Tokens that are computed behind its answer."""
+        """Tokens that are computed after its answer: those that end a conversation's turn."""
         return () if self.turn is None else self.turn.closing
 
     @property
@@ -122,7 +122,7 @@ class RequestPreparer:
         self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
     def end(self, prepared: PreparedRequest, decode: DecodeState) -> None:
-        """Keep a complete answer for its conversation, if it is one's."""
+        """Keep a complete answer for the conversation that the request belongs to, if any."""
         if prepared.turn is not None:
             self.turn_builder.end(prepared.turn, decode)
 
@@ -158,7 +158,7 @@ class RequestPreparer:
         return {segment: self.runner.store.tier_of(segment) or "host" for segment in segments}
 
     def _records(self, prefilled: Prefilled) -> Mapping[SegmentId, SegmentRecord]:
-        """What is known of the segments that were taken; one that has left since is not among them."""
+        """Records of the segments that were taken; one that has left since is not among them."""
         found = {segment: self.runner.store.record(segment) for segment in prefilled.plan.segments()}
         return {segment: record for segment, record in found.items() if record is not None}
 
@@ -176,7 +176,7 @@ def open_chooser(
     Args:
         loaded: the model.
         method_request: what the engine's owner asked for.
-        reuse: what a method that is named is told.
+        reuse: settings of a method that is named.
         calibration: the record that quality targets resolve by; None = the one in `cache_dir` or beside the model.
         cache_dir: the folder that the engine keeps segments in, if it has one.
 

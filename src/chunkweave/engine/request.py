@@ -27,10 +27,10 @@ class Request:
     """One question over chunks, as `Engine.generate_batch` takes them.
 
     `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt
-    are never found under another. `order` is `free` if the chunks may stand in any order, the given one being how well
-    they fit, the best first; `fixed` if they stand as given; None leaves it to the engine. With a `conversation_id`,
-    one among those of the same salt, the question is the next turn of that conversation, or the first of a new one;
-    `system=None` is then the conversation's own instruction.
+    are never found under another. `order` is `free` if the chunks (given best first) may be
+    reordered, `fixed` if not; None leaves it to the engine. With a `conversation_id`, one among those of the same salt,
+    the question is the next turn of that conversation, or the first of a new one; `system=None` is then the
+    conversation's own instruction.
     """
 
     question: str
@@ -86,8 +86,8 @@ def make_report(
 ) -> ReuseReport:
     """Tokens by KV source and time by phase of one answer.
 
-    `tiers` says where segments came from (host, if it does not), `choice` why the method was taken, `arranged` how the
-    chunks came to stand where they do, `content` what the turn of a conversation put into the prompt.
+    `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
+    chunks were ordered, `content` what a conversation's turn put into the prompt.
     """
     plan = prefilled.plan
     reused = plan.tokens(KVSource.REUSED)
@@ -127,7 +127,7 @@ def make_report(
 
 
 def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:
-    """What the method was told, the controller's word before the caller's."""
+    """The method's parameters; a ratio that the loading controller raised comes before the caller's."""
     return {name: value if plan.raised_to is None else plan.raised_to for name, value in choice.parameters.items()}
 
 
@@ -181,7 +181,7 @@ class RequestState:
     arrived_s: float
     deadline_s: float | None = None
     speculative: bool = False
-    """Nobody has asked for it yet: it yields to all requests that are not."""
+    """It started before retrieval has confirmed its chunks, and yields to all requests that are not speculative."""
     status: RequestStatus = RequestStatus.WAITING
     number: int = -1
     """Its place in the order of arrival, or of confirmation; speculative requests have an order of their own."""

@@ -44,7 +44,7 @@ __all__ = ["Decoding", "Prefilled", "Runner"]
 class Decoding:
     """A request that decodes: its cache, the tokens that it holds no KV of, and the first one's position.
 
-    That is its last token; behind an answer of a conversation also what ends the turn.
+    That is its last token; after an answer of a conversation also the tokens that end the turn.
     """
 
     cache: RequestCache
@@ -181,7 +181,7 @@ class Runner:
 
         Reads the first layers only, as many as keep the later ones from being waited for (Cache-Craft eq. 16), so
         that a queue of waiting requests fills memory no further than it helps. Of segments that together take more than
-        `max_bytes` those that stand first in the prompt are read, as many as fit.
+        `max_bytes` the first ones of the prompt are read, as many as fit.
         """
         plan = make_plan(self._context, prompt, method)
         lease = self.store.lease(plan.segments())

@@ -1,4 +1,4 @@
-"""Who waits, who runs, who gives its memory up for whom, and what a step runs. It decides; the core computes.
+"""Decides which requests wait and run, which are preempted, and what a step runs. The core computes.
 
 Imports no torch.
 """
@@ -18,7 +18,7 @@ of which reads it once for attention anyway: a sixteenth more memory traffic, fo
 
 
 class BlockOwner(Protocol):
-    """Who may hold KV memory. `blocks` is how much it has; only the pool changes it."""
+    """A holder of KV memory. `blocks` is how much it has; only the pool changes it."""
 
     blocks: int
 
@@ -32,7 +32,7 @@ class PoolUse:
 
 
 class BlockPool:
-    """Says who may hold how much KV memory. It counts blocks; the memory itself belongs to the requests' caches.
+    """Limits how much KV memory requests may hold. It counts blocks; the memory itself belongs to the requests' caches.
 
     Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases. What no owner
     needs may be lent to one borrower, who gives it up the moment that an owner does.
@@ -189,8 +189,8 @@ class BatchingStats:
 class RequestQueue:
     """The cache-aware queue, and behind it the speculations, first come first served.
 
-    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now: so it is ahead of
-    nobody whom it would not be ahead of without speculation. One thread's.
+    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
+    never lets a request overtake others. Used by one thread.
     """
 
     def __init__(self, tree: StoredPrefixes, *, window: int) -> None:
@@ -246,14 +246,14 @@ class RequestQueue:
         return None if place is None else place.request
 
     def pop_speculation(self, fits: Fits) -> RequestState | None:
-        """Take out the oldest speculation if it fits, and if nobody else waits."""
+        """Take out the oldest speculation if it fits, and if no confirmed request waits."""
         oldest = min(self._speculations, default=None)
         if oldest is None or len(self._queue) or not fits(self._speculations[oldest]):
             return None
         return self._speculations.pop(oldest)
 
     def next(self, count: int) -> list[RequestState]:
-        """The confirmed requests that are served next as things stand."""
+        """The confirmed requests that would be served next now."""
         return [place.request for place in self._queue.next(count)]
 
     def close(self) -> None:
@@ -280,13 +280,13 @@ class Scheduler:
     A request is admitted if what is known of it fits, and grows as it decodes. Where no block is left, the youngest
     request gives its KV up and waits again with its tokens kept. The oldest is never preempted for others, and no
     request may be larger than the whole memory: so there is always one that ends. Speculations yield their places and
-    blocks to all others, and are in no step in which another request could be. One thread's.
+    blocks to all others, and run only in steps in which no other request could. Used by one thread.
     """
 
     def __init__(
         self, tree: StoredPrefixes, config: BatchingConfig, *, preempting: Callable[[RequestState], None]
     ) -> None:
-        """Nothing waits yet. `preempting` is told of a request that is about to lose its memory."""
+        """Nothing waits yet. `preempting` is called with a request that is about to lose its memory."""
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self.queue = RequestQueue(tree, window=config.window)
         self.requests: dict[int, RequestState] = {}
@@ -309,7 +309,7 @@ class Scheduler:
     def confirm(self, request: RequestState) -> None:
         """A speculation is a request like others from now on."""
         if request.runs and self.queue.requests:
-            self._preempt(request)  # others wait for its memory, or for more: the queue says who is next
+            self._preempt(request)  # others wait for memory: the queue decides which is next
         self.queue.confirm(request)
 
     def admit(self) -> Iterator[RequestState]:
@@ -360,7 +360,7 @@ class Scheduler:
         """Audit requests, blocks and caches.
 
         Raises:
-            StoreError: blocks are held by somebody who does not run, or a cache is larger than its blocks.
+            StoreError: a request that does not run holds blocks, or a cache is larger than its blocks.
         """
         self.pool.check(self.requests.values())
         runs = {one for one in self.requests.values() if one.runs}
@@ -391,7 +391,7 @@ class Scheduler:
         kind = [request for request in self._running if request.speculative is speculative]
         for request in sorted(kind, key=lambda one: one.number):
             while request.status is RequestStatus.DECODING:
-                assert request.decode is not None, "who decodes has a token"
+                assert request.decode is not None, "a decoding request has a token"
                 if self.pool.grow(request, request.decode.position + len(request.decode.pending)):
                     request.decode.prefilled.cache.grow(self.pool.capacity(request))
                     break

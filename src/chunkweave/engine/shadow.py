@@ -41,7 +41,7 @@ class Woven:
 class ShadowCheck:
     """One answer's check, piece by piece: full prefill in slices, then greedy decoding as long as tokens agree.
 
-    The store is neither asked nor told anything. Owns its KV cache; close it.
+    It neither reads nor writes the store. Owns its KV cache; close it.
     """
 
     def __init__(self, runner: Runner, woven: Woven) -> None:
