@@ -18,9 +18,9 @@ import httpx
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.eval.results import commit, machine, to_json, versions, write_json
+from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
 from chunkweave.server.engine_backend import EngineBackend
-from chunkweave.server.run import ServerThread
 from chunkweave.server.service import Service
 from chunkweave.server.settings import Settings, resolve
 from chunkweave.testing import toy_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
+from chunkweave.server.app import Server, listening_socket
 from chunkweave.server.auth import KeyRing
 from chunkweave.server.backend import Stage
-from chunkweave.server.run import Server, listening_socket
 from chunkweave.server.service import Service
 from chunkweave.server.settings import ListenSettings
 from tests.server.conftest import audit, bearer, vllm_service, wait_until

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
 from chunkweave.server.engine_backend import EngineBackend
-from chunkweave.server.run import ServerThread
 from chunkweave.server.service import Service
 from tests.server.conftest import KEYS, key_ring, settings_of, wait_until
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from chunkweave.server.app import create_app
+from chunkweave.server.app import ServerThread, create_app
 from chunkweave.server.backend import Stage
-from chunkweave.server.run import ServerThread
 from tests.server.conftest import audit, toy_service, wait_until
 
 EXAMPLES = int(os.environ.get("CHUNKWEAVE_FUZZ_EXAMPLES", "5"))

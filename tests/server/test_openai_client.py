@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
-from chunkweave.server.run import ServerThread
 from tests.server.conftest import KEYS, key_ring, toy_service, wait_until
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "

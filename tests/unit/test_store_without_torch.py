@@ -18,7 +18,7 @@ importlib.import_module("chunkweave.store.tier_store")
 importlib.import_module("chunkweave.tiers.host")
 importlib.import_module("chunkweave.retrieval.corpus")
 importlib.import_module("chunkweave.retrieval.speculation")
-importlib.import_module("chunkweave.server.run")
+importlib.import_module("chunkweave.server.app")
 importlib.import_module("chunkweave.server.vllm_backend.backend")
 for folder in ("chunking", "trees", "store", "planning"):
     package = importlib.import_module(f"chunkweave.{folder}")

@@ -103,10 +103,10 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
         raise UsageError(f"{', '.join(missing)} is not installed: pip install 'chunkweave[{extras}]'")
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
+    from chunkweave.server.app import listening_socket, run
     from chunkweave.server.auth import read_keys
     from chunkweave.server.backend import Stage
     from chunkweave.server.observability import configure_logging
-    from chunkweave.server.run import listening_socket, run
     from chunkweave.server.service import Service, make_backend
 
     console = stderr()
