@@ -117,10 +117,11 @@ class EngineBackend:
 
     async def stop(self) -> None:
         """Close the thread, write what is still to be written, and close the engine."""
-        if self._cache is None:
+        cache, self._cache = self._cache, None
+        if cache is None:
             return
         await in_thread(self.batching.close)
-        self._cache.release_all()
+        cache.release_all()
         await in_thread(self._close)
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
