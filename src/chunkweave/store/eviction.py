@@ -44,7 +44,7 @@ class EvictionPolicy(Protocol):
     """
 
     def on_request(self, request: PathRequest) -> None:  # noqa: ARG002 - a default for policies that do not care
-        """A request asked for a path; what of it is stored or missing here or on another tier is told apart.
+        """A request asked for a path; it says which segments are stored on any tier, and which are missing.
 
         Comes before the uses and inserts that follow from the request. Most policies do not care and inherit this.
         """

@@ -84,8 +84,8 @@ def look_up(
             parts.append(PartLookup(part, span))
             continue
         variants = variants_of(part)
-        here = next(left, None) if unbroken else None
-        exact = next((record for record in variants if record.id == here and record.exact), None)
+        wanted = next(left, None) if unbroken else None
+        exact = next((record for record in variants if record.id == wanted and record.exact), None)
         unbroken = exact is not None
         parts.append(PartLookup(part, span, exact, variants))
     return PromptLookup(tuple(parts))
@@ -228,12 +228,12 @@ class SegmentIndex:
         self._follower: ChunkFollower | None = None
 
     def report_to(self, follower: ChunkFollower) -> None:
-        """From now on `follower` is told of the chunks whose records change; first of those that are here."""
+        """Report changed chunks to `follower` from now on, beginning with all that are stored."""
         self._follower = follower
         self._changed(self._records.values())
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
-        """From now on `tree` shows, as `tier`, which exact segments are held here."""
+        """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
         self._tree, self._tier = tree, tier
         for record in self._records.values():
             self._show(record)
@@ -286,7 +286,7 @@ class SegmentIndex:
             self._tree.displaced(record.path, self._tier)
 
     def note_request(self, request: PathRequest) -> None:
-        """Tell the policy what a request asked for."""
+        """Pass on to the policy what a request asked for."""
         self._policy.on_request(request)
 
     def touch(self, record: SegmentRecord) -> None:

@@ -1,4 +1,4 @@
-"""Who keeps a segment from being evicted: the leases of requests, and whoever is moving its payload."""
+"""What keeps a segment from being evicted: the leases of requests, and claims of threads that move its payload."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
@@ -119,7 +119,7 @@ class Claims:
         return segment in self._claims
 
     def add(self, claim: Claim) -> None:
-        """Enter a claim on a segment that nobody else is moving."""
+        """Enter a claim on a segment that has none."""
         self._claims[claim.record.id] = (ref(claim), claim.nbytes)
 
     def remove(self, segment: SegmentId) -> None:

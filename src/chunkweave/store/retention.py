@@ -114,7 +114,7 @@ class VariantKeeper(Generic[PayloadT]):
             self._frequencies.note(record, impact)
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
-        """From now on these count as no variants of their chunks: somebody goes on from them."""
+        """Do not count these as variants of their chunks: a conversation goes on from them."""
         with self._lock:
             self._held.update(segments)
 
@@ -171,7 +171,7 @@ class VariantKeeper(Generic[PayloadT]):
         return any(level.store.has_children(segment) for level in self._levels)
 
     def _drop(self, segment: SegmentId) -> bool:
-        """Take a segment off every level and out of the queue, unless somebody claims it; True if it is gone."""
+        """Take a segment off every level and out of the queue, unless it is claimed; True if it is gone."""
         if any(level.store.is_claimed(segment) for level in self._levels):
             return False
         self._writer.cancel(lambda record: record.id == segment)
@@ -186,7 +186,7 @@ class VariantKeeper(Generic[PayloadT]):
 class Ages:
     """When each segment was computed, in seconds since the epoch; a segment moved between levels does not get younger.
 
-    What was there before this process is asked for once (`stored_at_s`); if nobody knows, it counts from now.
+    For what was stored before this process `stored_at_s` is called once; if that returns None, it counts from now.
     Not thread-safe; interrupted at any point, a segment may at worst get older.
     """
 

@@ -29,8 +29,8 @@ _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "u
 class Level(Generic[PayloadT]):
     """A segment store with a name ("host", "disk", ...) that survives its tier's failures.
 
-    A tier that raises `OSError` several times in a row is left alone for a while: nothing is found, read or written
-    here meanwhile. Then it is tried again, and one more failure pauses it anew.
+    A tier that raises `OSError` several times in a row is paused: nothing is found, read or written there for a while.
+    Then it is tried again, and one more failure pauses it again.
     """
 
     def __init__(
@@ -43,15 +43,9 @@ class Level(Generic[PayloadT]):
         pause_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A level in use.
+        """A level in use, called `name` in reports; `patience` failures in a row pause it for `pause_s`.
 
-        Args:
-            name: what reports call it.
-            store: records, budget and tier of this level.
-            background: written to by the background writer, not by requests: its tier is slow.
-            patience: failures in a row that pause it.
-            pause_s: for how long.
-            clock: seconds, monotonic.
+        A `background` level has a slow tier: the background writer writes to it, requests do not. `clock` is monotonic.
         """
         self.name = name
         self.store = store
@@ -62,7 +56,7 @@ class Level(Generic[PayloadT]):
         self._failures_in_a_row = 0
         self._paused_until_s = float("-inf")
         self.failures = 0
-        """`OSError`s of the tier since the level was made."""
+        """How many `OSError`s the tier has raised."""
 
     @property
     def available(self) -> bool:
@@ -70,7 +64,7 @@ class Level(Generic[PayloadT]):
         return self._clock() >= self._paused_until_s
 
     def record(self, segment: SegmentId) -> SegmentRecord | None:
-        """The record held here; None too while the level is paused."""
+        """The record of a stored segment; None while the level is paused."""
         return self.store.record(segment) if self.available else None
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
@@ -87,7 +81,7 @@ class Level(Generic[PayloadT]):
             self._failed(error)
 
     def get(self, segment: SegmentId) -> PayloadT | None:
-        """The payload, or None if it is not here, is lost, or cannot be read now."""
+        """The payload; None if it is not stored, is lost, or cannot be read now."""
         if not self.available:
             return None
         try:
@@ -144,12 +138,11 @@ class TieredStore(Generic[PayloadT]):
 
     What is computed goes into the fastest level, and through a background writer into the slow ones once it was seen
     often enough. What memory evicts goes one level down unless it is there already (RAGCache §5.1,
-    swap-out-only-once); what is used from below is promoted. Slow levels evict on their own; what only they had is
-    gone then.
+    swap-out-only-once); what is used from below is promoted. What a slow level evicts is gone unless another has it.
 
-    A level that fails is a level that has nothing: the next one is asked, at last the segment is computed. An exact
-    segment is never answered with an inexact copy of it from another level. A segment that is removed while a copy of
-    it moves between levels does not come back.
+    A level that fails counts as empty: the next one is tried, at last the segment is computed. An exact segment is
+    never replaced by an inexact copy from another level. A segment that is removed while a copy of it moves between
+    levels does not come back.
 
     Thread-safe. Its own lock guards counters, ages, sightings and the moment at which a write is queued, and is never
     held while a payload moves.
@@ -282,8 +275,8 @@ class TieredStore(Generic[PayloadT]):
     def lookup(self, prompt: Prompt) -> PromptLookup:
         """What is stored anywhere for each part of `prompt`; pins nothing.
 
-        The exact prefix may run over several levels. A shared level is asked, once, for what the faster ones lack:
-        the exact path and the context-free variants. What has expired is dropped and not found.
+        The exact prefix may run over several levels. A shared level is probed once for what the faster ones lack: the
+        exact path and the context-free variants. What has expired is dropped and not found.
         """
         path = _path_of(prompt)
         self._probe(path)
@@ -377,7 +370,7 @@ class TieredStore(Generic[PayloadT]):
             self._keeper.hold(segments)
 
     def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Drop what was held and is good for nobody else, on every level."""
+        """Drop on every level what only a conversation needed that has ended (`hold`)."""
         gone = tuple(segments)
         if self._keeper is not None:
             self._keeper.let_go(gone)
@@ -392,7 +385,7 @@ class TieredStore(Generic[PayloadT]):
 
         On every level, and on its way there; returns how many copies there were.
         """
-        # From slow to fast, after the count: whoever moves a copy up or down meanwhile finds it changed.
+        # From slow to fast, and after the count: a thread that moves a copy up or down meanwhile finds it changed.
         with self._lock:
             self._removals += 1
             self._writer.cancel(doomed)
@@ -411,7 +404,7 @@ class TieredStore(Generic[PayloadT]):
         self.remove_where(lambda _: True)
 
     def expire(self, now_s: float | None = None) -> int:
-        """Drop what has outlived its time; returns how many segments. Called now and then, by nobody in a hurry."""
+        """Drop what has outlived its time to live; returns how many segments. Slow: it looks at all of them."""
         if self._ages is None:
             return 0
         ids = {record.id for record in (*self.records(), *self._writer.records())}
@@ -543,9 +536,9 @@ class TieredStore(Generic[PayloadT]):
 
     @contextmanager
     def _moving(self) -> Iterator[Callable[[], bool]]:
-        """While a payload in hand moves between levels: says whether nothing was removed since it began.
+        """While a payload moves between levels: says whether nothing was removed since it began.
 
-        What was removed meanwhile may be the very segment in hand, which then must not come back.
+        What was removed may be the very segment that moves, which then must not come back.
         """
         before = self._removals
 

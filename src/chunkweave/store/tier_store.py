@@ -34,13 +34,13 @@ class SegmentStore(Generic[PayloadT]):
     only if nothing else is unpinned, and its descendants then stay as variants.
 
     Thread-safe. One lock guards index, policy, pins, claims and counters: they are read inside `_settled` and changed
-    inside `_changing`, nowhere else. Payloads move without the lock, so that a slow tier keeps nobody else waiting:
-    a claim reserves room under the lock, the payload is moved, and the record is published under the lock again.
-    Whoever wants to move the same segment waits.
+    inside `_changing`, nowhere else. Payloads move without the lock, so that a slow tier blocks no other thread: a
+    claim reserves room under the lock, the payload is moved, and the record is published under the lock again. Other
+    threads that want to move the same segment wait.
 
-    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim that nobody holds.
-    Whoever comes next first brings indexes, policy and tier back in line with the records, so that no order of
-    statements has to be safe by itself. At most the segment being moved is lost.
+    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim without a holder.
+    The next call first brings indexes, policy and tier back in line with the records, so that no order of statements
+    has to be safe by itself. At most the segment being moved is lost.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SegmentStore(Generic[PayloadT]):
             return tuple(self._index.variants(chunk))
 
     def is_claimed(self, segment: SegmentId) -> bool:
-        """Whether a lease, a pin, or somebody who is moving its payload keeps a segment from being evicted now."""
+        """Whether a lease, a pin, or a thread that moves its payload keeps a segment from being evicted now."""
         with self._settled():
             return self._is_claimed(segment)
 
@@ -180,17 +180,17 @@ class SegmentStore(Generic[PayloadT]):
         return tuple(matching)
 
     def note_request(self, request: PathRequest) -> None:
-        """Tell the eviction policy what a request asked of the hierarchy that this store is a level of."""
+        """Pass on to the eviction policy what a request asked the whole hierarchy for."""
         with self._settled():
             self._index.note_request(request)
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
-        """From now on `tree` shows, as `tier`, which exact segments are held here."""
+        """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
         with self._settled():
             self._index.show_in(tree, tier)
 
     def report_to(self, follower: ChunkFollower) -> None:
-        """From now on `follower` is told of the chunks whose segments change here; first of those that are here."""
+        """Report changed chunks to `follower` from now on, beginning with all that are stored."""
         with self._settled():
             self._index.report_to(follower)
 
@@ -481,7 +481,7 @@ class SegmentStore(Generic[PayloadT]):
             self._counts["lost"] += 1
 
     def _delete_evicted(self, leaving: Sequence[Claim]) -> None:
-        """Delete what leaves, and hand it to `on_evict`: another tier may have room only once nobody has these."""
+        """Delete what leaves, and only then hand it to `on_evict`: another tier may need the room for it."""
         evicted: list[tuple[SegmentRecord, PayloadT]] = []
         if self.on_evict is not None:
             payloads = ((claim.record, self.tier.get(claim.record.id)) for claim in leaving)
@@ -499,7 +499,7 @@ class SegmentStore(Generic[PayloadT]):
             self._end(leaving)
 
     def _end(self, claims: Iterable[Claim]) -> None:
-        """Payloads are where they belong: whoever waits for one of these segments may go on."""
+        """Payloads are where they belong: threads that wait for these segments may go on."""
         with self._lock:
             for claim in claims:
                 self._claims.remove(claim.record.id)
@@ -526,8 +526,7 @@ class SegmentStore(Generic[PayloadT]):
     def _held_bytes(self, record: SegmentRecord) -> int:
         """Bytes that the tier holds of a record's payload, 0 if none.
 
-        A shared tier is not asked: what this process put there in time is worth no round trip, and another process may
-        have replaced it.
+        A shared tier is not asked: that would be a round trip, and another process may have replaced it by now.
         """
         return record.nbytes if self._shared else self.tier.nbytes(record.id)
 

@@ -46,7 +46,7 @@ class WriterStats:
 
 
 class BackgroundWriter(Generic[PayloadT]):
-    """A bounded queue and one thread that empties it; nobody who offers a write ever waits for one.
+    """A bounded queue and one thread that empties it. Offering a write never waits for one.
 
     The thread starts with the first write, ends when it has been idle for a while, and is a daemon: a process that
     ends without `close` loses what is queued, which costs time and no correctness. Thread-safe.

@@ -168,10 +168,9 @@ class KnowledgeTree(Generic[KeyT]):
     or on none: then it is free, and is remembered only while something below it is placed. A path is stored as far as
     every node of it lies somewhere.
 
-    The tree holds no payload and decides nothing: whoever moves payloads reports it by `placed` and `displaced`. It
-    tells schedulers how much of a prompt is stored, and where, without touching a store, and calls subscribers when
-    that may have changed. Thread-safe; subscribers are called without its lock, in the thread that moved the payload,
-    and must be quick.
+    The tree holds no payload and decides nothing: stores report moved payloads by `placed` and `displaced`. Schedulers
+    ask it how much of a prompt is stored, and where, without touching a store, and subscribe to changes. Thread-safe;
+    subscribers are called without its lock, in the thread that moved the payload, and must be quick.
     """
 
     def __init__(self, tiers: Sequence[str]) -> None:
