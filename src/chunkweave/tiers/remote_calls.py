@@ -5,7 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -297,9 +297,12 @@ class DaemonWorkers:
 
         self._reserve_worker()
         self._jobs.put(job)
-        if not wait([outcome], timeout=max(0.0, ends_s - time.monotonic())).done:
-            raise Abandoned(f"no answer within {limit_s:.3f} s")
-        return outcome.result()
+        try:
+            return outcome.result(timeout=max(0.0, ends_s - time.monotonic()))
+        except TimeoutError:
+            if not outcome.done():
+                raise Abandoned(f"no answer within {limit_s:.3f} s") from None
+            return outcome.result()  # a time-out of the operation itself, or it ended at the last moment
 
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
