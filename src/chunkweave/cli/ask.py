@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from chunkweave.cli.console import Output, reuse_summary, stderr, times, token_line
+from chunkweave.cli.console import Output, reuse_summary, stderr, table_of, times, token_line
 from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus, retrieve
 from chunkweave.cli.options import (
     DocumentOptions,
@@ -259,23 +259,17 @@ def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
 
 def part_table(parts: Sequence[PartExplanation]) -> Table:
     """One row a part."""
-    table = Table()
-    table.add_column("part", overflow="fold")
-    table.add_column("tokens", justify="right")
-    table.add_column("KV source")
-    table.add_column("variant", overflow="fold")
-    for name in ("CCI", "overlap", "CFO", "recomputed"):
-        table.add_column(name, justify="right")
-    for part in parts:
-        table.add_row(
-            escape(part.source),
-            str(part.tokens),
-            str(part.kv_source),
-            escape(variant_words(part)),
-            *(_score(value) for value in (part.cci, part.overlap, part.cfo)),
-            _recomputed(part),
-        )
-    return table
+    return table_of(
+        parts,
+        ("part", lambda part: escape(part.source)),
+        ("tokens", lambda part: str(part.tokens)),
+        ("KV source", lambda part: str(part.kv_source)),
+        ("variant", lambda part: escape(variant_words(part))),
+        ("CCI", lambda part: _score(part.cci)),
+        ("overlap", lambda part: _score(part.overlap)),
+        ("CFO", lambda part: _score(part.cfo)),
+        ("recomputed", _recomputed),
+    )
 
 
 def variant_words(part: PartExplanation) -> str:

@@ -1,9 +1,8 @@
 """`chunkweave bench`: time to first token and loading. `bench quality` is in `quality`."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar
@@ -12,7 +11,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, ttft_table
+from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure reuse methods against each other.")
 
 
-SampleT = TypeVar("SampleT")
-
-
 class Row(Protocol):
     """One line of a result."""
 
@@ -43,72 +39,49 @@ class Row(Protocol):
 RowT = TypeVar("RowT", bound=Row)
 
 
-class BenchmarkRun(ABC, Generic[SampleT, RowT]):
-    """One measurement. `samples` grow while it goes on, by whole questions or steps: they are what a result covers."""
+@dataclass(frozen=True, slots=True)
+class BenchmarkRun(Generic[RowT]):
+    """One measurement, from what was measured so far to a table and a file, also if it is interrupted.
 
-    def __init__(self, name: str, engine: "Engine", config: dict[str, Any], seed: int) -> None:
-        self.engine = engine
-        self.samples: list[SampleT] = []
-        self._name = name
-        self._config = config
-        self._seed = seed
+    `summarize` makes one row a contender, of all that is measured by then; `table` shows them, given the result's
+    configuration with what was "auto" in it; `more` is what the result has beside rows; `draw` draws them.
+    """
 
-    @abstractmethod
-    def summarize(self) -> list[RowT]:
-        """The samples, summed up: one row a contender."""
-
-    @abstractmethod
-    def more(self) -> dict[str, Any]:
-        """What this benchmark's result has beside its rows."""
-
-    @abstractmethod
-    def table(self, rows: Sequence[RowT], result: dict[str, Any]) -> Table:
-        """The rows for people; `result` says how they came about."""
-
-    def draw(self, rows: Sequence[RowT]) -> None:
-        """Draw what was asked for beside the table."""
-
-    def result(self, rows: Sequence[RowT], *, complete: bool = True) -> dict[str, Any]:
-        """The JSON object that docs/benchmarks.md describes; what was "auto" is resolved in it."""
-        import torch
-
-        model = self.engine.loaded.model
-        resolved = {
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-        }
-        return BenchmarkResult(
-            benchmark=self._name,
-            command=options.command_line(),
-            seed=self._seed,
-            config={**self._config, **resolved},
-            rows=[row.as_dict() for row in rows],
-            more=self.more(),
-            complete=complete,
-        ).as_dict()
+    name: str
+    engine: "Engine"
+    config: dict[str, Any]
+    seed: int
+    summarize: Callable[[], list[RowT]]
+    table: Callable[[Sequence[RowT], dict[str, Any]], Table]
+    more: Callable[[], dict[str, Any]] = dict
+    draw: Callable[[Sequence[RowT]], None] = lambda _: None
 
     def show(self, output: Output, *, complete: bool = True) -> dict[str, Any]:
-        """Print the table and draw what is to be drawn; the result is returned."""
-        rows = self.summarize()
-        result = self.result(rows, complete=complete)
-        output.show(self.table(rows, result))
+        """Print the table and draw what is to be drawn; the JSON object that docs/benchmarks.md describes."""
+        import torch
+
+        model, rows = self.engine.loaded.model, self.summarize()
+        dtype, threads = str(model.dtype).removeprefix("torch."), torch.get_num_threads()
+        config = {**self.config, "device": str(model.device), "dtype": dtype, "threads": threads}
+        output.show(self.table(rows, config))
         self.draw(rows)
-        return result
+        found = [row.as_dict() for row in rows]
+        command, more = options.command_line(), self.more()
+        return BenchmarkResult(self.name, command, self.seed, config, found, more, complete=complete).as_dict()
 
     @contextmanager
-    def reported(self, output: Output) -> Iterator[None]:
-        """Show the result when the block ends; if it ends early, what there is by then."""
+    def reported(self, output: Output, samples: Sized) -> Iterator[None]:
+        """Show the result when the block ends; if it ends early, what `samples` there are by then."""
         complete = False
         try:
             yield
             complete = True
         except KeyboardInterrupt:
-            if self.samples:
+            if samples:
                 stderr().print("interrupted: the result covers what was measured so far")
             raise
         finally:
-            if self.samples:
+            if samples:
                 output.finish(self.show(output, complete=complete))
 
 
@@ -150,58 +123,65 @@ def ttft(
     origin = {"model": model.name, "dataset": str(dataset or "bundled documents"), **options.kept(store)}
     with model.open(store=store) as engine:
         workload = make_workload(examples, engine, config)
-        run = TtftRun(engine, config, origin)
-        with run.reported(output):
-            run.measure(workload)
+        samples: list[TimedSample] = []
+        with ttft_run(engine, config, origin, samples).reported(output, samples):
+            measure_ttft(engine, workload, config, samples)
 
 
-class TtftRun(BenchmarkRun[TimedSample, TtftRow]):
-    """Times of all contenders, question by question."""
+def ttft_run(
+    engine: "Engine", config: "TtftConfig", origin: dict[str, Any], samples: list[TimedSample]
+) -> BenchmarkRun[TtftRow]:
+    """Times of all contenders, the reference first."""
 
-    def __init__(self, engine: "Engine", config: "TtftConfig", origin: dict[str, Any]) -> None:
-        super().__init__("ttft", engine, {**asdict(config), "warm": str(config.warm), **origin}, config.seed)
-        self._measured = config
-
-    def measure(self, workload: "Workload") -> None:
-        """Measure all questions behind a progress bar."""
-        from chunkweave.eval.ttft import measure
-
-        with progress("measuring") as report:
-            for sample in measure(self.engine, workload, self._measured, report):
-                self.samples.append(sample)
-
-    def summarize(self) -> list[TtftRow]:
-        """Contenders, the reference first."""
-        return summarize(self.samples)
-
-    def more(self) -> dict[str, Any]:
-        """What the store held, memory, and every single time."""
-        store = self.engine.store
-        stats = store.stats
+    def more() -> dict[str, Any]:
+        store, stats = engine.store, engine.store.stats
         held = {
             "bytes": stats.bytes,
             "budget_bytes": store.budget_bytes,
             "segments": stats.segments,
             "evictions": stats.evictions,
         }
-        times = [{"question": one.question, "method": one.method, "ttft_s": one.ttft_s} for one in self.samples]
+        times = [{"question": one.question, "method": one.method, "ttft_s": one.ttft_s} for one in samples]
         return {"store": held, "peak_rss_bytes": peak_rss_bytes(), "samples": times}
 
-    def table(self, rows: Sequence[TtftRow], result: dict[str, Any]) -> Table:
-        """Contenders against the reference and their limit."""
-        config, store = result["config"], result["store"]
-        size_of_one = f"{config['chunk_tokens']} tokens" if config["chunk_tokens"] else "whole passages"
-        title = (
-            f"{config['model']}, {config['chunks']} x {size_of_one}, recompute ratio "
-            f"{config['recompute_ratio']:g}, warm {config['warm']}"
-        )
-        caption = (
-            f"{rows[0].questions} questions, {config['device']}, {config['dtype']}, threads: "
-            f"{config['threads']}. Speed-up: median over questions of full / method. Limit: the same if time were "
-            f"FLOPs.\nStore {size(store['bytes'])} of {size(store['budget_bytes'])}, {store['evictions']} evictions, "
-            f"peak memory {size(result['peak_rss_bytes'])}."
-        )
-        return ttft_table(rows, title, caption)
+    whole = {**asdict(config), "warm": str(config.warm), **origin}
+    table = lambda rows, shown: _ttft_table(rows, shown, engine)  # noqa: E731
+    return BenchmarkRun("ttft", engine, whole, config.seed, lambda: summarize(samples), table, more)
+
+
+def measure_ttft(engine: "Engine", workload: "Workload", config: "TtftConfig", samples: list[TimedSample]) -> None:
+    """Measure all questions behind a progress bar."""
+    from chunkweave.eval.ttft import measure
+
+    with progress("measuring") as report:
+        for sample in measure(engine, workload, config, report):
+            samples.append(sample)  # noqa: PERF402 - what is there when it is interrupted stays
+
+
+def _ttft_table(rows: Sequence[TtftRow], config: dict[str, Any], engine: "Engine") -> Table:
+    store = engine.store
+    size_of_one = f"{config['chunk_tokens']} tokens" if config["chunk_tokens"] else "whole passages"
+    return table_of(
+        rows,
+        ("method", lambda row: row.method),
+        ("TTFT", lambda row: seconds(row.ttft_median_s)),
+        ("p10", lambda row: seconds(row.ttft_p10_s)),
+        ("p90", lambda row: seconds(row.ttft_p90_s)),
+        ("speed-up", lambda row: f"{row.speedup:.2f}x"),
+        ("limit", lambda row: f"{row.flops_limit:.2f}x"),
+        ("of limit", lambda row: f"{row.limit_share:.0%}"),
+        ("exact", lambda row: f"{row.prefix_exact_tokens:.0f}"),
+        ("reused", lambda row: f"{row.reused_tokens:.0f}"),
+        ("recomp.", lambda row: f"{row.recomputed_tokens:.0f}"),
+        ("computed", lambda row: f"{row.computed_tokens:.0f}"),
+        ("recomp. fraction", lambda row: f"{row.recompute_fraction:.3f}"),
+        title=f"{config['model']}, {config['chunks']} x {size_of_one}, recompute ratio "
+        f"{config['recompute_ratio']:g}, warm {config['warm']}",
+        caption=f"{rows[0].questions} questions, {config['device']}, {config['dtype']}, threads: "
+        f"{config['threads']}. Speed-up: median over questions of full / method. Limit: the same if time were "
+        f"FLOPs.\nStore {size(store.stats.bytes)} of {size(store.budget_bytes)}, {store.stats.evictions} evictions, "
+        f"peak memory {size(peak_rss_bytes())}.",
+    )
 
 
 @app.command()
@@ -236,9 +216,12 @@ def loading(
     origin = {"model": model.name, "dataset": "bundled documents", "chunks": chunks, "chunk_tokens": chunk_tokens}
     with model.open() as engine:
         prompt = _prompt(engine, chunks, chunk_tokens, model.seed)
-        run = LoadingRun(engine, config, origin, model.seed)
-        with run.reported(output):
-            run.measure(prompt, disk)
+        rows: list[LoadingRow] = []
+        more = lambda: {"peak_rss_bytes": peak_rss_bytes()}  # noqa: E731
+        whole = {**asdict(config), **origin}
+        run = BenchmarkRun("loading", engine, whole, model.seed, lambda: rows, _loading_table, more)
+        with run.reported(output, rows):
+            _measure_loading(engine, prompt, config, disk, rows)
 
 
 def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
@@ -252,39 +235,22 @@ def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Pro
     return prompt
 
 
-class LoadingRun(BenchmarkRun["LoadingRow", "LoadingRow"]):
-    """Ways of loading, quotient by quotient."""
+def _measure_loading(
+    engine: "Engine", prompt: "Prompt", config: "LoadingConfig", disk: Path | None, rows: "list[LoadingRow]"
+) -> None:
+    """Measure every quotient behind a progress bar, then a real disk if there is to be one."""
+    from chunkweave.eval.loading import measure_disk_loading, measure_loading
 
-    def __init__(self, engine: "Engine", config: "LoadingConfig", origin: dict[str, Any], seed: int) -> None:
-        super().__init__("loading", engine, {**asdict(config), **origin}, seed)
-        self._measured = config
-
-    def measure(self, prompt: "Prompt", disk: Path | None) -> None:
-        """Measure every quotient behind a progress bar, then a real disk if there is to be one."""
-        from chunkweave.eval.loading import measure_disk_loading, measure_loading
-
-        model = self.engine.loaded.model
-        with progress("measuring loading") as report:
-            for row in measure_loading(model, prompt, self._measured, report):
-                self.samples.append(row)
-        if disk is not None:
-            with status("measuring the disk"), TemporaryDirectory(prefix=".loading-", dir=disk) as folder:
-                self.samples += measure_disk_loading(model, prompt, self._measured, Path(folder))
-
-    def summarize(self) -> list["LoadingRow"]:
-        """Each is a median already."""
-        return self.samples
-
-    def more(self) -> dict[str, Any]:
-        """The most memory that was held."""
-        return {"peak_rss_bytes": peak_rss_bytes()}
-
-    def table(self, rows: Sequence["LoadingRow"], result: dict[str, Any]) -> Table:
-        """One line for each way of loading at each quotient."""
-        return loading_table(rows, result["config"])
+    model = engine.loaded.model
+    with progress("measuring loading") as report:
+        for row in measure_loading(model, prompt, config, report):
+            rows.append(row)
+    if disk is not None:
+        with status("measuring the disk"), TemporaryDirectory(prefix=".loading-", dir=disk) as folder:
+            rows += measure_disk_loading(model, prompt, config, Path(folder))
 
 
-def loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Table:
+def _loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Table:
     """One line for each way of loading at each quotient."""
     title = (
         f"{config['model']}, {config['chunks']} x {config['chunk_tokens']} tokens, recompute ratio "
@@ -295,21 +261,16 @@ def loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Table
         "Quotient: time to load over time to recompute.\nRatio: TTFT over that with everything in memory, in the same "
         f"repeat. A prefetched request waits {config['wait_s']:g} s, which do not count."
     )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("from")
-    table.add_column("quotient", justify="right")
-    table.add_column("loading", no_wrap=True)
-    for name in ("TTFT", "ratio to memory", "predicted", "prediction error"):
-        table.add_column(name, justify="right")
-    for number, row in enumerate(rows):
-        table.add_row(
-            row.source,
-            f"{row.quotient:.2g}",
-            row.mode,
-            seconds(row.ttft_median_s),
-            f"{row.ratio_to_memory:.2f}x",
-            seconds(row.predicted_s),
-            f"{row.prediction_error:+.0%}",
-            end_section=number + 1 == len(rows) or rows[number + 1].quotient != row.quotient,
-        )
-    return table
+    return table_of(
+        rows,
+        ("from", lambda row: row.source),
+        ("quotient", lambda row: f"{row.quotient:.2g}"),
+        ("loading", lambda row: row.mode),
+        ("TTFT", lambda row: seconds(row.ttft_median_s)),
+        ("ratio to memory", lambda row: f"{row.ratio_to_memory:.2f}x"),
+        ("predicted", lambda row: seconds(row.predicted_s)),
+        ("prediction error", lambda row: f"{row.prediction_error:+.0%}"),
+        title=title,
+        caption=caption,
+        section=lambda row: row.quotient,
+    )

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, size, status
+from chunkweave.cli.console import Output, progress, size, status, table_of
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
@@ -31,6 +31,32 @@ _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
+
+
+CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]
+Fingerprint = Annotated[
+    str | None, typer.Option("--fingerprint", help="Only this model's; the beginning of its fingerprint is enough.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOptions:
+    """Segments of a cache directory, as options name them."""
+
+    cache_dir: CacheFolderPath
+    document: Annotated[str | None, typer.Option(help="Only segments of the document of this name.")] = None
+    chunk: Annotated[str | None, typer.Option(help="Only segments of this chunk: its id, or its beginning.")] = None
+    segment: Annotated[str | None, typer.Option(help="Only this segment: its id, or its beginning.")] = None
+    fingerprint: Fingerprint = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing restricts them."""
+        return self.fingerprint is None and self.selection().everything
+
+    def selection(self, created_before_s: float | None = None) -> "Selection":
+        """Which segments of a model they are."""
+        return Selection(self.document, self.chunk, self.segment, created_before_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +202,17 @@ app = typer.Typer(no_args_is_help=True, help="Look into a cache directory, check
 @app.command()
 @with_blocks
 def ls(
-    cache_dir: options.CacheFolderPath,
     *,
-    document: options.DocumentName = None,
-    chunk: options.ChunkPrefix = None,
-    fingerprint: options.Fingerprint = None,
+    chosen: SegmentOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Most segments that are listed.")] = None,
     output: Output,
 ) -> None:
     """List segments, the newest first."""
-    folder, selection = CacheFolder(cache_dir), Selection(document, chunk)
+    folder, selection = CacheFolder(chosen.cache_dir), chosen.selection()
     with status("reading headers"):
-        found = [one for name, tier in folder.tiers(fingerprint) for one in folder.segments(name, tier, selection)]
+        found = [
+            one for name, tier in folder.tiers(chosen.fingerprint) for one in folder.segments(name, tier, selection)
+        ]
     found.sort(key=lambda one: (-one.created_s, one.record.source))
     listed, now_s = found[:limit], time.time()
     output.show(segments_table(listed, len(found), now_s))
@@ -197,9 +222,9 @@ def ls(
 @app.command()
 @with_blocks
 def stats(
-    cache_dir: options.CacheFolderPath,
+    cache_dir: CacheFolderPath,
     *,
-    fingerprint: options.Fingerprint = None,
+    fingerprint: Fingerprint = None,
     output: Output,
 ) -> None:
     """Report sizes by model and by document, and files that are not used. Headers are read, not the data."""
@@ -252,70 +277,67 @@ _MOST_PROBLEMS = 50
 def segments_table(listed: Sequence[CachedSegment], found: int, now_s: float) -> Table:
     """One line a segment."""
     caption = f"{len(listed)} of {found} segments" if len(listed) < found else f"{found} segments"
-    table = Table(caption=caption, caption_justify="left")
-    table.add_column("segment", no_wrap=True)
-    table.add_column("chunk", no_wrap=True)
-    table.add_column("document", overflow="fold")
-    for name in ("tokens", "size", "context", "exact", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("codec", "dtype", "model", ""):
-        table.add_column(name, no_wrap=True)
-    for one in listed:
-        record = one.record
-        table.add_row(
-            record.id[:12],
-            record.chunk_id[:12],
-            escape(record.source) or "-",
-            str(len(record)),
-            size(record.nbytes),
-            str(len(record.context)),
-            "yes" if record.exact else "no",
-            age(max(0.0, now_s - one.created_s)),
-            one.codec,
-            one.dtype,
-            one.fingerprint[:8],
-            "pinned" if one.pinned else "",
-        )
-    return table
+    return table_of(
+        listed,
+        ("segment", lambda one: one.record.id[:12]),
+        ("chunk", lambda one: one.record.chunk_id[:12]),
+        ("document", lambda one: escape(one.record.source) or "-"),
+        ("tokens", lambda one: str(len(one.record))),
+        ("size", lambda one: size(one.record.nbytes)),
+        ("context", lambda one: str(len(one.record.context))),
+        ("exact", lambda one: "yes" if one.record.exact else "no"),
+        ("age", lambda one: age(max(0.0, now_s - one.created_s))),
+        ("codec", lambda one: one.codec),
+        ("dtype", lambda one: one.dtype),
+        ("model", lambda one: one.fingerprint[:8]),
+        ("", lambda one: "pinned" if one.pinned else ""),
+        caption=caption,
+        left=3,
+    )
 
 
 def stats_tables(report: dict[str, Any]) -> list[RenderableType]:
     """Sizes by model, by document, and the files that are not used."""
-    models = Table(title="By model", title_justify="left")
-    models.add_column("fingerprint", no_wrap=True)
-    for name in ("segments", "chunks", "tokens", "size", "pinned", "oldest", "newest", "cost model"):
-        models.add_column(name, justify="right")
-    documents = Table(title="By document", title_justify="left")
-    documents.add_column("model", no_wrap=True)
-    documents.add_column("document", overflow="fold")
-    for name in ("segments", "tokens", "size"):
-        documents.add_column(name, justify="right")
-    for model in report["models"]:
-        counts = [str(model[name]) for name in ("segments", "chunks", "tokens")]
-        ages = [age(model["oldest_s"]), age(model["newest_s"])]
-        measured = "yes" if model["cost_model"] else "no"
-        models.add_row(model["fingerprint"], *counts, size(model["bytes"]), str(model["pinned"]), *ages, measured)
-        for row in model["documents"]:
-            short, name = model["fingerprint"][:8], escape(row["document"]) or "-"
-            documents.add_row(short, name, str(row["segments"]), str(row["tokens"]), size(row["bytes"]))
-    shown: list[RenderableType] = [models, documents]
-    if report["problems"]:
-        shown.append(problems_table(report["problems"]))
-    return shown
+    models = table_of(
+        report["models"],
+        ("fingerprint", lambda model: model["fingerprint"]),
+        *((name, partial(_count, name)) for name in ("segments", "chunks", "tokens")),
+        ("size", lambda model: size(model["bytes"])),
+        ("pinned", lambda model: str(model["pinned"])),
+        ("oldest", lambda model: age(model["oldest_s"])),
+        ("newest", lambda model: age(model["newest_s"])),
+        ("cost model", lambda model: "yes" if model["cost_model"] else "no"),
+        title="By model",
+    )
+    documents = table_of(
+        [{"model": model["fingerprint"][:8], **row} for model in report["models"] for row in model["documents"]],
+        ("model", lambda row: row["model"]),
+        ("document", lambda row: escape(row["document"]) or "-"),
+        *((name, partial(_count, name)) for name in ("segments", "tokens")),
+        ("size", lambda row: size(row["bytes"])),
+        title="By document",
+        left=2,
+    )
+    return [models, documents, *([problems_table(report["problems"])] if report["problems"] else [])]
+
+
+def _count(name: str, row: dict[str, Any]) -> str:
+    return str(row[name])
 
 
 def problems_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Files that are not used, and why."""
     more = len(rows) - _MOST_PROBLEMS
     caption = f"and {more} more; --json lists all" if more > 0 else None
-    table = Table(title="Files that are not used", title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("file", overflow="fold")
-    table.add_column("problem", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for row in rows[:_MOST_PROBLEMS]:
-        removed = " (removed)" if row.get("repaired") else ""
-        table.add_row(escape(row["file"]), row["problem"] + removed, escape(row["reason"]))
-    return table
+    return table_of(
+        rows[:_MOST_PROBLEMS],
+        ("file", lambda row: escape(row["file"])),
+        ("problem", lambda row: row["problem"] + (" (removed)" if row.get("repaired") else "")),
+        ("reason", lambda row: escape(row["reason"])),
+        title="Files that are not used",
+        caption=caption,
+        left=3,
+    )
 
 
 def problem_dict(problem: "ProblemFile", root: Path) -> dict[str, Any]:
@@ -344,12 +366,12 @@ _HARMLESS = ("foreign", "future-version")
 @app.command()
 @with_blocks
 def check(
-    cache_dir: options.CacheFolderPath,
+    cache_dir: CacheFolderPath,
     *,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove corrupt files. What is not a segment of ours stays.")
     ] = False,
-    fingerprint: options.Fingerprint = None,
+    fingerprint: Fingerprint = None,
     output: Output,
 ) -> None:
     """Verify the checksums of every file. Exit code 1 if anything is wrong and not repaired."""

@@ -7,15 +7,14 @@ import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.markup import escape
 
-from chunkweave.cli import options
-from chunkweave.cli.cache import CachedSegment, CacheFolder, Selection
+from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions, Selection
 from chunkweave.cli.console import Output, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import StoreConfig
@@ -88,32 +87,21 @@ def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """Segments of a cache directory, as the options name them."""
-
-    cache_dir: options.CacheFolderPath
-    document: options.DocumentName = None
-    chunk: options.ChunkPrefix = None
-    segment: options.SegmentPrefix = None
-    fingerprint: options.Fingerprint = None
-
-
 @with_blocks
-def pin(*, chosen: _Chosen, output: Output) -> None:
+def pin(*, chosen: SegmentOptions, output: Output) -> None:
     """Keep segments from eviction and expiry, until they are unpinned or cleared. Processes see it when they open."""
     _change(chosen, output, pinning=True)
 
 
 @with_blocks
-def unpin(*, chosen: _Chosen, output: Output) -> None:
+def unpin(*, chosen: SegmentOptions, output: Output) -> None:
     """Take pins back."""
     _change(chosen, output, pinning=False)
 
 
-def _change(chosen: _Chosen, output: Output, *, pinning: bool) -> None:
-    selection = Selection(chosen.document, chosen.chunk, chosen.segment)
-    if selection.everything and chosen.fingerprint is None:
+def _change(chosen: SegmentOptions, output: Output, *, pinning: bool) -> None:
+    selection = chosen.selection()
+    if chosen.everything:
         raise UsageError("say which segments: --document, --chunk, --segment or --fingerprint")
     folder = CacheFolder(chosen.cache_dir)
     matching = changed = 0
@@ -147,28 +135,14 @@ class _Cleared:
         """Whether what was asked for is gone for certain."""
         return not (self.failed or self.unknown or self.remote_error)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "removed": self.removed,
-            "removed_bytes": self.removed_bytes,
-            "remote_removed": self.remote_removed,
-            "failed": self.failed,
-            "unknown": self.unknown,
-            "remote_error": self.remote_error,
-        }
-
 
 @with_blocks
 def clear(
-    cache_dir: options.CacheFolderPath,
     *,
-    document: options.DocumentName = None,
-    chunk: options.ChunkPrefix = None,
-    segment: options.SegmentPrefix = None,
+    chosen: SegmentOptions,
     older_than: Annotated[
         str | None, typer.Option(help="Only segments older than that, such as 7d; pinned ones stay.")
     ] = None,
-    fingerprint: options.Fingerprint = None,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     remote: Annotated[StoreConfig, Only("remote_url")],
@@ -180,19 +154,19 @@ def clear(
     """
     remote_url = remote.remote_url
     before_s = None if older_than is None else time.time() - parse_duration(older_than)
-    selection = Selection(document, chunk, segment, before_s)
-    if everything != (selection.everything and fingerprint is None):
+    selection = chosen.selection(before_s)
+    if everything != (chosen.everything and before_s is None):
         raise UsageError("say what to remove: --document, --chunk, --segment, --older-than or --fingerprint, or --all")
-    folder = CacheFolder(cache_dir)
+    folder = CacheFolder(chosen.cache_dir)
     if everything and not yes:
-        typer.confirm(f"Remove every segment in {cache_dir}?", abort=True, err=True)
+        typer.confirm(f"Remove every segment in {chosen.cache_dir}?", abort=True, err=True)
     cleared = _Cleared()
-    tiers = _tiers(folder, fingerprint, remote=remote_url is not None)
+    tiers = _tiers(folder, chosen.fingerprint, remote=remote_url is not None)
     with status("removing segments"):
         for name, tier in tiers:
             _clear_model(folder, name, tier, selection, cleared, remote_url)
     output.show(_summary(cleared))
-    output.finish(cleared.as_dict())
+    output.finish(asdict(cleared))
     if not cleared.complete:
         raise typer.Exit(1)
 
@@ -295,12 +269,9 @@ class _Target(Protocol):
 
 @with_blocks
 def export(
-    cache_dir: options.CacheFolderPath,
+    chosen: SegmentOptions,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder for a --cache-dir.")],
     *,
-    document: options.DocumentName = None,
-    chunk: options.ChunkPrefix = None,
-    fingerprint: options.Fingerprint = None,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     output: Output,
 ) -> None:
@@ -308,25 +279,25 @@ def export(
 
     A .tar file is used by unpacking it into a folder.
     """
-    selection = Selection(document, chunk)
-    if everything != (selection.everything and fingerprint is None):
-        raise UsageError("say what to export: --document, --chunk or --fingerprint, or --all")
-    folder = CacheFolder(cache_dir)
-    tiers = list(folder.tiers(fingerprint))
-    chosen = [(tier, one) for name, tier in tiers for one in folder.segments(name, tier, selection)]
-    if not chosen:
-        raise UsageError(f"no segment in {cache_dir} fits")
+    selection = chosen.selection()
+    if everything != chosen.everything:
+        raise UsageError("say what to export: --document, --chunk, --segment or --fingerprint, or --all")
+    folder = CacheFolder(chosen.cache_dir)
+    tiers = list(folder.tiers(chosen.fingerprint))
+    copied = [(tier, one) for name, tier in tiers for one in folder.segments(name, tier, selection)]
+    if not copied:
+        raise UsageError(f"no segment in {chosen.cache_dir} fits")
     exported_bytes, left_out = 0, []
     with _opened(folder.root, target) as copies, progress("copying segments") as report:
-        for done, (tier, one) in enumerate(chosen, start=1):
+        for done, (tier, one) in enumerate(copied, start=1):
             data = _verified(tier, one)
             if data is None:
                 left_out.append(one.record.id)
             else:
                 copies.add(_name(one), data, one.created_s)
                 exported_bytes += len(data)
-            report(done, len(chosen))
-    exported = len(chosen) - len(left_out)
+            report(done, len(copied))
+    exported = len(copied) - len(left_out)
     output.show(f"exported {exported} segments of {size(exported_bytes)} to {target}")
     if left_out:
         output.show(f"[red]{len(left_out)} were left out: corrupt, or gone meanwhile[/red]")

@@ -1,11 +1,12 @@
 """What commands print: results on stdout, everything else on stderr, JSON where it is asked for."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -14,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunkweave.eval.results import check_writable, to_json, write_json
-from chunkweave.eval.summaries import TtftRow
 from chunkweave.metrics import ReuseReport
+
+RowT = TypeVar("RowT")
 
 _PIPE_WIDTH = 150
 """Columns of a table that goes to a file or a pipe: wide enough that none is cut."""
@@ -105,25 +107,16 @@ def status(description: str) -> Iterator[None]:
 
 def reuse_summary(report: ReuseReport) -> RenderableType:
     """What happened to the tokens and chunks of one prompt, and how long it took; reordered chunks with their rank."""
-    reordered = report.order != "original"
-    table = Table()
-    if reordered:
-        table.add_column("rank", justify="right")
-    table.add_column("chunk", overflow="fold")
-    table.add_column("KV source")
-    table.add_column("tokens", justify="right")
-    table.add_column("recomputed", justify="right")
-    table.add_column("tier")
-    for chunk in report.chunks:
-        rank = "" if chunk.rank is None else str(chunk.rank + 1)
-        cells = (
-            escape(chunk.source),
-            chunk.kv_source,
-            str(chunk.tokens),
-            str(chunk.recomputed_tokens),
-            chunk.tier or "-",
-        )
-        table.add_row(*((rank, *cells) if reordered else cells))
+    rank = ("rank", lambda chunk: "" if chunk.rank is None else str(chunk.rank + 1))
+    table = table_of(
+        report.chunks,
+        *([rank] if report.order != "original" else []),
+        ("chunk", lambda chunk: escape(chunk.source)),
+        ("KV source", lambda chunk: chunk.kv_source),
+        ("tokens", lambda chunk: str(chunk.tokens)),
+        ("recomputed", lambda chunk: str(chunk.recomputed_tokens)),
+        ("tier", lambda chunk: chunk.tier or "-"),
+    )
     return Group(token_line(report), table, times(report))
 
 
@@ -156,29 +149,25 @@ def times(report: ReuseReport) -> str:
     )
 
 
-def ttft_table(rows: Sequence[TtftRow], title: str, caption: str) -> Table:
-    """Methods against the reference, with the limit that FLOPs set."""
+def table_of(
+    rows: Iterable[RowT],
+    *columns: tuple[str, Callable[[RowT], str]],
+    title: str | None = None,
+    caption: str | None = None,
+    left: int = 1,
+    section: Callable[[RowT], object] = lambda _: None,
+) -> Table:
+    """One line a row, each column with its heading and what it says of a row.
+
+    The first `left` columns are text, the others numbers. A rule ends rows that have a `section` in common.
+    """
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("method", no_wrap=True)
-    for name in ("TTFT", "p10", "p90", "speed-up", "limit", "of limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("exact", "reused", "recomp.", "computed", "recomp. fraction"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row.method,
-            seconds(row.ttft_median_s),
-            seconds(row.ttft_p10_s),
-            seconds(row.ttft_p90_s),
-            f"{row.speedup:.2f}x",
-            f"{row.flops_limit:.2f}x",
-            f"{row.limit_share:.0%}",
-            f"{row.prefix_exact_tokens:.0f}",
-            f"{row.reused_tokens:.0f}",
-            f"{row.recomputed_tokens:.0f}",
-            f"{row.computed_tokens:.0f}",
-            f"{row.recompute_fraction:.3f}",
-        )
+    for place, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
+    for _, group in groupby(rows, key=section):
+        for row in group:
+            table.add_row(*(cell(row) for _, cell in columns))
+        table.add_section()
     return table
 
 

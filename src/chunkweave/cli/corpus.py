@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.console import Json, Out, Output, progress, seconds, status
+from chunkweave.cli.console import Output, progress, seconds, status, table_of
+from chunkweave.cli.options import with_blocks
 from chunkweave.errors import DuplicateDocumentError, UsageError
 
 if TYPE_CHECKING:
@@ -64,34 +65,35 @@ def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[
 
 def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
     """Chunks with rank and score, and how they begin."""
-    table = Table()
-    table.add_column("rank", justify="right")
-    table.add_column("score", justify="right")
-    table.add_column("chunk", overflow="fold")
-    table.add_column("text", no_wrap=True)
-    for one in found:
-        beginning = " ".join(one.chunk.text.split())[:100]
-        table.add_row(str(one.rank), f"{one.score:.3f}", escape(one.chunk.source), escape(beginning))
-    return table
+    return table_of(
+        found,
+        ("rank", lambda one: str(one.rank)),
+        ("score", lambda one: f"{one.score:.3f}"),
+        ("chunk", lambda one: escape(one.chunk.source)),
+        ("text", lambda one: escape(" ".join(one.chunk.text.split())[:100])),
+        left=4,
+    )
 
 
 @app.command("list")
+@with_blocks
 def list_documents(
     folder: CorpusFolder,
     limit: Annotated[int | None, typer.Option(min=1, help="Most documents that are listed.")] = None,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """List documents in the order in which they were added."""
-    output = Output(json, out)
     corpus = open_corpus(folder)
     listed = corpus.documents[:limit]
-    table = Table(title=f"{corpus.num_documents} documents in {len(corpus)} chunks", title_justify="left")
-    table.add_column("id", overflow="fold")
-    table.add_column("title", overflow="fold")
-    table.add_column("chunks", justify="right")
-    for document in listed:
-        table.add_row(escape(document.id), escape(document.title), str(len(document.chunks)))
+    table = table_of(
+        listed,
+        ("id", lambda document: escape(document.id)),
+        ("title", lambda document: escape(document.title)),
+        ("chunks", lambda document: str(len(document.chunks))),
+        title=f"{corpus.num_documents} documents in {len(corpus)} chunks",
+        left=2,
+    )
     output.show(table)
     rows = [
         {"id": one.id, "title": one.title, "chunks": len(one.chunks), "metadata": dict(one.metadata)} for one in listed
@@ -101,18 +103,18 @@ def list_documents(
 
 
 @app.command()
+@with_blocks
 def search(
     folder: CorpusFolder,
     question: Annotated[str, typer.Argument(help="What to look for.")],
     top_k: TopK = None,
     stages: Annotated[bool, typer.Option("--stages", help="Show what was known after each stage, and when.")] = False,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Show the chunks that are nearest to a question."""
     from chunkweave.retrieval.indexes import usual_top_k
 
-    output = Output(json, out)
     corpus = open_corpus(folder)
     with status("searching"):
         k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
@@ -136,17 +138,17 @@ def search(
 
 
 @app.command()
+@with_blocks
 def remove(
     folder: CorpusFolder,
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Documents, as `corpus list` names them.")],
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Remove documents, from the disk too.
 
     What a --cache-dir keeps of them goes with `chunkweave cache clear CACHE_DIR --document ID`.
     """
-    output = Output(json, out)
     corpus = open_corpus(folder)
     change = corpus.remove(ids)
     with status("building the index"):
@@ -160,6 +162,7 @@ def remove(
     output.finish({"removed": list(change.removed), "gone": gone, **sizes})
 
 
+@with_blocks
 def ingest(
     paths: Annotated[
         list[Path],
@@ -189,14 +192,13 @@ def ingest(
     skip_bad_docs: Annotated[
         bool, typer.Option("--skip-bad-docs", help="Leave out files and lines that cannot be read.")
     ] = False,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Cut documents into chunks, embed them, and keep them in a corpus.
 
     What is there already and has not changed is skipped, so an ingest that was interrupted goes on where it was.
     """
-    output = Output(json, out)
     from chunkweave.retrieval.documents import read_corpus_documents
 
     with status("reading documents"):

@@ -1,16 +1,18 @@
 """`chunkweave demo`: woven answers of the bundled reader, and a TTFT table, without any argument."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
 from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks
-from chunkweave.cli.bench import TtftRun
-from chunkweave.cli.console import Output
+from chunkweave.cli.bench import measure_ttft, ttft_run
+from chunkweave.cli.console import Output, table_of
 from chunkweave.cli.options import ModelOptions, Only, with_blocks
 from chunkweave.config import ModelConfig, SamplingParams, StoreConfig
 from chunkweave.eval.datasets import Example, bundled_examples
+from chunkweave.eval.summaries import TimedSample
 from chunkweave.eval.worlds.world import bundled_corpus
 
 if TYPE_CHECKING:
@@ -63,14 +65,18 @@ def _ask(engine: "Engine", example: Example, output: Output) -> dict[str, Any]:
 
 
 def _answers_table(answers: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="The same questions by reuse method", title_justify="left")
-    table.add_column("question")
-    table.add_column("right answer")
-    for name in _COMPARED:
-        table.add_column(name)
-    for answer in answers:
-        table.add_row(answer["question"], answer["expected"][0], *answer["by_method"].values())
-    return table
+    return table_of(
+        answers,
+        ("question", lambda answer: answer["question"]),
+        ("right answer", lambda answer: answer["expected"][0]),
+        *((name, partial(_answer_by, name)) for name in _COMPARED),
+        title="The same questions by reuse method",
+        left=2 + len(_COMPARED),
+    )
+
+
+def _answer_by(method: str, answer: dict[str, Any]) -> str:
+    return str(answer["by_method"][method])
 
 
 def _time_methods(output: Output) -> dict[str, Any]:
@@ -85,6 +91,7 @@ def _time_methods(output: Output) -> dict[str, Any]:
         config = TtftConfig(
             chunks=_TIMED_CHUNKS, chunk_tokens=_TIMED_CHUNK_TOKENS, questions=_TIMED_QUESTIONS, hf_reference=False
         )
-        run = TtftRun(engine, config, {"model": choice.name, "dataset": "bundled documents"})
-        run.measure(make_workload(bundled_examples(_TIMED_QUESTIONS), engine, config))
-        return run.show(output)
+        samples: list[TimedSample] = []
+        measure_ttft(engine, make_workload(bundled_examples(_TIMED_QUESTIONS), engine, config), config, samples)
+        origin = {"model": choice.name, "dataset": "bundled documents"}
+        return ttft_run(engine, config, origin, samples).show(output)

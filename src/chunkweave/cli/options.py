@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Warm = Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
-CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]
-Fingerprint = Annotated[
-    str | None, typer.Option("--fingerprint", help="Only this model's; the beginning of its fingerprint is enough.")
-]
-DocumentName = Annotated[str | None, typer.Option("--document", help="Only segments of the document of this name.")]
-ChunkPrefix = Annotated[
-    str | None, typer.Option("--chunk", help="Only segments of this chunk: its id, or its beginning.")
-]
-SegmentPrefix = Annotated[str | None, typer.Option("--segment", help="Only this segment: its id, or its beginning.")]
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
 

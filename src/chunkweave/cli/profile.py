@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Json, Output, progress, seconds, size, status, stderr
+from chunkweave.cli.console import Json, Output, progress, seconds, size, status, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -223,20 +223,18 @@ def advise(
 
 
 def _devices_table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) -> Table:
-    table = Table(title=f"{tokens} reused tokens, recompute ratio {recompute_ratio:g}", title_justify="left")
-    for name in ("device", "price per GiB-hour", "loading", "recomputing", "hidden", "ratio that hides it", "chosen"):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(
-            str(row["device"]),
-            f"{row['price_per_gib_hour']:g}",
-            seconds(row["load_s"]),
-            seconds(row["recompute_s"]),
-            "yes" if row["hidden"] else "no",
-            f"{row['ratio_that_hides']:.2f}",
-            "<--" if row["chosen"] else "",
-        )
-    return table
+    return table_of(
+        rows,
+        ("device", lambda row: row["device"]),
+        ("price per GiB-hour", lambda row: f"{row['price_per_gib_hour']:g}"),
+        ("loading", lambda row: seconds(row["load_s"])),
+        ("recomputing", lambda row: seconds(row["recompute_s"])),
+        ("hidden", lambda row: "yes" if row["hidden"] else "no"),
+        ("ratio that hides it", lambda row: f"{row['ratio_that_hides']:.2f}"),
+        ("chosen", lambda row: "<--" if row["chosen"] else ""),
+        title=f"{tokens} reused tokens, recompute ratio {recompute_ratio:g}",
+        left=7,
+    )
 
 
 def _parsed_device(text: str) -> StorageDevice:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.bench import BenchmarkRun
-from chunkweave.cli.console import Output, progress, seconds, stderr
+from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import ModelOptions, Only, SeededModelOptions, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -23,6 +23,7 @@ from chunkweave.planning.calibration import (
     PARTIAL_FILE,
     SHARES,
     CalibrationRecord,
+    CurvePoint,
     Quality,
     existing_records,
     record_path,
@@ -136,93 +137,81 @@ def quality(
     examples = asked.draw(model.seed, earlier=config.warm.queries, worlds=worlds)
     drawn = {"dataset": asked.dataset, "chunks": asked.chunks, "worlds": worlds, "kinds": asked.kinds}
     with model.open(store=store) as engine:
-        run = QualityRun(engine, config, {"model": model.name, **drawn, **options.kept(store)}, plot)
-        with run.reported(output):
-            run.measure(examples, deviations)
-
-
-class QualityRun(BenchmarkRun[ScoredSample, QualityRow]):
-    """Answers of all contenders, question by question."""
-
-    def __init__(
-        self, engine: "Engine", config: "QualityConfig", origin: dict[str, Any], plot: Path | None = None
-    ) -> None:
-        super().__init__("quality", engine, {**asdict(config), "warm": str(config.warm), **origin}, config.seed)
-        self._measured = config
-        self._plot = plot
-        self._deviations: dict[str, list[Deviation]] = {}
-
-    def measure(self, examples: Sequence[Example], deviations: int) -> None:
-        """Answer every question with every contender, then measure deviations on the first `deviations` of them."""
-        from chunkweave.eval.quality import measure_quality
-
-        with progress("answering") as report:
-            for sample in measure_quality(self.engine, examples, self._measured, report):
-                self.samples.append(sample)
-        chosen = examples[self._measured.warm.queries :][:deviations]
-        with progress("measuring deviations") as report:
-            for done, example in enumerate(chosen, start=1):
-                self._measure_deviation(example)
-                report(done, len(chosen))
-
-    def _measure_deviation(self, example: Example) -> None:
-        from chunkweave.eval.quality import deviation_from
-
-        prompt = self.engine.builder.build(example.question, example.chunks)
-        caches = {
-            label: self.engine.runner.prefill(prompt, method, capture=False)
-            for label, method in self._measured.contenders().items()
-        }
-        for label, woven in caches.items():
-            measured = deviation_from(caches["full"], woven, self.engine.loaded.model)
-            self._deviations.setdefault(label, []).append(measured)
-
-    def summarize(self) -> list[QualityRow]:
-        """Contenders, the ends of the scale first."""
-        return summarize_quality(self.samples)
-
-    def more(self) -> dict[str, Any]:
-        """Mean deviations from full prefill by contender."""
         from chunkweave.eval.quality import mean_deviation
 
-        return {"deviation": {label: mean_deviation(found) for label, found in self._deviations.items()}}
+        samples: list[ScoredSample] = []
+        strayed: dict[str, list[Deviation]] = {}
+        title = f"{model.name} on {asked.dataset}"
+        run = BenchmarkRun(
+            "quality",
+            engine,
+            {**asdict(config), "warm": str(config.warm), "model": model.name, **drawn, **options.kept(store)},
+            config.seed,
+            summarize=lambda: summarize_quality(samples),
+            table=lambda rows, _: _quality_table(rows, title),
+            more=lambda: {"deviation": {label: mean_deviation(found) for label, found in strayed.items()}},
+            draw=lambda rows: _draw(rows, plot, config),
+        )
+        with run.reported(output, samples):
+            _measure_quality(engine, config, examples, samples)
+            _measure_deviations(engine, config, examples[config.warm.queries :][:deviations], strayed)
 
-    def table(self, rows: Sequence[QualityRow], result: dict[str, Any]) -> Table:
-        """Contenders with intervals."""
-        return quality_table(rows, f"{result['config']['model']} on {result['config']['dataset']}")
 
-    def draw(self, rows: Sequence[QualityRow]) -> None:
-        """F1 against recompute fraction."""
-        if self._plot is not None:
-            from chunkweave.eval.summaries import plot_quality
+def _measure_quality(
+    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], samples: list[ScoredSample]
+) -> None:
+    from chunkweave.eval.quality import measure_quality
 
-            plot_quality(rows, self._plot, f"{rows[0].questions} questions, warm {self._measured.warm}")
+    with progress("answering") as report:
+        for sample in measure_quality(engine, examples, config, report):
+            samples.append(sample)  # noqa: PERF402 - what is there when it is interrupted stays
 
 
-def quality_table(rows: Sequence[QualityRow], title: str) -> Table:
+def _measure_deviations(
+    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], strayed: "dict[str, list[Deviation]]"
+) -> None:
+    from chunkweave.eval.quality import deviation_from
+
+    with progress("measuring deviations") as report:
+        for done, example in enumerate(examples, start=1):
+            prompt = engine.builder.build(example.question, example.chunks)
+            contenders = config.contenders().items()
+            caches = {label: engine.runner.prefill(prompt, method, capture=False) for label, method in contenders}
+            for label, woven in caches.items():
+                found = deviation_from(caches["full"], woven, engine.loaded.model)
+                strayed.setdefault(label, []).append(found)
+            report(done, len(examples))
+
+
+def _draw(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> None:
+    """F1 against recompute fraction."""
+    if plot is not None:
+        from chunkweave.eval.summaries import plot_quality
+
+        plot_quality(rows, plot, f"{rows[0].questions} questions, warm {config.warm}")
+
+
+def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
     """Contenders with intervals, the share of the gap closed, and what it cost."""
     caption = (
         f"{rows[0].questions} questions. Intervals: 95 % bootstrap, the difference paired by question. Gap closed: "
         "share of the way from full-reuse to full on the kinds that cross passages."
     )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("method", no_wrap=True)
-    for name in ("F1", "95 %", "EM", "minus full", "95 %", "crossing F1", "gap closed", "recomp. fraction", "TTFT"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row.method,
-            f"{row.f1:.3f}",
-            f"{row.f1_low:.3f}..{row.f1_high:.3f}",
-            f"{row.exact_match:.3f}",
-            f"{row.f1_minus_full:+.3f}",
-            f"{row.f1_minus_full_low:+.3f}..{row.f1_minus_full_high:+.3f}",
-            "-" if row.crossing_f1 is None else f"{row.crossing_f1:.3f}",
-            "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
-            f"{row.recompute_fraction:.3f}",
-            seconds(row.ttft_s),
-        )
-    return table
+    return table_of(
+        rows,
+        ("method", lambda row: row.method),
+        ("F1", lambda row: f"{row.f1:.3f}"),
+        ("95 %", lambda row: f"{row.f1_low:.3f}..{row.f1_high:.3f}"),
+        ("EM", lambda row: f"{row.exact_match:.3f}"),
+        ("minus full", lambda row: f"{row.f1_minus_full:+.3f}"),
+        ("95 %", lambda row: f"{row.f1_minus_full_low:+.3f}..{row.f1_minus_full_high:+.3f}"),
+        ("crossing F1", lambda row: "-" if row.crossing_f1 is None else f"{row.crossing_f1:.3f}"),
+        ("gap closed", lambda row: "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"),
+        ("recomp. fraction", lambda row: f"{row.recompute_fraction:.3f}"),
+        ("TTFT", lambda row: seconds(row.ttft_s)),
+        title=title,
+        caption=caption,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,29 +316,24 @@ def curve_table(record: CalibrationRecord) -> Table:
         f"{record.questions} questions, warm {record.warm}; full prefill's F1 is {record.full_f1:.3f}. Share: of that "
         "F1, on the same questions. Intervals: 95 % bootstrap, that of the share paired by question."
     )
-    table = Table(
+
+    def least_for(point: CurvePoint) -> str:
+        least = (str(name) for name, target in record.targets.items() if target.least.get(point.method) == point.value)
+        return ", ".join(least)
+
+    return table_of(
+        record.points,
+        ("method", lambda point: point.method),
+        ("parameter", lambda point: f"{parameter_of(point.method)} {point.value:g}"),
+        ("F1", lambda point: f"{point.f1:.3f}"),
+        ("95 %", lambda point: f"{point.f1_low:.3f}..{point.f1_high:.3f}"),
+        ("share", lambda point: f"{point.share:.3f}"),
+        ("95 %", lambda point: f"{point.share_low:.3f}..{point.share_high:.3f}"),
+        ("recomp. fraction", lambda point: f"{point.recompute_fraction:.3f}"),
+        ("least for", least_for),
         title=escape(f"{record.model} on {record.dataset}"),
-        title_justify="left",
         caption=caption,
-        caption_justify="left",
     )
-    table.add_column("method", no_wrap=True)
-    for name in ("parameter", "F1", "95 %", "share", "95 %", "recomp. fraction"):
-        table.add_column(name, justify="right")
-    table.add_column("least for")
-    for point in record.points:
-        least = [str(name) for name, target in record.targets.items() if target.least.get(point.method) == point.value]
-        table.add_row(
-            point.method,
-            f"{parameter_of(point.method)} {point.value:g}",
-            f"{point.f1:.3f}",
-            f"{point.f1_low:.3f}..{point.f1_high:.3f}",
-            f"{point.share:.3f}",
-            f"{point.share_low:.3f}..{point.share_high:.3f}",
-            f"{point.recompute_fraction:.3f}",
-            ", ".join(least),
-        )
-    return table
 
 
 def meanings(record: CalibrationRecord) -> list[str]:

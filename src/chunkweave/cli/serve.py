@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli.console import Json, Out, Output, stderr
-from chunkweave.cli.options import as_command, given_options, option_parameters, warn
+from chunkweave.cli.options import as_command, given_options, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError
 from chunkweave.server.settings import (
@@ -175,17 +175,17 @@ keys_app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave
 
 
 @keys_app.command()
+@with_blocks
 def new(
     tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, - and _.")],
     file: Annotated[
         Path | None, typer.Option("--file", help="Add the hash to this keys file; printed if left out.", dir_okay=False)
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May look at and empty what all tenants share.")] = False,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Make a key. It is shown once: the keys file has its hash only."""
-    output = Output(json, out)
     from chunkweave.server.auth import StoredKey, Tenant, add_to_file, new_key
 
     key = new_key()

@@ -9,7 +9,8 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Json, Out, Output, Report, progress, seconds, size, status
+from chunkweave.cli.console import Output, Report, progress, seconds, size, status, table_of
+from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.settings import parse_bytes
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _DEFAULT_SHAPE = "mistral-7b"
 
 
+@with_blocks
 def simulate(
     trace: Annotated[
         str,
@@ -60,8 +62,8 @@ def simulate(
     ] = 0.0,
     replicas: Annotated[int, typer.Option(min=0, help="Hot upper nodes kept on both tiers.")] = 0,
     seed: options.Seed = 0,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Replay requests and print hit rates, time to first token, and the bound that no policy can exceed."""
     from chunkweave.eval.simulator.simulation import bounds_of
@@ -69,7 +71,6 @@ def simulate(
     from chunkweave.eval.simulator.trace import build_trace
     from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 
-    output = Output(json, out)
     cost, model = _cost(shape, cost_model, teraflops, parse_bytes(host_bandwidth))
     runs = _runs(policy, budget, device_budget, window, replicas)
     source = SourceConfig(requests, rate, top_k, zipf, documents, drift, seed)
@@ -131,32 +132,25 @@ def _simulation_table(
 ) -> Table:
     kind = "Belady's MIN" if trace.equal_sizes else "a relaxation (sizes differ)"
     asked = f"{size(trace.working_set_bytes)} asked for in all"
-    table = Table(
+    return table_of(
+        list(zip(results, bounds, strict=True)),
+        ("memory", lambda run: " + ".join(size(tier.budget_bytes) for tier in run[0].config.tiers)),
+        ("policy", lambda run: run[0].config.policy),
+        ("hit rate", lambda run: f"{run[0].hit_rate:.1%}"),
+        ("bound", lambda run: f"{run[1].hit_rate:.1%}"),
+        ("token hits", lambda run: f"{run[0].token_hit_rate:.1%}"),
+        ("bound", lambda run: f"{run[1].token_hit_rate:.1%}"),
+        ("TTFT mean", lambda run: seconds(run[0].ttft_mean_s)),
+        ("p50", lambda run: seconds(run[0].ttft_percentile_s(50))),
+        ("p90", lambda run: seconds(run[0].ttft_percentile_s(90))),
+        ("p99", lambda run: seconds(run[0].ttft_percentile_s(99))),
+        ("passed over", lambda run: str(run[0].most_passed_over)),
         title=f"{trace.name}: {len(trace.requests)} requests, {model}, {asked}",
-        title_justify="left",
         caption=f"Bounds: {kind} for documents, Belady's MIN over tokens for tokens; the tree is not held against them."
         "\nOne prefill at a time, decoding not simulated; the cold start counts.",
-        caption_justify="left",
+        left=2,
+        section=lambda run: run[0].config.tiers,
     )
-    table.add_column("memory", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    for name in ("hit rate", "bound", "token hits", "bound", "TTFT mean", "p50", "p90", "p99", "passed over"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, (result, bound) in enumerate(zip(results, bounds, strict=True)):
-        tiers = result.config.tiers
-        table.add_row(
-            " + ".join(size(tier.budget_bytes) for tier in tiers),
-            result.config.policy,
-            f"{result.hit_rate:.1%}",
-            f"{bound.hit_rate:.1%}",
-            f"{result.token_hit_rate:.1%}",
-            f"{bound.token_hit_rate:.1%}",
-            seconds(result.ttft_mean_s),
-            *(seconds(result.ttft_percentile_s(percent)) for percent in (50, 90, 99)),
-            str(result.most_passed_over),
-            end_section=number + 1 == len(results) or results[number + 1].config.tiers != tiers,
-        )
-    return table
 
 
 def _simulation_result(
@@ -183,6 +177,7 @@ def _simulation_result(
 _BOUND = "bound"
 
 
+@with_blocks
 def analyze(
     trace: Annotated[
         Path,
@@ -202,8 +197,8 @@ def analyze(
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy, with --budget-tokens.")] = "lru",
     seed: options.Seed = 0,
-    json: Json = False,
-    out: Out = None,
+    *,
+    output: Output,
 ) -> None:
     """Print prefix and total overlap, repeats across turns, and the prefill that each chunk order would save."""
     from chunkweave.eval.chunk_order import (
@@ -215,7 +210,6 @@ def analyze(
         saving_bound,
     )
 
-    output = Output(json, out)
     names = _known(options.names(orderings))
     with status(f"reading {trace}"):
         kind, arrivals = read_requests(trace, top_k=top_k, seed=seed)
@@ -290,18 +284,16 @@ def _overlap_table(
 
 def _savings_table(found: Sequence["Savings"], bound: int, left_out: Sequence[str]) -> Table:
     caption = f"{', '.join(left_out)}: too many chunks for every permutation; see --top-k" if left_out else ""
-    table = Table(title="KV computation of documents", title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("order")
-    for head in ("tokens saved", "of all", "chunks found", "requests found whole"):
-        table.add_column(head, justify="right")
-    for one in found:
-        table.add_row(
-            one.ordering,
-            f"{one.saved_tokens:,}",
-            f"{one.saved_share:.1%}",
-            f"{one.hit_chunks / one.chunks:.1%}" if one.chunks else "-",
-            f"{one.full_hits / one.requests:.1%}",
-        )
+    table = table_of(
+        found,
+        ("order", lambda one: one.ordering),
+        ("tokens saved", lambda one: f"{one.saved_tokens:,}"),
+        ("of all", lambda one: f"{one.saved_share:.1%}"),
+        ("chunks found", lambda one: f"{one.hit_chunks / one.chunks:.1%}" if one.chunks else "-"),
+        ("requests found whole", lambda one: f"{one.full_hits / one.requests:.1%}"),
+        title="KV computation of documents",
+        caption=caption,
+    )
     total = found[0].document_tokens
     table.add_row(_BOUND, f"{bound:,}", f"{bound / total:.1%}" if total else "-", "", "")
     return table
