@@ -72,7 +72,14 @@ def order(name: str) -> WeaveOrder:
 
 def queue(preparation, ranks=None, *, background=False, clock=None) -> WeaveQueue:
     ranks = Alone() if ranks is None else ranks
-    return WeaveQueue(preparation, ranks, background=background, timeout_s=TIMEOUT_S, clock=clock or Clock())
+    return WeaveQueue(
+        preparation.look_up,
+        preparation.plan,
+        ranks,
+        background=background,
+        timeout_s=TIMEOUT_S,
+        clock=clock or Clock(),
+    )
 
 
 def name_of(weave) -> str | None:

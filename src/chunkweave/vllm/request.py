@@ -1,13 +1,14 @@
 """What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import needs_profiles, reads_question
@@ -172,15 +173,11 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
 
 def to_params(reuse: ReuseConfig) -> dict[str, Any]:
     """The fields that carry `reuse` in a request which names a method: the ratio, and what is not the default."""
-    usual = ReuseConfig()
-    unusual = {name for name in _COMPARED | {"check_layers", "alpha"} if getattr(reuse, name) != getattr(usual, name)}
-    return {name: _as_json(getattr(reuse, name)) for name in ("recompute_ratio", *sorted(unusual))}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, QueryConfig):
-        return {name: _as_json(one) for name, one in asdict(value).items()}
-    return list(value) if isinstance(value, tuple) else value
+    names = ("check_layers", "alpha", *sorted(_COMPARED))
+    given = {name: value for name in names if (value := getattr(reuse, name)) != getattr(ReuseConfig(), name)}
+    if "query" in given:
+        given["query"] = asdict(reuse.query)
+    return {"recompute_ratio": reuse.recompute_ratio, **given}
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
@@ -225,43 +222,28 @@ def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
     return replace(usual, **changed)
 
 
-_Reader = Callable[[Any, str], Any]
-"""Checks a value of JSON, and raises a `UsageError` that names the field."""
-
-
-def _one_of(kind: type[Combine] | type[DeviationFactor] | type[WatchedLayers]) -> _Reader:
-    def read(value: Any, name: str) -> Any:
-        if not isinstance(value, str) or value not in list(kind):
-            raise UsageError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
-        return kind(value)
-
-    return read
-
-
 def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
-    unknown = sorted(str(key) for key in given if key not in _QUERY)
-    if unknown:
-        raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(sorted(_QUERY))}")
-    return replace(usual, **{name: _QUERY[name](value, f"query.{name}") for name, value in given.items()})
+    known = sorted(one.name for one in fields(QueryConfig))
+    if unknown := sorted(str(key) for key in given if key not in known):
+        raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(known)}")
+    return replace(usual, **{name: _query_value(name, value) for name, value in given.items()})
 
 
-_QUERY: Mapping[str, _Reader] = {
-    "tail": lambda value, name: None if value is None else checked_whole(value, name),
-    "layers": lambda value, name: (
-        checked_layer_numbers if isinstance(value, list | tuple) else _one_of(WatchedLayers)
-    )(value, name),
-    "over_heads": _one_of(Combine),
-    "over_tokens": _one_of(Combine),
-    "over_layers": _one_of(Combine),
-    "factor": _one_of(DeviationFactor),
-    "widen": checked_number,
-    "first_tokens": checked_whole,
-    "mixed_share": checked_number,
-    "rounds": checked_whole,
-}
-"""The fields of `QueryConfig`, and what reads each."""
+def _query_value(name: str, value: Any) -> Any:
+    """A value of that field of `QueryConfig`, by the type of its default."""
+    path, kind = f"query.{name}", type(getattr(QueryConfig(), name))
+    if name == "tail" and value is None:
+        return None
+    if name == "layers" and isinstance(value, list | tuple):
+        return checked_layer_numbers(value, path)
+    if not issubclass(kind, StrEnum):
+        return checked_number(value, path) if kind is float else checked_whole(value, path)
+    if not isinstance(value, str) or value not in list(kind):
+        raise UsageError(f"{path} must be one of {', '.join(kind)}, not {value!r}")
+    return kind(value)
+
 
 _COMPARED = frozenset({"seed", "focus", "query"})
 """Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""

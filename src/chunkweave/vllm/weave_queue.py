@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
@@ -78,16 +78,6 @@ class PreparedWeave:
     exact_to: int
 
 
-class Preparation(Protocol):
-    """What the queue calls on threads of its own; neither may touch more than the store."""
-
-    def look_up(self, order: WeaveOrder) -> PromptLookup:
-        """What is stored for an order's prompt."""
-
-    def plan(self, order: WeaveOrder, found: PromptLookup) -> PreparedWeave:
-        """Plan with what was found and begin to read."""
-
-
 @dataclass(slots=True, eq=False)
 class QueuedWeave:
     """One order on its way. `error` says why it will not be woven; `planned` is set once all ranks may begin."""
@@ -120,7 +110,8 @@ class WeaveQueue:
 
     def __init__(
         self,
-        preparation: Preparation,
+        look_up: Callable[[WeaveOrder], PromptLookup],
+        plan: Callable[[WeaveOrder, PromptLookup], PreparedWeave],
         ranks: Alone,
         *,
         background: bool,
@@ -130,13 +121,14 @@ class WeaveQueue:
         """An empty queue.
 
         Args:
-            preparation: looks up and plans.
+            look_up: what is stored for an order's prompt; called from any thread, as `plan` is.
+            plan: plans with what was found, and begins to read.
             ranks: who must agree.
             background: look up and plan on threads, since a tier may be slow.
             timeout_s: an order that is not ready after so long is given up.
             clock: seconds, monotonic.
         """
-        self._preparation = preparation
+        self._look_up, self._plan = look_up, plan
         self._ranks = ranks
         self._executor: Executor = ThreadPoolExecutor(AHEAD, "chunkweave-plan") if background else _Inline()
         self._timeout_s = timeout_s
@@ -183,12 +175,12 @@ class WeaveQueue:
                 continue
             weave.since_s = self._clock()
             if self._ranks.size > 1:
-                weave.lookup = self._executor.submit(self._preparation.look_up, weave.order)
+                weave.lookup = self._executor.submit(self._look_up, weave.order)
             else:
                 weave.planning = self._executor.submit(self._look_up_and_plan, weave.order)
 
     def _look_up_and_plan(self, order: WeaveOrder) -> PreparedWeave:
-        return self._preparation.plan(order, self._preparation.look_up(order))
+        return self._plan(order, self._look_up(order))
 
     def _agree_on_lookups(self) -> None:
         """Plan those that all ranks have looked up, with what all of them found."""
@@ -197,7 +189,7 @@ class WeaveQueue:
             if not same:
                 found = _held_by_all(found, self._ranks.gather(_known(found)))
             weave.since_s = self._clock()
-            weave.planning = self._executor.submit(self._preparation.plan, weave.order, _by_id(found))
+            weave.planning = self._executor.submit(self._plan, weave.order, _by_id(found))
 
     def _agree_on_plans(self) -> None:
         """Let those begin that all ranks have planned alike, and whose segments are in memory as far as needed."""

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from math import inf
 
 import torch
@@ -43,15 +42,6 @@ Exact parts do not count: stored or computed, their KV is the same.
 """
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """What a step has brought so far; handed over and begun anew once a step."""
-
-    arrived: set[str] = field(default_factory=set)
-    broken_blocks: set[int] = field(default_factory=set)
-    results: StepResults = field(default_factory=StepResults)
-
-
 class ConnectorWorker:
     """Owns store and weaves of one worker. Called from the worker's thread only.
 
@@ -73,11 +63,14 @@ class ConnectorWorker:
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
         self._events = StoreEvents(self._follower.take, self._lookups.answered)
         slow = any(level.background for level in self._store.levels)
-        self._queue = WeaveQueue(self, ranks, background=slow, timeout_s=settings.weave.load_timeout_s)
+        timeout_s = settings.weave.load_timeout_s
+        self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
-        self._outcome = _Outcome()
+        self._arrived: set[str] = set()
+        self._broken_blocks: set[int] = set()
+        self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
 
@@ -98,11 +91,11 @@ class ConnectorWorker:
             self._queue.add(order, self._woven.get(order.request_id))
         for request_id in orders.cancelled:
             if self._queue.remove(request_id):
-                self._outcome.arrived.add(request_id)
+                self._arrived.add(request_id)
         left = inf if orders.idle else self._step_work
         while left > 0 and (weave := self._queue.next()) is not None:
             left -= self._weave(weave, left)
-            if orders.idle and self._outcome.arrived:
+            if orders.idle and self._arrived:
                 return  # it is answered before the others are woven
 
     def save(self, orders: StepOrders) -> None:
@@ -122,9 +115,10 @@ class ConnectorWorker:
 
     def take_outcome(self) -> tuple[set[str], set[int], StepResults]:
         """Requests whose KV has arrived, blocks whose KV is not valid, and what the scheduler gets to know."""
-        outcome, self._outcome = self._outcome, _Outcome()
-        self._events.add_to(outcome.results)
-        return outcome.arrived, outcome.broken_blocks, outcome.results
+        self._events.add_to(self._results)
+        outcome = self._arrived, self._broken_blocks, self._results
+        self._arrived, self._broken_blocks, self._results = set(), set(), StepResults()
+        return outcome
 
     def close(self) -> None:
         """Write what is still to be written, and close the store."""
@@ -200,8 +194,8 @@ class ConnectorWorker:
         plan = woven.plan
         if not order.first:  # for requests like it of which vLLM's own cache has a part
             self._remember(_choice_key(order.request, plan), job.chosen)
-        self._outcome.arrived.add(order.request_id)
-        self._outcome.results.reports[order.request_id] = _report(plan, order, job, self._num_layers)
+        self._arrived.add(order.request_id)
+        self._results.reports[order.request_id] = _report(plan, order, job, self._num_layers)
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
         for part in plan.parts:
@@ -263,9 +257,9 @@ class ConnectorWorker:
         if isinstance(error, SegmentLost) and not isinstance(error, SegmentLate):
             self._store.remove(SegmentId(error.segment))
         self.forget([order.request_id])
-        self._outcome.arrived.add(order.request_id)
-        self._outcome.results.failed.add(order.request_id)
-        self._outcome.broken_blocks |= order.blocks_to_fill(self._layers.paged.block_size)
+        self._arrived.add(order.request_id)
+        self._results.failed.add(order.request_id)
+        self._broken_blocks |= order.blocks_to_fill(self._layers.paged.block_size)
 
 
 def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
