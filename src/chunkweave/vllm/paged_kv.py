@@ -31,11 +31,7 @@ class PagedKV:
     """
 
     def __init__(self, layers: Sequence[Any], block_size: int) -> None:
-        """Learn the layout.
-
-        Args:
-            layers: vLLM's `Attention` modules, in layer order.
-            block_size: tokens of a block as the scheduler counts them.
+        """Learn the layout of `layers`, vLLM's `Attention` modules in layer order.
 
         Raises:
             UnsupportedModelError: the cache is not one of plain keys and values per head, or the layout found does

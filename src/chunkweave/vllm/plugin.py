@@ -71,7 +71,7 @@ def loaded_model() -> Any:
     """The model that this worker loaded last.
 
     Raises:
-        ModelError: none was, so the plug-in came too late or not at all.
+        ModelError: none was loaded after the plug-in.
     """
     if not _loaded_models:
         raise ModelError("no model was seen loading; is VLLM_PLUGINS set so that chunkweave's plug-in is left out?")

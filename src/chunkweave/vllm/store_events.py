@@ -24,13 +24,9 @@ class RemoteLookups:
     def __init__(
         self, probe: Callable[[Prompt], None], timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """No lookup has begun.
+        """`probe` looks a prompt's chunks up in the shared tiers; afterwards the store knows what was found.
 
-        Args:
-            probe: looks a prompt's chunks up in the shared tiers; afterwards the store knows what was found.
-            timeout_s: maximum wait for a lookup before its request is prefilled normally; the call itself may take
-                longer.
-            clock: seconds, monotonic.
+        A request waits at most `timeout_s` for it; the call itself may take longer.
         """
         self._probe = probe
         self._timeout_s = timeout_s
@@ -72,12 +68,9 @@ class StoreEvents:
     def __init__(
         self, changed: Callable[[int], ChunkChanges], answered: Callable[[], set[str]], most: int = MOST_CHUNKS
     ) -> None:
-        """Nothing is sent yet.
+        """`changed` takes the changes of at most so many chunks, `answered` the requests whose lookup has ended.
 
-        Args:
-            changed: takes the changes of at most so many chunks.
-            answered: takes the requests whose lookup has ended; `changed` includes what was found from then on.
-            most: chunks a step.
+        What a lookup found is in `changed` once it is in `answered`. At most `most` chunks are sent in a step.
         """
         self._changed = changed
         self._answered = answered

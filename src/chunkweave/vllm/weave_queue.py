@@ -118,15 +118,10 @@ class WeaveQueue:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """An empty queue.
+        """`look_up` finds what is stored for an order's prompt, `plan` plans with that and begins to read.
 
-        Args:
-            look_up: what is stored for an order's prompt; called from any thread, as `plan` is.
-            plan: plans with what was found, and begins to read.
-            ranks: who must agree.
-            background: look up and plan on threads, since a tier may be slow.
-            timeout_s: an order that is not ready after so long is given up.
-            clock: seconds, monotonic.
+        Both are called on threads with `background`, for slow tiers. All `ranks` must agree. An order that is not ready
+        after `timeout_s` is given up.
         """
         self._look_up, self._plan = look_up, plan
         self._ranks = ranks
