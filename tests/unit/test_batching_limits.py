@@ -91,7 +91,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check(self.owners.values())
             assert {name: owner.blocks for name, owner in self.owners.items() if owner.blocks} == self.model
-            assert self.pool.use.reserved == sum(self.model.values())
+            assert self.pool.reserved == sum(self.model.values())
             assert self.loan <= self.free(), "a borrower holds what an owner needs"
 
 

@@ -29,10 +29,10 @@ class NextTurn:
     those that are there already, or were given twice.
     """
 
-    kept: tuple[PastTurn, ...]
-    cut: int
-    new: tuple[PromptPart, ...]
-    not_sent: tuple[PromptPart, ...]
+    kept: tuple[PastTurn, ...] = ()
+    cut: int = 0
+    new: tuple[PromptPart, ...] = ()
+    not_sent: tuple[PromptPart, ...] = ()
 
     @property
     def history(self) -> tuple[HistoryPart, ...]:
@@ -239,14 +239,12 @@ def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPa
 
 
 def split_turns(history: Sequence[HistoryPart]) -> tuple[PastTurn, ...]:
-    """`history`, whose last part is a turn, cut behind each turn."""
-    return tuple(PastTurn(parts) for parts in _runs(history))
-
-
-def _runs(history: Sequence[HistoryPart]) -> Iterator[tuple[HistoryPart, ...]]:
+    """`history`, whose last part is a turn, cut after each turn."""
+    turns: list[PastTurn] = []
     run: list[HistoryPart] = []
     for one in history:
         run.append(one)
         if one.part.kind is PartKind.TURN:
-            yield tuple(run)
+            turns.append(PastTurn(tuple(run)))
             run = []
+    return tuple(turns)

@@ -95,19 +95,15 @@ class AnswerStream:
         """Abort the request unless it has ended; a second time is harmless."""
         if not self._ended:
             self._ended = True
-            try:
+            with suppress(UnknownRequestError):  # it has ended meanwhile
                 self._abort(self.id)
-            except UnknownRequestError:
-                logger.debug("request %d had ended when its stream was closed", self.id)
 
     def deliver(self, event: StreamEvent | Exception) -> None:
         """Put an event in, from any thread. After the loop has ended it is dropped."""
         self.failed = isinstance(event, Exception)
         self.begun = True
-        try:
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:
-            logger.debug("the event loop of request %d is closed", self.id)
 
 
 ResultT = TypeVar("ResultT")

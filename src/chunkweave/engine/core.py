@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
 from chunkweave.engine.request import Deliver, Durations, RequestState, RequestStatus, StreamEvent
@@ -86,15 +87,14 @@ class BatchingCore:
     @property
     def stats(self) -> BatchingStats:
         """A snapshot."""
-        use = self.pool.use
         requests = tuple(self._scheduler.requests.values())
         running = [request for request in requests if request.runs]
         return replace(
             self._counts,
             waiting=len(requests) - len(running),
             running=len(running),
-            blocks=use.blocks,
-            blocks_reserved=use.reserved,
+            blocks=self.pool.blocks,
+            blocks_reserved=self.pool.reserved,
             pending=sum(request.status is not RequestStatus.DECODING for request in requests),
             speculating=sum(request.speculative for request in requests),
             speculations_running=sum(request.speculative for request in running),
@@ -201,21 +201,17 @@ class BatchingCore:
         self._scheduler.check()
 
     def _expire(self) -> None:
-        now = self._clock()
+        now, timeout_s = self._clock(), self._config.queue_timeout_s
         for request in list(self._scheduler.requests.values()):
-            waited = now - request.arrived_s
+            not_begun = request.admitted_s is None and not request.speculative
             if request.deadline_s is not None and now > request.deadline_s:
-                self._count(timed_out=1)
-                self._end(request, DeadlineError(f"request {request.id} was not answered within {waited:.3g} s"))
-            elif self._was_not_begun(request, now):
-                self._count(timed_out=1)
-                self._end(request, DeadlineError(f"request {request.id} waited {waited:.3g} s without being begun"))
-
-    def _was_not_begun(self, request: RequestState, now: float) -> bool:
-        timeout_s = self._config.queue_timeout_s
-        if timeout_s is None or request.admitted_s is not None or request.speculative:
-            return False
-        return now - request.waits_since_s > timeout_s
+                why = f"was not answered within {now - request.arrived_s:.3g} s"
+            elif timeout_s is not None and not_begun and now - request.waits_since_s > timeout_s:
+                why = f"waited {now - request.arrived_s:.3g} s without being begun"
+            else:
+                continue
+            self._count(timed_out=1)
+            self._end(request, DeadlineError(f"request {request.id} {why}"))
 
     @property
     def _prefetched_bytes(self) -> int:
@@ -317,7 +313,7 @@ class BatchingCore:
             request.decode.go_on_with(prefilled)
             self._advance(request, prefilled.logits)
             return
-        decode = self._preparer.start_decoding(request.prepared, prefilled)
+        decode = DecodeState(request.prepared, prefilled, self._preparer.loaded.tokenizer, self._runner.store)
         approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
         request.plan = prefilled.plan if approximate else None
         decode.advance(prefilled.logits)
@@ -348,7 +344,8 @@ class BatchingCore:
             return
         rest = decode.finish()
         try:
-            self._preparer.end(request.prepared, decode)
+            if request.prepared.turn is not None:
+                self._preparer.turn_builder.end(request.prepared.turn, decode)
         except Exception:  # what cannot be stored costs time in the conversation's next turn
             logger.exception("what request %d said is not stored", request.id)
         assert request.admitted_s is not None, "a running request was admitted"

@@ -1,18 +1,20 @@
 """One request from its first token to its last: sampling, text, and its answer."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.registry import HistoryPart
+from chunkweave.conversation.turns import history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.engine.request import Answer, Durations, make_report
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.outcome import explain_plan
-from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, SegmentId
+from chunkweave.store.store import TieredStore
+from chunkweave.types import Geometry
 
 if TYPE_CHECKING:
     from chunkweave.engine.prepare import PreparedRequest
@@ -93,40 +95,35 @@ class Detokenizer:
 
 
 class DecodeState:
-    """What has been generated for one prefilled request, and what its answer will have to tell."""
+    """What has been generated for one prefilled request, and what its report needs."""
 
     def __init__(
         self,
         prepared: "PreparedRequest",
         prefilled: Prefilled,
-        detokenizer: Detokenizer,
-        *,
-        stop_ids: Collection[int],
-        tiers: Mapping[SegmentId, str],
-        records: Mapping[SegmentId, SegmentRecord],
-        history: tuple[HistoryPart, ...] = (),
+        tokenizer: HuggingFaceTokenizer,
+        store: TieredStore[SegmentSource],
     ) -> None:
         """A request without a token yet.
 
-        Args:
-            prepared: what was asked for, how many tokens it may generate, and why it was prefilled by which method.
-            prefilled: its cache, and the logits of the first token.
-            detokenizer: turns its tokens into text.
-            stop_ids: tokens that end it.
-            tiers: where each reused segment was found.
-            records: what was known of the segments that were taken.
-            history: of a conversation, what its next turn goes on from, but for this question and answer.
+        Make it before what was loaded is promoted and what is new stored: where segments were found is noted here, and
+        storing may evict them.
         """
         self.prefilled = prefilled
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self.history = history
+        self.history = () if prepared.turn is None else history_after(prefilled, prepared.turn)
+        """Of a conversation, what its next turn goes on from, but for this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)
-        self._detokenizer = detokenizer
-        self._stop_ids = stop_ids
-        self._tiers = tiers
-        self._records = records
+        self._detokenizer = Detokenizer(tokenizer.decode, prepared.request.sampling.stop)
+        self._stop_ids = tokenizer.stop_ids
+        self._tiers = {segment: store.tier_of(segment) or "host" for segment in prefilled.plan.segments()}
+        self._records = {
+            segment: record
+            for segment in prefilled.plan.segments()
+            if (record := store.record(segment)) is not None  # it may have left since
+        }
         self._computed = 0
 
     @property

@@ -54,8 +54,8 @@ class Conversation:
     """Questions that go on from each other (CRAFT §4.3). `Engine.conversation` makes one.
 
     What was asked and answered stays in the context, as tokens and as KV; chunks that are there already are not sent
-    again. What has been said belongs to the engine, which also takes requests with this `id`; this object only names
-    it. It ends when it is closed, or was idle for too long.
+    again. The engine keeps the turns, and also takes requests with this `id`. Once the conversation was closed, or idle
+    for too long, all but `close` raises `ConversationEndedError`.
     """
 
     def __init__(self, engine: "Engine", cache_salt: str, conversation_id: str) -> None:
@@ -65,20 +65,12 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Questions answered so far, with those that were cut off since.
-
-        Raises:
-            ConversationEndedError: it was idle for too long, or was closed.
-        """
+        """Questions answered so far, with those that were cut off since."""
         return self._state().turn_count
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of its turns that are still in the context.
-
-        Raises:
-            ConversationEndedError: it was idle for too long, or was closed.
-        """
+        """Tokens of its turns that are still in the context."""
         return sum(turn.tokens for turn in self._state().turns)
 
     def ask(
@@ -92,7 +84,6 @@ class Conversation:
         """The next turn; `options` say how chunks are reused, as in `Engine.generate`.
 
         Raises:
-            ConversationEndedError: it was idle for too long, or was closed.
             ConversationBusyError: its last question is still being answered.
             UsageError: as `Engine.generate`, or a chat template that takes no second turn.
             PromptTooLongError: not even the new turn fits the model's context.
@@ -108,22 +99,14 @@ class Conversation:
         sampling: SamplingParams | None = None,
         **options: Unpack[MethodOptions],
     ) -> Iterator[StreamEvent]:
-        """The next turn in pieces, as `Engine.stream`. A turn that is left before its last event was never said.
-
-        Raises:
-            ConversationEndedError: it was idle for too long, or was closed.
-        """
+        """The next turn in pieces, as `Engine.stream`. A turn that is left before its last event was never said."""
         request = self.request(question, chunks, sampling=sampling)
         return self._engine.stream(request, **options)
 
     def request(
         self, question: str, chunks: Sequence[Chunk | str] = (), *, sampling: SamplingParams | None = None
     ) -> Request:
-        """The next turn as a request, for `generate_batch` or `AsyncEngine.submit`.
-
-        Raises:
-            ConversationEndedError: it was idle for too long, or was closed.
-        """
+        """The next turn as a request, for `generate_batch` or `AsyncEngine.submit`."""
         self._state()
         return Request(
             question,
@@ -205,7 +188,7 @@ class Engine:
             UsageError: no such order, the store's remote URL cannot be used, a record of another model, a quality
                 target without a record (the message says how to make one), or a kernel that does not run here.
         """
-        self._loaded = loaded
+        self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
         ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # refused now, not after a store is open
@@ -296,12 +279,7 @@ class Engine:
     @property
     def model_name(self) -> str:
         """Folder or shape name of the model."""
-        return self._loaded.name
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model with its tokenizer and fingerprint."""
-        return self._loaded
+        return self.loaded.name
 
     @property
     def calibration(self) -> CalibrationRecord | None:
@@ -338,11 +316,7 @@ class Engine:
         request = Request(question, tuple(chunks), system, sampling, cache_salt, order)
         return self.generate_batch([request], **options)[0]
 
-    def stream(
-        self,
-        request: Request,
-        **options: Unpack[MethodOptions],
-    ) -> Iterator[StreamEvent]:
+    def stream(self, request: Request, **options: Unpack[MethodOptions]) -> Iterator[StreamEvent]:
         """The answer in pieces as tokens come; the last event carries the whole `Answer`.
 
         Leaving the iteration early is fine: the prompt's chunks are stored by then. Raises what `generate` raises.
@@ -354,11 +328,7 @@ class Engine:
                 core.step()
                 yield from _taken(events)
 
-    def generate_batch(
-        self,
-        requests: Sequence[Request],
-        **options: Unpack[MethodOptions],
-    ) -> list[Answer]:
+    def generate_batch(self, requests: Sequence[Request], **options: Unpack[MethodOptions]) -> list[Answer]:
         """Answer several requests: prefilled one after the other, decoded together, answers in the same order.
 
         A later request of the batch already reuses what an earlier one computed.

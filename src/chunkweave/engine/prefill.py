@@ -3,9 +3,8 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -22,7 +21,7 @@ from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
 from chunkweave.store.lease import TieredLease
-from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
+from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
@@ -95,9 +94,7 @@ class Prefetch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -260,15 +257,8 @@ def parts_to_keep(
         if part.kv_source is KVSource.COMPUTED:
             yield part, None
         elif part.kv_source is KVSource.REUSED and least and segment_id(part.part.id, context) not in store:
-            yield part, WovenFrom(sources[part.span], _attention_of(part, store), least)
-
-
-def parts_that_weave(plan: Plan, placements: Sequence[Placement]) -> Iterator[tuple[PartPlan, WovenFrom]]:
-    """Each reused part of which tokens may be recomputed, however few, with its origin. History is none."""
-    sources = {placement.span: placement.segment for placement in placements}
-    for part in plan.parts:
-        if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span):
-            yield part, WovenFrom(sources[part.span], None, 0.0)
+            record = None if part.segment is None else store.record(part.segment)
+            yield part, WovenFrom(sources[part.span], None if record is None else record.attention, least)
 
 
 def segments_of(
@@ -296,11 +286,6 @@ def segments_of(
             attention=profile,
         )
         yield record, capture.segment()
-
-
-def _attention_of(part: PartPlan, store: TieredStore[SegmentSource]) -> AttentionProfile | None:
-    record = None if part.segment is None else store.record(part.segment)
-    return None if record is None else record.attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -519,20 +504,24 @@ class PrefillJob:
         parts = parts_to_keep(
             self._prompt, self.plan, self._sources.placements, self._context.store, woven_fraction=fraction
         )
-        captures = [
-            PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
-            for part, origin in parts
-        ]
+        captures = self._captures_of(parts)
         if not captures or not config.profile:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
 
     def _woven_captures(self) -> Sequence[PartCapture]:
-        """For all that may be recomputed: a conversation goes on from it as it is woven now."""
+        """For each reused part of which tokens may be recomputed: a conversation goes on from it as it is woven now."""
         if self._options.generated:
             return ()
+        sources = {placement.span: placement.segment for placement in self._sources.placements}
+        return self._captures_of(
+            (part, WovenFrom(sources[part.span], None, 0.0))
+            for part in self.plan.parts
+            if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span)
+        )
+
+    def _captures_of(self, parts: Iterable[tuple[PartPlan, WovenFrom | None]]) -> list[PartCapture]:
         model = self._context.model
-        parts = parts_that_weave(self.plan, self._sources.placements)
         return [
             PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
             for part, origin in parts

@@ -8,9 +8,7 @@ from pathlib import Path
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
-from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay, history_after
-from chunkweave.engine.decode import DecodeState, Detokenizer
-from chunkweave.engine.prefill import Prefilled
+from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
@@ -22,7 +20,6 @@ from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_c
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
@@ -121,29 +118,10 @@ class RequestPreparer:
         """A speculative request is asked for."""
         self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
-    def end(self, prepared: PreparedRequest, decode: DecodeState) -> None:
-        """Keep a complete answer for the conversation that the request belongs to, if any."""
-        if prepared.turn is not None:
-            self.turn_builder.end(prepared.turn, decode)
-
     def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
             self.turn_builder.abandon(prepared.turn)
-
-    def start_decoding(self, prepared: PreparedRequest, prefilled: Prefilled) -> DecodeState:
-        """A prefilled request without a token yet. Call it before what was loaded is promoted and what is new stored:
-        where segments were found is noted here, and storing may evict them.
-        """
-        return DecodeState(
-            prepared,
-            prefilled,
-            Detokenizer(self.loaded.tokenizer.decode, prepared.request.sampling.stop),
-            stop_ids=self.loaded.tokenizer.stop_ids,
-            tiers=self._tiers(prefilled),
-            records=self._records(prefilled),
-            history=() if prepared.turn is None else history_after(prefilled, prepared.turn),
-        )
 
     def _make_method(self, choice: MethodChoice, *, sets_budget: bool) -> ReuseMethod:
         """The method chosen; with a cost model and no ratio asked for, the loading controller may raise its ratio."""
@@ -151,16 +129,6 @@ class RequestPreparer:
         if sets_budget or cost is None:
             return make_method(choice.method, choice.reuse)
         return LoadAwareMethod(choice.method, choice.reuse, cost, self.runner.store.tier_of)
-
-    def _tiers(self, prefilled: Prefilled) -> Mapping[SegmentId, str]:
-        """Where the reused segments were found; one that has left since counts as the host's."""
-        segments = [part.segment for part in prefilled.plan.parts if part.segment is not None]
-        return {segment: self.runner.store.tier_of(segment) or "host" for segment in segments}
-
-    def _records(self, prefilled: Prefilled) -> Mapping[SegmentId, SegmentRecord]:
-        """Records of the segments that were taken; one that has left since is not among them."""
-        found = {segment: self.runner.store.record(segment) for segment in prefilled.plan.segments()}
-        return {segment: record for segment, record in found.items() if record is not None}
 
 
 def open_chooser(

@@ -92,7 +92,7 @@ def make_report(
     plan = prefilled.plan
     reused = plan.tokens(KVSource.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
-    arranged = arranged or Arranged(prefilled.prompt)
+    arranged, content = arranged or Arranged(prefilled.prompt), content or NextTurn()
     return ReuseReport(
         method=plan.method,
         prompt_tokens=plan.prompt_tokens,
@@ -118,10 +118,10 @@ def make_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
         order=arranged.ordering,
-        history_tokens=0 if content is None else content.history_tokens,
-        chunks_not_sent=0 if content is None else len(content.not_sent),
-        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
-        turns_cut=0 if content is None else content.cut,
+        history_tokens=content.history_tokens,
+        chunks_not_sent=len(content.not_sent),
+        tokens_not_sent=sum(map(len, content.not_sent)),
+        turns_cut=content.cut,
         lost_segments=prefilled.lost_segments,
     )
 
@@ -135,7 +135,8 @@ def _chunk_report(
     part: PartPlan, recomputed: Sequence[Span], tiers: Mapping[SegmentId, str], rank: int | None
 ) -> ChunkReport:
     assert part.part.id is not None, "parts that are stored have ids"
-    inside = spans_of(p for span in recomputed for p in _overlap(span, part.span).positions())
+    own = part.span
+    inside = spans_of(p for span in recomputed for p in range(max(span.start, own.start), min(span.stop, own.stop)))
     return ChunkReport(
         id=part.part.id,
         source=part.part.source or str(part.part.kind),
@@ -147,11 +148,6 @@ def _chunk_report(
         recomputed=inside,
         rank=rank,
     )
-
-
-def _overlap(a: Span, b: Span) -> Span:
-    start = max(a.start, b.start)
-    return Span(start, max(start, min(a.stop, b.stop)))
 
 
 Deliver = Callable[[StreamEvent | Exception], None]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -187,7 +188,9 @@ class Runner:
         lease = self.store.lease(plan.segments())
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
         slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
-        slow = _within(slow, max_bytes)
+        if max_bytes is not None:
+            totals = accumulate(source.nbytes for _, source in slow)
+            slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
         loader = LayerLoader(
             slow,
             self.model.geometry.num_layers,
@@ -249,18 +252,3 @@ class Runner:
         load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
         layers = self.model.geometry.num_layers
         return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)
-
-
-def _within(
-    sources: Sequence[tuple[SegmentId, SegmentSource]], max_bytes: int | None
-) -> list[tuple[SegmentId, SegmentSource]]:
-    """The first of `sources` that together take at most `max_bytes`; None sets no limit."""
-    if max_bytes is None:
-        return list(sources)
-    taken, left = [], max_bytes
-    for segment, source in sources:
-        left -= source.nbytes
-        if left < 0:
-            break
-        taken.append((segment, source))
-    return taken

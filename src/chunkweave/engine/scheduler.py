@@ -6,7 +6,6 @@ Imports no torch.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.errors import StoreError, UsageError
@@ -17,25 +16,11 @@ DEFAULT_BLOCK_TOKENS = 32
 of which reads it once for attention anyway: a sixteenth more memory traffic, for half a block of waste on average."""
 
 
-class BlockOwner(Protocol):
-    """A holder of KV memory. `blocks` is how much it has; only the pool changes it."""
-
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUse:
-    """Blocks of a pool: all, and those that are reserved now."""
-
-    blocks: int
-    reserved: int
-
-
 class BlockPool:
     """Limits how much KV memory requests may hold. It counts blocks; the memory itself belongs to the requests' caches.
 
-    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases. What no owner
-    needs may be lent to one borrower, who gives it up the moment that an owner does.
+    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases; only the pool
+    changes its `blocks`. What no owner needs may be lent to one borrower, who gives it up once an owner needs it.
     """
 
     def __init__(self, blocks: int, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
@@ -58,19 +43,19 @@ class BlockPool:
         return self.blocks * self.block_tokens
 
     @property
-    def use(self) -> PoolUse:
-        """A snapshot of the counts; what is lent is free."""
-        return PoolUse(self.blocks, self._reserved)
+    def reserved(self) -> int:
+        """Blocks that owners hold now; those lent are free."""
+        return self._reserved
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` take."""
         return -(-tokens // self.block_tokens)
 
-    def fits(self, tokens: int, *, without: Iterable[BlockOwner] = ()) -> bool:
+    def fits(self, tokens: int, *, without: Iterable[RequestState] = ()) -> bool:
         """Whether a new owner could reserve so much now, or if the owners `without` were gone."""
         return self.blocks_for(tokens) <= self.blocks - self._reserved + sum(owner.blocks for owner in without)
 
-    def reserve(self, owner: BlockOwner, tokens: int) -> bool:
+    def reserve(self, owner: RequestState, tokens: int) -> bool:
         """Give a new `owner` the blocks for `tokens`; False, and nothing, if there are too few.
 
         Raises:
@@ -80,7 +65,7 @@ class BlockPool:
             raise UsageError(f"{owner!r} holds blocks already; let it grow instead")
         return self._grow(owner, tokens)
 
-    def grow(self, owner: BlockOwner, tokens: int) -> bool:
+    def grow(self, owner: RequestState, tokens: int) -> bool:
         """Let `owner` have at least the blocks for `tokens`; False, and nothing more, if there are too few.
 
         Raises:
@@ -109,11 +94,11 @@ class BlockPool:
         """The borrower needs its blocks no more; without a loan nothing happens."""
         self._lent, self._take_back = 0, None
 
-    def capacity(self, owner: BlockOwner) -> int:
+    def capacity(self, owner: RequestState) -> int:
         """Tokens that the blocks of `owner` hold."""
         return owner.blocks * self.block_tokens
 
-    def release(self, owner: BlockOwner) -> None:
+    def release(self, owner: RequestState) -> None:
         """Take all blocks of `owner` back.
 
         Raises:
@@ -123,7 +108,7 @@ class BlockPool:
         self._reserved -= owner.blocks
         owner.blocks = 0
 
-    def check(self, owners: Iterable[BlockOwner] = ()) -> None:
+    def check(self, owners: Iterable[RequestState] = ()) -> None:
         """Audit the counts; `owners` are all who may hold some.
 
         Raises:
@@ -135,7 +120,7 @@ class BlockPool:
         if self._reserved + self._lent > self.blocks:
             raise StoreError(f"{self._lent} blocks are lent, but owners need {self._reserved} of {self.blocks}")
 
-    def _grow(self, owner: BlockOwner, tokens: int) -> bool:
+    def _grow(self, owner: RequestState, tokens: int) -> bool:
         more = self.blocks_for(tokens) - owner.blocks
         if more > self.blocks - self._reserved:
             return False
@@ -147,7 +132,7 @@ class BlockPool:
             self._reserved += more
         return True
 
-    def _check_owner(self, owner: BlockOwner) -> None:
+    def _check_owner(self, owner: RequestState) -> None:
         if not owner.blocks:
             raise UsageError(f"{owner!r} holds no blocks")
 
