@@ -24,9 +24,9 @@ from rich.table import Table
 
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.quality import QualityConfig, QualitySample, measure_quality
+from chunkweave.eval.quality import QualityConfig, measure_quality
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.summaries import summarize_quality
+from chunkweave.eval.summaries import QualitySample, summarize_quality
 from chunkweave.eval.worlds.world import world_examples
 from chunkweave.kv.request_cache import RequestCache, Rotate
 

@@ -26,7 +26,7 @@ from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.quality import QualityConfig
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.summaries import TtftRow, summarize
-from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, WovenPrefill, make_workload, measure
+from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, make_workload, measure, woven_prefill
 from chunkweave.planning.method import ReuseMethod, make_method
 
 LAYER_2 = "cacheblend:layer-2"
@@ -79,7 +79,7 @@ def main() -> None:
     config = TtftConfig((), **sizes, seed=arguments.seed, hf_reference=False)
     with Engine.load_shape(arguments.shape, dtype=arguments.dtype) as engine:
         workload = make_workload(bundled_examples(arguments.questions, seed=arguments.seed), engine, config)
-        contenders: dict[str, Contender] = {name: WovenPrefill(engine.runner, made) for name, made in methods.items()}
+        contenders: dict[str, Contender] = {name: woven_prefill(engine.runner, made) for name, made in methods.items()}
         with progress("measuring") as report:
             samples = list(measure(engine, workload, config, report, contenders=contenders))
         dtype = str(engine.loaded.model.dtype).removeprefix("torch.")

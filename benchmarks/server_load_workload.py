@@ -10,9 +10,10 @@ from random import Random
 from typing import Any
 
 from load_generator import poisson_arrivals
+from world_corpus import make_corpus
 
 from chunkweave.errors import DocumentError
-from chunkweave.eval.worlds.world import bundled_corpus, make_corpus
+from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.types import Chunk
 
 

@@ -78,12 +78,12 @@ def test_the_hugging_face_forward_gives_the_token_that_full_gives():
     prompt = make_workload(examples(), engine, settings).measured[0]
     contenders = make_contenders(engine, settings)
     seen = []
-    model = contenders["hf-forward"].model.model
+    model = engine.loaded.model.model
     handle = model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-    contenders["hf-forward"].first_token(prompt)
+    contenders["hf-forward"](prompt)
     handle.remove()
     assert seen[0].shape[1] == 1, "only the last position's logits are computed"
-    assert int(seen[0][0, -1].argmax()) == int(contenders["full"].first_token(prompt).logits.argmax())
+    assert int(seen[0][0, -1].argmax()) == int(contenders["full"](prompt).logits.argmax())
 
 
 def test_progress_reaches_its_total():

@@ -17,7 +17,7 @@ from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
-from chunkweave.eval.summaries import TimedSample, TtftRow, summarize
+from chunkweave.eval.summaries import TtftRow, TtftSample, summarize
 
 if TYPE_CHECKING:
     from chunkweave.chunking.prompt import Prompt
@@ -123,13 +123,13 @@ def ttft(
     origin = {"model": model.name, "dataset": str(dataset or "bundled documents"), **options.kept(store)}
     with model.open(store=store) as engine:
         workload = make_workload(examples, engine, config)
-        samples: list[TimedSample] = []
+        samples: list[TtftSample] = []
         with ttft_run(engine, config, origin, samples).reported(output, samples):
             measure_ttft(engine, workload, config, samples)
 
 
 def ttft_run(
-    engine: "Engine", config: "TtftConfig", origin: dict[str, Any], samples: list[TimedSample]
+    engine: "Engine", config: "TtftConfig", origin: dict[str, Any], samples: list[TtftSample]
 ) -> BenchmarkRun[TtftRow]:
     """Times of all contenders, the reference first."""
 
@@ -149,7 +149,7 @@ def ttft_run(
     return BenchmarkRun("ttft", engine, whole, config.seed, lambda: summarize(samples), table, more)
 
 
-def measure_ttft(engine: "Engine", workload: "Workload", config: "TtftConfig", samples: list[TimedSample]) -> None:
+def measure_ttft(engine: "Engine", workload: "Workload", config: "TtftConfig", samples: list[TtftSample]) -> None:
     """Measure all questions behind a progress bar."""
     from chunkweave.eval.ttft import measure
 

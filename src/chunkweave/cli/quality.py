@@ -18,7 +18,7 @@ from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.results import Measured, Measurements, check_writable
-from chunkweave.eval.summaries import QualityRow, ScoredSample, summarize_quality
+from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
 from chunkweave.planning.calibration import (
     PARTIAL_FILE,
     SHARES,
@@ -139,7 +139,7 @@ def quality(
     with model.open(store=store) as engine:
         from chunkweave.eval.quality import mean_deviation
 
-        samples: list[ScoredSample] = []
+        samples: list[QualitySample] = []
         strayed: dict[str, list[Deviation]] = {}
         title = f"{model.name} on {asked.dataset}"
         run = BenchmarkRun(
@@ -158,7 +158,7 @@ def quality(
 
 
 def _measure_quality(
-    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], samples: list[ScoredSample]
+    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], samples: list[QualitySample]
 ) -> None:
     from chunkweave.eval.quality import measure_quality
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -194,11 +194,8 @@ class Savings:
         return {**asdict(self), "saved_share": self.saved_share}
 
 
-class Arranging(Protocol):
-    """Puts the documents of the request of that number in order, by what is known of earlier ones."""
-
-    def __call__(self, number: int, given: Unordered) -> Sequence[int]:
-        """Their places as they are to stand."""
+Arrange = Callable[[int, Unordered], Sequence[int]]
+"""Puts the chunks of the request of that number in order, by what is known of earlier ones; returns their places."""
 
 
 def replay(
@@ -215,7 +212,7 @@ def replay(
         UnknownMethodError: no such ordering.
     """
     if ordering == ORACLE:
-        arrange: Arranging = ClairvoyantOrder(arrivals).order
+        arrange: Arrange = ClairvoyantOrder(arrivals).order
     else:
         made = make_ordering(ordering)
 
@@ -228,7 +225,7 @@ def replay(
 def replay_arranged(
     arrivals: Sequence[Arrival],
     name: str,
-    arrange: Arranging,
+    arrange: Arrange,
     config: ReplayConfig | None = None,
     *,
     cache: PathCache | None = None,
@@ -399,4 +396,4 @@ def _questions(examples: list[Example]) -> list[Arrival]:
 
 def _cut(arrival: Arrival, top_k: int) -> Arrival:
     parts = arrival.parts[: int(arrival.has_system) + top_k]
-    return Arrival(arrival.arrival_s, parts, arrival.question_tokens, arrival.has_system, arrival.conversation)
+    return replace(arrival, parts=parts)

@@ -17,6 +17,7 @@ from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, alone_prompts
 from chunkweave.eval.scores import best_scores
+from chunkweave.eval.summaries import QualitySample
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.metrics import ReuseReport
@@ -128,18 +129,6 @@ def _settings(names: Sequence[str]) -> dict[str, Any]:
         fields |= SETTINGS.get(name, {})
         of_query |= query or {}
     return {**fields, "query": replace(QueryConfig(), **of_query)} if of_query else fields
-
-
-@dataclass(frozen=True, slots=True)
-class QualitySample:
-    """One contender's answer to one question, its scores, and its report."""
-
-    question: int
-    kind: str
-    contender: str
-    text: str
-    scores: dict[str, float]
-    report: ReuseReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """What the samples of quality and TTFT benchmarks say: one row a contender, and the quality plot. Imports no torch."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 from chunkweave.errors import UsageError
 from chunkweave.eval.scores import mean_interval
@@ -18,19 +18,16 @@ NOT_WORSE = -0.02
 """A contender is "not worse" if the paired interval of its F1 minus full's ends above this (DESIGN §8)."""
 
 
-class ScoredSample(Protocol):
-    """One contender's scores on one question."""
+@dataclass(frozen=True, slots=True)
+class QualitySample:
+    """One contender's answer to one question, its scores, and its report."""
 
-    @property
-    def question(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def contender(self) -> str: ...
-    @property
-    def scores(self) -> dict[str, float]: ...
-    @property
-    def report(self) -> ReuseReport: ...
+    question: int
+    kind: str
+    contender: str
+    text: str
+    scores: dict[str, float]
+    report: ReuseReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,9 @@ class QualityRow:
         return asdict(self)
 
 
-def summarize_quality(samples: Sequence[ScoredSample]) -> list[QualityRow]:
+def summarize_quality(samples: Sequence[QualitySample]) -> list[QualityRow]:
     """One row a contender, in the order in which they first come; needs `full` and `full-reuse` among them."""
-    by_contender: dict[str, dict[int, ScoredSample]] = defaultdict(dict)
+    by_contender: dict[str, dict[int, QualitySample]] = defaultdict(dict)
     for sample in samples:
         by_contender[sample.contender][sample.question] = sample
     full = by_contender["full"]
@@ -76,7 +73,7 @@ def summarize_quality(samples: Sequence[ScoredSample]) -> list[QualityRow]:
     return [_quality_row(name, own, full, ends) for name, own in by_contender.items()]
 
 
-def crossing_f1(samples: Collection[ScoredSample]) -> float | None:
+def crossing_f1(samples: Collection[QualitySample]) -> float | None:
     """Mean F1 over the questions that cross passages; None if there are none."""
     crossing = [sample.scores["f1"] for sample in samples if sample.kind in CROSSING_KINDS]
     return fmean(crossing) if crossing else None
@@ -84,8 +81,8 @@ def crossing_f1(samples: Collection[ScoredSample]) -> float | None:
 
 def _quality_row(
     name: str,
-    own: dict[int, ScoredSample],
-    full: dict[int, ScoredSample],
+    own: dict[int, QualitySample],
+    full: dict[int, QualitySample],
     ends: tuple[float | None, float | None],
 ) -> QualityRow:
     samples = list(own.values())
@@ -123,17 +120,24 @@ def _gap_closed(crossing: float | None, low: float | None, high: float | None) -
     return (crossing - low) / (high - low)
 
 
-class TimedSample(Protocol):
-    """One method's first token on one question, with its report if the method makes one."""
+@dataclass(frozen=True, slots=True)
+class TtftSample:
+    """One contender's first token on one question; `report` is None for the Hugging Face forward."""
 
-    @property
-    def question(self) -> int: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def report(self) -> ReuseReport | None: ...
+    question: int
+    method: str
+    ttft_s: float
+    report: ReuseReport | None
+
+
+_TOKENS = (
+    "prompt_tokens",
+    "prefix_exact_tokens",
+    "reused_tokens",
+    "recomputed_tokens",
+    "computed_tokens",
+    "recompute_fraction",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ class TtftRow:
         return asdict(self)
 
 
-def summarize(samples: Sequence[TimedSample], *, reference: str = "full") -> list[TtftRow]:
+def summarize(samples: Sequence[TtftSample], *, reference: str = "full") -> list[TtftRow]:
     """One row a method, the reference first, then in the order in which the methods first come.
 
     Samples of a question without a reference are left out: it was interrupted.
@@ -198,7 +202,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _ttft_row(method: str, samples: Sequence[TimedSample], full: dict[int, TimedSample]) -> TtftRow:
+def _ttft_row(method: str, samples: Sequence[TtftSample], full: dict[int, TtftSample]) -> TtftRow:
     times = [sample.ttft_s for sample in samples]
     ratios = [full[sample.question].ttft_s / sample.ttft_s for sample in samples]
     own = [sample.report for sample in samples if sample.report is not None]
@@ -217,26 +221,15 @@ def _ttft_row(method: str, samples: Sequence[TimedSample], full: dict[int, Timed
         speedup_p90=percentile(ratios, 0.9),
         flops_limit=limit,
         limit_share=speedup / limit,
-        **_means(reports),
-        **_phases(own),
+        **_averages(reports, fmean, _TOKENS),
+        **_averages(own, median, ("lookup_s", "load_s", "weave_s")),
     )
 
 
-def _means(reports: Sequence[ReuseReport]) -> dict[str, float]:
-    names = (
-        "prompt_tokens",
-        "prefix_exact_tokens",
-        "reused_tokens",
-        "recomputed_tokens",
-        "computed_tokens",
-        "recompute_fraction",
-    )
-    return {name: fmean(getattr(report, name) for report in reports) for name in names} if reports else {}
-
-
-def _phases(reports: Sequence[ReuseReport]) -> dict[str, float]:
-    names = ("lookup_s", "load_s", "weave_s")
-    return {name: median(getattr(report, name) for report in reports) for name in names} if reports else {}
+def _averages(
+    reports: Sequence[ReuseReport], average: Callable[[Iterable[float]], float], names: Sequence[str]
+) -> dict[str, float]:
+    return {name: average(getattr(report, name) for report in reports) for name in names} if reports else {}
 
 
 def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from random import Random
-from typing import Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
-from chunkweave.metrics import ReuseReport
+from chunkweave.eval.summaries import TtftSample
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod, make_method
 
@@ -81,16 +81,6 @@ class TtftConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One contender's first token on one question; `report` is None for the Hugging Face forward."""
-
-    question: int
-    method: str
-    ttft_s: float
-    report: ReuseReport | None
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """Prompts that warm the store and prompts that are measured."""
 
@@ -98,36 +88,30 @@ class Workload:
     measured: tuple[Prompt, ...]
 
 
-class Contender(Protocol):
-    """Something that brings a prompt to its first token."""
-
-    def first_token(self, prompt: Prompt) -> Prefilled | None:
-        """Compute the first token and wait for it; returns what a report can be made of, if anything."""
+Contender = Callable[[Prompt], Prefilled | None]
+"""Brings a prompt to its first token and waits for it; returns what a report can be made of, if anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class WovenPrefill:
+def woven_prefill(runner: Runner, method: ReuseMethod) -> Contender:
     """A reuse method on our own layer loop. Nothing is captured, so nothing can be stored."""
 
-    runner: Runner
-    method: ReuseMethod
-
-    def first_token(self, prompt: Prompt) -> Prefilled:
-        prefilled = self.runner.prefill(prompt, self.method, capture=False)
+    def first_token(prompt: Prompt) -> Prefilled:
+        prefilled = runner.prefill(prompt, method, capture=False)
         prefilled.logits.argmax().item()
         return prefilled
 
+    return first_token
 
-@dataclass(frozen=True, slots=True)
-class HuggingFaceForward:
+
+def hugging_face_forward(model: HuggingFaceModel) -> Contender:
     """The model's own forward on the whole prompt, as `generate` begins with."""
 
-    model: HuggingFaceModel
+    @torch.inference_mode()
+    def first_token(prompt: Prompt) -> None:
+        ids = torch.tensor([prompt.token_ids], device=model.device)
+        model.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().item()
 
-    def first_token(self, prompt: Prompt) -> None:
-        ids = torch.tensor([prompt.token_ids], device=self.model.device)
-        with torch.inference_mode():
-            self.model.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax().item()
+    return first_token
 
 
 def make_workload(examples: Sequence[Example], engine: Engine, config: TtftConfig) -> Workload:
@@ -161,7 +145,7 @@ def measure(
     progress: Progress | None = None,
     *,
     contenders: Mapping[str, Contender] | None = None,
-) -> Iterator[Sample]:
+) -> Iterator[TtftSample]:
     """Warm the store, run every contender once uncounted, then yield samples question by question.
 
     Contenders alternate within each question and take turns in going first. A question's samples come together, so
@@ -174,22 +158,27 @@ def measure(
     """
     contenders = make_contenders(engine, config) if contenders is None else contenders
     names = list(contenders)
-    steps = _Steps(progress, len(workload.earlier) + len(names) * (1 + len(workload.measured)))
+    total, finished = len(workload.earlier) + len(names) * (1 + len(workload.measured)), count(1)
+
+    def step() -> None:
+        if progress is not None:
+            progress(next(finished), total)
+
     for prompt in workload.earlier:
         _store(engine, prompt)
-        steps.done()
+        step()
     for index, prompt in enumerate(workload.measured):
         if not workload.earlier:
             _warm_alone(engine, prompt)
         if index == 0:
             for name in names:
-                contenders[name].first_token(prompt)
-                steps.done()
+                contenders[name](prompt)
+                step()
         samples = []
         for turn in range(len(names)):
             name = names[(index + turn) % len(names)]
             samples.append(_sample(engine, index, name, contenders[name], prompt))
-            steps.done()
+            step()
         yield from samples
 
 
@@ -197,23 +186,11 @@ def make_contenders(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
     """Everything that is to be measured, by its row's name."""
     reuse = ReuseConfig(recompute_ratio=config.recompute_ratio, seed=config.seed)
     return {
-        name: HuggingFaceForward(engine.loaded.model)
+        name: hugging_face_forward(engine.loaded.model)
         if name == HF_REFERENCE
-        else WovenPrefill(engine.runner, make_method(name, reuse))
+        else woven_prefill(engine.runner, make_method(name, reuse))
         for name in config.contenders()
     }
-
-
-@dataclass(slots=True)
-class _Steps:
-    progress: Progress | None
-    total: int
-    finished: int = 0
-
-    def done(self) -> None:
-        self.finished += 1
-        if self.progress is not None:
-            self.progress(self.finished, self.total)
 
 
 def _warm_alone(engine: Engine, prompt: Prompt) -> None:
@@ -228,11 +205,11 @@ def _store(engine: Engine, prompt: Prompt) -> None:
     engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE)))
 
 
-def _sample(engine: Engine, index: int, name: str, contender: Contender, prompt: Prompt) -> Sample:
+def _sample(engine: Engine, index: int, name: str, contender: Contender, prompt: Prompt) -> TtftSample:
     started = time.perf_counter()
-    prefilled = contender.first_token(prompt)
+    prefilled = contender(prompt)
     ttft_s = time.perf_counter() - started
     if prefilled is None:
-        return Sample(index, name, ttft_s, None)
+        return TtftSample(index, name, ttft_s, None)
     report = make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0)
-    return Sample(index, name, ttft_s, report)
+    return TtftSample(index, name, ttft_s, report)

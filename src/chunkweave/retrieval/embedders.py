@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import log, sqrt
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -124,27 +124,14 @@ class HashedNgramEmbedder:
         """
         if dimension < _LEAST_DIMENSION:
             raise UsageError(f"hashed n-grams need at least {_LEAST_DIMENSION} dimensions, not {dimension}")
-        self._dimension = dimension
+        self.name: Final = HASHED_NGRAMS
+        self.fingerprint: Final = f"{HASHED_NGRAMS}-v{_VERSION}-d{dimension}"
+        self.dimension: Final = dimension
         self._features = lru_cache(_REMEMBERED_WORDS)(self._word_features)
-
-    @property
-    def name(self) -> str:
-        """`hashed-ngrams`."""
-        return HASHED_NGRAMS
-
-    @property
-    def fingerprint(self) -> str:
-        """Version and dimension: all that a vector depends on beside its text."""
-        return f"{HASHED_NGRAMS}-v{_VERSION}-d{self._dimension}"
-
-    @property
-    def dimension(self) -> int:
-        """Columns of a vector."""
-        return self._dimension
 
     def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Vectors `[texts, dimension]` of length 1; a text of white space alone is the zero vector."""
-        vectors = np.zeros((len(texts), self._dimension), dtype=np.float32)
+        vectors = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for row, text in enumerate(texts):
             vectors[row] = self._embed(text)
         return vectors
@@ -156,7 +143,7 @@ class HashedNgramEmbedder:
     def _embed(self, text: str) -> NDArray[np.float64]:
         words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
         if not words:
-            return np.zeros(self._dimension)
+            return np.zeros(self.dimension)
         counts = Counter(words)
         found = [self._features(word) for word in counts]
         columns = np.concatenate([features.columns for features in found])
@@ -165,10 +152,10 @@ class HashedNgramEmbedder:
         )
         pair_columns, pair_weights = self._pairs(words)
         columns, weights = np.concatenate([columns, pair_columns]), np.concatenate([weights, pair_weights])
-        sums = np.bincount(columns, weights=weights, minlength=self._dimension)
+        sums = np.bincount(columns, weights=weights, minlength=self.dimension)
         length = float(np.linalg.norm(sums))
         if length < _CANCELLED:
-            sums = np.bincount(columns, weights=np.abs(weights), minlength=self._dimension)
+            sums = np.bincount(columns, weights=np.abs(weights), minlength=self.dimension)
             length = float(np.linalg.norm(sums))
         return sums / length
 
@@ -198,7 +185,7 @@ class HashedNgramEmbedder:
     def _column(self, feature: str) -> tuple[int, float]:
         """Column and sign of a feature. CRC-32 is the same everywhere; Python's own hash is not."""
         hashed = crc32(feature.encode("utf-8", "surrogatepass"))
-        return (hashed >> 1) % self._dimension, 1.0 if hashed & 1 else -1.0
+        return (hashed >> 1) % self.dimension, 1.0 if hashed & 1 else -1.0
 
 
 _BATCH = 32
@@ -217,31 +204,16 @@ class SentenceTransformerEmbedder:
         Raises:
             UsageError: a package is not installed, or there is no such model.
         """
-        self._name = name
+        self.name: Final = name
         path = _bundled_minilm() if name == MINILM else name
         self._model = _load(path, device)
-        self._dimension = int(self._encode(self._model.encode_query, ["a"]).shape[1])
-        self._fingerprint = _fingerprint(self._model)
-
-    @property
-    def name(self) -> str:
-        """As it was given."""
-        return self._name
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of every weight and of the modules' settings; neither name nor path counts."""
-        return self._fingerprint
-
-    @property
-    def dimension(self) -> int:
-        """Columns of a vector."""
-        return self._dimension
+        self.dimension: Final = int(self._encode(self._model.encode_query, ["a"]).shape[1])
+        self.fingerprint: Final = _fingerprint(self._model)
 
     def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Vectors `[texts, dimension]` of length 1. What exceeds the model's window is not seen by it."""
         if not texts:
-            return np.zeros((0, self._dimension), dtype=np.float32)
+            return np.zeros((0, self.dimension), dtype=np.float32)
         return self._encode(self._model.encode_document, list(texts))
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
@@ -278,6 +250,7 @@ def _load(path: str, device: str | None) -> Any:
 
 
 def _fingerprint(model: Any) -> str:
+    """Hash of every weight and of the modules' settings; neither name nor path counts."""
     digest = hashlib.blake2b(digest_size=16)
     settings = [[type(module).__name__, _settings(module)] for module in model]
     digest.update(json.dumps([settings, model.prompts], sort_keys=True, default=str).encode())

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,31 +42,21 @@ class FaissIndex(ABC):
     """What the kinds share: a faiss index over inner products, rows in the order in which they were added."""
 
     def __init__(self, index: Any, config: IndexConfig) -> None:
-        """Around an index of `faiss`, from now on this object's alone."""
-        self._index = index
-        self._config = config
-
-    @property
-    def config(self) -> IndexConfig:
-        """Kind and sizes, all of them chosen."""
-        return self._config
-
-    @property
-    def faiss_index(self) -> Any:
-        """The index of `faiss`, to be written to a file."""
-        return self._index
+        """Around an index of `faiss`, from now on this object's alone; the sizes in `config` are all chosen."""
+        self.faiss_index: Final = index
+        self.config: Final = config
 
     @property
     def dimension(self) -> int:
         """Columns of the vectors."""
-        return int(self._index.d)
+        return int(self.faiss_index.d)
 
     def __len__(self) -> int:
-        return int(self._index.ntotal)
+        return int(self.faiss_index.ntotal)
 
     def add(self, vectors: NDArray[np.float32]) -> None:
         """Append rows; see `VectorIndex.add`."""
-        self._index.add(checked_vectors(vectors, len(vectors), self.dimension))
+        self.faiss_index.add(checked_vectors(vectors, len(vectors), self.dimension))
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows; see `VectorIndex.search`."""
@@ -76,9 +66,9 @@ class FaissIndex(ABC):
         """The same in stages; see `VectorIndex.stages`."""
         return self._stages(self._checked(query, k), k)
 
-    @abstractmethod
     def _search(self, query: NDArray[np.float32], k: int) -> Hits:
         """Without stages, for a query `[1, dimension]`."""
+        return _complete_top(lambda fetch: _first(self.faiss_index.search(query, fetch)), k, len(self))
 
     @abstractmethod
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
@@ -91,12 +81,9 @@ class FaissIndex(ABC):
 class FaissFlatIndex(FaissIndex):
     """Exact search by faiss; a stage is a slice of the rows."""
 
-    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        return _complete_top(lambda fetch: _first(self._index.search(query, fetch)), k, len(self))
-
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         rows = len(self)
-        number = min(self._config.stages, rows)
+        number = min(self.config.stages, rows)
         hits = Hits()
         for stage, (start, stop) in enumerate(pairwise(_bounds(rows, number)), start=1):
             hits = merged([hits, _complete_top(self._within(query, start, stop), k, stop - start)], k)
@@ -105,7 +92,7 @@ class FaissFlatIndex(FaissIndex):
     def _within(self, query: NDArray[np.float32], start: int, stop: int) -> Callable[[int], _Scored]:
         faiss = import_faiss()
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorRange(start, stop))
-        return lambda fetch: _first(self._index.search(query, fetch, params=parameters))
+        return lambda fetch: _first(self.faiss_index.search(query, fetch, params=parameters))
 
 
 class IvfIndex(FaissIndex):
@@ -113,9 +100,6 @@ class IvfIndex(FaissIndex):
 
     Every probed list is scanned once whatever the number of stages, so that stages cost no distances, only calls.
     """
-
-    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        return _complete_top(lambda fetch: _first(self._index.search(query, fetch)), k, len(self))
 
     def __init__(self, index: Any, config: IndexConfig) -> None:
         super().__init__(index, config)
@@ -127,9 +111,9 @@ class IvfIndex(FaissIndex):
         self._sizes = None
 
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        probes, centroids = self._config.probes, self._config.lists
-        proximity, lists = self._index.quantizer.search(query, probes)
-        number = min(self._config.stages, probes)
+        probes, centroids = self.config.probes, self.config.lists
+        proximity, lists = self.faiss_index.quantizer.search(query, probes)
+        number = min(self.config.stages, probes)
         hits = Hits()
         for stage, (start, stop) in enumerate(pairwise(_bounds(probes, number)), start=1):
             # faiss wants as many lists as it probes: those of other stages are masked, and skipped by it.
@@ -143,14 +127,14 @@ class IvfIndex(FaissIndex):
     def _list_sizes(self) -> NDArray[np.int64]:
         """Vectors in each list, `[lists]`; read once, because a call for each list is slow."""
         if self._sizes is None:
-            lists = self._index.invlists
-            self._sizes = np.array([lists.list_size(one) for one in range(self._config.lists)], dtype=np.int64)
+            lists = self.faiss_index.invlists
+            self._sizes = np.array([lists.list_size(one) for one in range(self.config.lists)], dtype=np.int64)
         return self._sizes
 
     def _scanner(
         self, query: NDArray[np.float32], lists: NDArray[np.int64], proximity: NDArray[np.float32]
     ) -> Callable[[int], _Scored]:
-        return lambda fetch: _first(self._index.search_preassigned(query, fetch, lists, proximity))
+        return lambda fetch: _first(self.faiss_index.search_preassigned(query, fetch, lists, proximity))
 
 
 class HnswIndex(FaissIndex):
@@ -162,10 +146,10 @@ class HnswIndex(FaissIndex):
     """
 
     def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        return self._walk(query, k, self._config.width)[0]
+        return self._walk(query, k, self.config.width)[0]
 
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        narrow, wide = max(self._config.probe_width, k), max(self._config.width, k)
+        narrow, wide = max(self.config.probe_width, k), max(self.config.width, k)
         if narrow < wide:
             hits, distances = self._walk(query, k, narrow)
             yield SearchStage(hits, 1, False, distances, extra_distances=distances)
@@ -176,7 +160,7 @@ class HnswIndex(FaissIndex):
         faiss = import_faiss()
         before = faiss.cvar.hnsw_stats.ndis
         parameters = faiss.SearchParametersHNSW(efSearch=max(width, k))
-        scores, rows = _first(self._index.search(query, k, params=parameters))
+        scores, rows = _first(self.faiss_index.search(query, k, params=parameters))
         found = rows >= 0
         return top_hits(rows[found], scores[found], k), int(faiss.cvar.hnsw_stats.ndis - before)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from math import sqrt
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,22 +260,17 @@ class FlatIndex:
     """Exact search over blocks of vectors, which are kept as they were given and not copied."""
 
     def __init__(self, dimension: int, *, stages: int = 4) -> None:
-        self._dimension = dimension
+        self.dimension: Final = dimension
         self._stages = stages
         self._blocks: list[NDArray[np.float32]] = []
         self._rows = 0
-
-    @property
-    def dimension(self) -> int:
-        """Columns of the vectors."""
-        return self._dimension
 
     def __len__(self) -> int:
         return self._rows
 
     def add(self, vectors: NDArray[np.float32]) -> None:
         """Append rows; see `VectorIndex.add`."""
-        self._blocks.append(checked_vectors(vectors, len(vectors), self._dimension))
+        self._blocks.append(checked_vectors(vectors, len(vectors), self.dimension))
         self._rows += len(vectors)
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
@@ -290,7 +285,7 @@ class FlatIndex:
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         """One stage for each slice of the rows; see `VectorIndex.stages`."""
-        return self._scan(checked_query(query, k, rows=self._rows, dimension=self._dimension), k)
+        return self._scan(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
 
     def _scan(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         number = min(self._stages, self._rows)

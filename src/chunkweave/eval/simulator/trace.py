@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -131,10 +131,7 @@ def poisson_times(count: int, rate_per_s: float, seed: int) -> list[float]:
 
 def at_times(arrivals: Sequence[Arrival], times: Sequence[float]) -> list[Arrival]:
     """The same requests at other times, in the same order."""
-    return [
-        Arrival(time_s, one.parts, one.question_tokens, one.has_system, one.conversation)
-        for one, time_s in zip(arrivals, times, strict=True)
-    ]
+    return [replace(one, arrival_s=time_s) for one, time_s in zip(arrivals, times, strict=True)]
 
 
 MOONCAKE_BLOCK_TOKENS = 512

@@ -182,16 +182,7 @@ def world_requests(
     return requests
 
 
-_PASSAGES, _QUESTIONS = "passages.jsonl", "questions.jsonl"
-_CHUNKS = 6
-_KINDS = (
-    QuestionKind.COMMON,
-    QuestionKind.SINGLE,
-    QuestionKind.ALIAS,
-    QuestionKind.BRIDGE,
-    QuestionKind.NOT_STATED,
-)
-"""What is asked about each world, in this order."""
+PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,41 +193,10 @@ class Corpus:
     questions: tuple[Example, ...]
 
 
-def make_corpus(worlds: int = 8, seed: int = 0) -> Corpus:
-    """The corpus of a seed: every passage of `worlds` test worlds, and one question of each of five kinds a world."""
-    rng = Random(f"corpus {seed}")
-    passages: list[Chunk] = []
-    questions: list[Example] = []
-    for _ in range(worlds):
-        world = generate_world(rng.getrandbits(48), Split.TEST)
-        passages += [Chunk(passage.text, passage.source) for passage in world.passages]
-        questions += [_example(sample_request(world, rng, _CHUNKS, kind)) for kind in _KINDS]
-    return Corpus(tuple(passages), tuple(questions))
-
-
-def write_corpus(corpus: Corpus, folder: Path) -> None:
-    """Write `{text, source}` a line, and `{question, passages, answers, kind}`, passages by line number from 0."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = {passage: line for line, passage in enumerate(corpus.passages)}
-    _write(folder / _PASSAGES, ({"text": chunk.text, "source": chunk.source} for chunk in corpus.passages))
-    _write(
-        folder / _QUESTIONS,
-        (
-            {
-                "question": example.question,
-                "passages": [lines[chunk] for chunk in example.chunks],
-                "answers": list(example.answers),
-                "kind": example.kind,
-            }
-            for example in corpus.questions
-        ),
-    )
-
-
 def bundled_corpus() -> Corpus:
     """The corpus that comes with the package."""
     with as_file(files("chunkweave") / "assets" / "corpus") as folder:
-        passages = tuple(Chunk(row["text"], row["source"]) for row in _read(folder / _PASSAGES))
+        passages = tuple(Chunk(row["text"], row["source"]) for row in _read(folder / PASSAGES_FILE))
         questions = tuple(
             Example(
                 row["question"],
@@ -244,17 +204,9 @@ def bundled_corpus() -> Corpus:
                 tuple(row["answers"]),
                 row["kind"],
             )
-            for row in _read(folder / _QUESTIONS)
+            for row in _read(folder / QUESTIONS_FILE)
         )
     return Corpus(passages, questions)
-
-
-def _example(request: Request) -> Example:
-    return Example(request.question, request.chunks, request.answers, str(request.kind))
-
-
-def _write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
