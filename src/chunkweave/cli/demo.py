@@ -12,7 +12,7 @@ from chunkweave.cli.console import Output, table_of
 from chunkweave.cli.options import ModelOptions, Only, with_blocks
 from chunkweave.config import ModelConfig, SamplingParams, StoreConfig
 from chunkweave.eval.datasets import Example, bundled_examples
-from chunkweave.eval.summaries import TimedSample
+from chunkweave.eval.summaries import TtftSample
 from chunkweave.eval.worlds.world import bundled_corpus
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _time_methods(output: Output) -> dict[str, Any]:
         config = TtftConfig(
             chunks=_TIMED_CHUNKS, chunk_tokens=_TIMED_CHUNK_TOKENS, questions=_TIMED_QUESTIONS, hf_reference=False
         )
-        samples: list[TimedSample] = []
+        samples: list[TtftSample] = []
         measure_ttft(engine, make_workload(bundled_examples(_TIMED_QUESTIONS), engine, config), config, samples)
         origin = {"model": choice.name, "dataset": "bundled documents"}
         return ttft_run(engine, config, origin, samples).show(output)
