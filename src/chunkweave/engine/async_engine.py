@@ -244,8 +244,7 @@ class AsyncEngine:
             if not one.stream.begun:
                 self._refuse_if_full()
             one.confirmed = True
-            self._commands.append(lambda: self._if_open(number, self._core.confirm))
-            self._changed.notify()
+            self._command(number, self._core.confirm)
         with self._preparing:
             self._preparer.confirm(one.request.prepared)
 
@@ -258,8 +257,7 @@ class AsyncEngine:
         with self._changed:
             self._known(number)
             self._urgent = True
-            self._commands.append(lambda: self._if_open(number, self._core.abort))
-            self._changed.notify()
+            self._command(number, self._core.abort)
 
     def between_steps(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
         """Have the thread that owns model and store do `work` before its next step; everything else waits meanwhile.
@@ -286,7 +284,8 @@ class AsyncEngine:
             StoreError: an invariant does not hold.
             RequestAbortedError: the engine is closed.
         """
-        self.between_steps(self._check).result()
+        self.between_steps(self._core.check).result()
+        self.between_steps(self._preparer.runner.store.check).result()
 
     def close(self) -> None:
         """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""
@@ -321,14 +320,10 @@ class AsyncEngine:
             logger.debug("work between two steps failed", exc_info=True)
             future.set_exception(error)
 
-    def _check(self) -> None:
-        self._core.check()
-        self._preparer.runner.store.check()
-
-    def _if_open(self, number: int, command: Callable[[int], None]) -> None:
-        """Do what was asked for with a request, unless it has ended since."""
-        if number in self._open:
-            command(number)
+    def _command(self, number: int, command: Callable[[int], None]) -> None:
+        """Have the thread do something with a request, unless it has ended by then."""
+        self._commands.append(lambda: command(number) if number in self._open else None)
+        self._changed.notify()
 
     def _deliver(self, stream: AnswerStream, event: StreamEvent | Exception) -> None:
         if isinstance(event, Exception) or event.answer is not None:

@@ -52,30 +52,21 @@ class PreparedRequest:
         return self.arranged.prompt
 
 
+@dataclass(eq=False)
 class RequestPreparer:
     """Makes prompts, puts their chunks in order, and chooses methods, with one model's parts.
 
-    Its only state is what the arranger has counted. One caller at a time.
+    Its only state is what the arranger has counted. One caller at a time. `shadow`, if there is one, may replace the
+    method that was chosen by the exact one.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        builder: PromptBuilder,
-        runner: Runner,
-        chooser: MethodChooser,
-        arranger: Arranger,
-        turn_builder: TurnBuilder,
-        shadow: ShadowMonitor | None = None,
-    ) -> None:
-        """Of these parts; `shadow`, if there is one, may switch to the exact method what was chosen."""
-        self.loaded = loaded
-        self.runner = runner
-        self.chooser = chooser
-        self.arranger = arranger
-        self.turn_builder = turn_builder
-        self.shadow = shadow
-        self._builder = builder
+    loaded: LoadedModel
+    builder: PromptBuilder
+    runner: Runner
+    chooser: MethodChooser
+    arranger: Arranger
+    turn_builder: TurnBuilder
+    shadow: ShadowMonitor | None = None
 
     def prepare(
         self,
@@ -103,7 +94,7 @@ class RequestPreparer:
             choice, method = allowed, make_method(allowed.method, allowed.reuse)
         turn: TurnUnderWay | None = None
         if request.conversation_id is None:
-            prompt = self._builder.build(
+            prompt = self.builder.build(
                 request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
             )
         else:
@@ -141,12 +132,8 @@ def open_chooser(
 ) -> MethodChooser:
     """What chooses the method of each request for a model; `method_request` is for those that name nothing.
 
-    Args:
-        loaded: the model.
-        method_request: what the engine's owner asked for.
-        reuse: settings of a method that is named.
-        calibration: the record that quality targets resolve by; None = the one in `cache_dir` or beside the model.
-        cache_dir: the folder that the engine keeps segments in, if it has one.
+    `reuse` are the settings of a method that is named. `calibration` is the record that quality targets resolve by;
+    None means the one in `cache_dir`, the folder that the engine keeps segments in, or beside the model.
 
     Raises:
         UnknownMethodError: no such method.
@@ -155,7 +142,8 @@ def open_chooser(
     record = calibration or stored_calibration(cache_dir, loaded.folder, loaded.fingerprint)
     if record is not None and record.fingerprint != loaded.fingerprint:
         raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
-    chooser = MethodChooser(method_request, reuse, record, _how_to_calibrate(loaded))
+    where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
+    chooser = MethodChooser(method_request, reuse, record, f"chunkweave calibrate {where}")
     usual = chooser.choose(MethodRequest())
     make_method(usual.method, usual.reuse)
     if record is None and usual.why is Why.EXACT:
@@ -177,8 +165,3 @@ def refuse_unknown(method: str | None, quality: str | None) -> None:
         make_method(method)
     if quality is not None:
         Quality.parse(quality)
-
-
-def _how_to_calibrate(loaded: LoadedModel) -> str:
-    where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
-    return f"chunkweave calibrate {where}"
