@@ -93,25 +93,36 @@ class StoreConfig:
     """Where segments are kept, how much room they may take there, and which one leaves first when it is full."""
 
     host_budget_bytes: int = setting(
-        4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes")
+        4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes"), least=0
     )
     policy: str = setting("lru", "Eviction policy, such as lru, lfu, gdsf or pgdsf.")
     device_budget_bytes: int = setting(
-        0, "Most accelerator memory for stored segments; 0 keeps them on the host.", unit=Unit.BYTES, places=_OWN_ENGINE
+        0,
+        "Most accelerator memory for stored segments; 0 keeps them on the host.",
+        unit=Unit.BYTES,
+        places=_OWN_ENGINE,
+        least=0,
     )
     cache_dir: Path | None = setting(
         None, "Folder that keeps segments on disk, for later runs and for other processes."
     )
-    disk_budget_bytes: int = setting(64 * GIB, "Most disk space for stored segments, with cache_dir.", unit=Unit.BYTES)
+    disk_budget_bytes: int = setting(
+        64 * GIB, "Most disk space for stored segments, with cache_dir.", unit=Unit.BYTES, least=0
+    )
     remote_url: str | None = setting(
         None, "Another machine that keeps segments too: redis://..., s3://..., file://...", secret=True
     )
     remote_budget_bytes: int | None = setting(
-        None, "Most bytes that this process keeps at remote_url; none leaves it to the server.", unit=Unit.BYTES
+        None,
+        "Most bytes that this process keeps at remote_url; none leaves it to the server.",
+        unit=Unit.BYTES,
+        least=0,
     )
     codec: str = setting("raw", "How segments are encoded on disk and remote: raw, int8 or fp8.")
-    admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.")
-    ttl_s: float | None = setting(None, "Drop segments older than that: 30s, 90m, 12h or 7d.", unit=Unit.SECONDS)
+    admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.", least=1)
+    ttl_s: float | None = setting(
+        None, "Drop segments older than that: 30s, 90m, 12h or 7d.", unit=Unit.SECONDS, above=0
+    )
     max_variants: int | None = setting(
         DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
     )
@@ -122,17 +133,10 @@ class StoreConfig:
         unit=Unit.BYTES,
         name="host_pinned",
         places=_OWN_ENGINE,
+        least=0,
     )
 
     def __post_init__(self) -> None:
-        outer = (self.disk_budget_bytes, self.remote_budget_bytes or 0)
-        budgets = (self.host_budget_bytes, self.device_budget_bytes, self.pinned_bytes or 0, *outer)
-        if min(budgets) < 0:
-            raise UsageError(f"the store's budget must not be negative: {min(budgets)}")
-        if self.admission < 1:
-            raise UsageError(f"admission must be at least 1, not {self.admission}")
-        if self.ttl_s is not None and not self.ttl_s > 0.0:
-            raise UsageError(f"a time to live must be positive, not {self.ttl_s} s")
         for limit in (self.max_variants, self.max_instances):
             if limit is not None and limit < 1:
                 raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
@@ -176,12 +180,11 @@ class ComputeConfig:
         "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
         unit=Unit.BYTES,
         name="staging_pinned",
+        least=0,
     )
 
     def __post_init__(self) -> None:
         AttentionKernel.parse(self.attention)
-        if self.pinned_bytes < 0:
-            raise UsageError(f"page-locked memory must not be negative: {self.pinned_bytes}")
 
 
 class FocusReading(StrEnum):
@@ -317,11 +320,14 @@ class ReuseConfig:
     """
 
     recompute_ratio: float = setting(
-        DEFAULT_RECOMPUTE_RATIO, "Share of the reused chunks' tokens that a named method computes again, 0 to 1."
+        DEFAULT_RECOMPUTE_RATIO,
+        "Share of the reused chunks' tokens that a named method computes again, 0 to 1.",
+        least=0,
+        most=1,
     )
     check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
     seed: int = setting(0, "Feeds what a method draws at random.", places=frozenset({Place.CONNECTOR}))
-    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.")
+    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.", least=0)
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
@@ -336,15 +342,11 @@ class ReuseConfig:
     capture: CaptureConfig = CaptureConfig()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise UsageError(f"recompute_ratio must be between 0 and 1, not {self.recompute_ratio}")
         layers = self.check_layers
         if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
             raise UsageError(
                 f"check_layers must be ascending layer numbers from 1 on (layer 0 cannot deviate), not {layers}"
             )
-        if not (isfinite(self.alpha) and self.alpha >= 0.0):
-            raise UsageError(f"alpha must be a number from 0 on, not {self.alpha}")
 
 
 _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
@@ -367,11 +369,17 @@ class ConversationConfig:
         "Most tokens of a turn's prompt, older turns are cut off; none: the model's context, less the answer.",
         name="conversation_tokens",
         old=("max_tokens",),
+        least=1,
     )
-    keep: float = setting(0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep")
+    keep: float = setting(
+        0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
+    )
     deduplicate: bool = setting(True, "Do not send a chunk again that is in a conversation's context already.")
     max_conversations: int = setting(
-        1024, "Conversations that are kept; of more, the one that was idle longest is forgotten.", places=SERVERS
+        1024,
+        "Conversations that are kept; of more, the one that was idle longest is forgotten.",
+        places=SERVERS,
+        least=1,
     )
     idle_s: float | None = setting(
         3600.0,
@@ -379,17 +387,8 @@ class ConversationConfig:
         unit=Unit.SECONDS,
         name="conversation_idle",
         places=SERVERS,
+        above=0,
     )
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max_tokens of a conversation must be at least 1, not {self.max_tokens}")
-        if not 0.0 <= self.keep <= 1.0:
-            raise UsageError(f"keep must be a share between 0 and 1, not {self.keep}")
-        if self.max_conversations < 1:
-            raise UsageError(f"at least one conversation must be allowed, not {self.max_conversations}")
-        if self.idle_s is not None and not self.idle_s > 0.0:
-            raise UsageError(f"idle_s must be positive, not {self.idle_s}; None keeps conversations for good")
 
 
 @configuration(_WEAVES)
@@ -405,24 +404,19 @@ class WeaveConfig:
         "Tokens that weaves compute, through all layers, in a step with other requests; none: an eighth of vLLM's "
         "max_num_batched_tokens.",
         old=("step_tokens",),
+        least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", unit=Unit.SECONDS
+        10.0, "Maximum wait for a request's segments before it is prefilled normally.", unit=Unit.SECONDS, above=0
     )
     lookup_timeout_s: float = setting(
         0.5,
         "Maximum wait for a remote lookup before the request is prefilled normally.",
         unit=Unit.SECONDS,
         old=("ask_timeout", "ask_timeout_s"),
+        above=0,
     )
     capture: bool | None = setting(None, "Keep what prefilled chunks attend to; none: if the usual method reads it.")
-
-    def __post_init__(self) -> None:
-        if self.weave_step_tokens is not None and self.weave_step_tokens < 1:
-            raise UsageError(f"weave_step_tokens must be at least 1, not {self.weave_step_tokens}")
-        for name in ("load_timeout_s", "lookup_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache, wraps
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -121,7 +122,7 @@ class Setting:
 
     `name` is what it is called outside of Python, `attribute` its field; `kind` its type. `defaults` has the places
     where another default than `default` holds. `old` are spellings that still work, with a warning. A `secret` is
-    shown without user, password and options.
+    shown without user, password and options. A number is finite, at least `least` or above `above`, and at most `most`.
     """
 
     name: str
@@ -134,6 +135,9 @@ class Setting:
     defaults: Mapping[Place, Any]
     old: tuple[str, ...]
     secret: bool
+    least: float | None
+    above: float | None
+    most: float | None
 
     @property
     def plain(self) -> Any:
@@ -226,6 +230,9 @@ def setting(
     defaults: Mapping[Place, Any] | None = None,
     old: tuple[str, ...] = (),
     secret: bool = False,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """A field of a configuration class that is a setting; see `Setting`.
 
@@ -239,6 +246,9 @@ def setting(
         "defaults": defaults or {},
         "old": old,
         "secret": secret,
+        "least": least,
+        "above": above,
+        "most": most,
     }
     return field(default=default, metadata={"setting": declared})
 
@@ -309,6 +319,8 @@ def _taking_settings(config: type[ConfigT]) -> type[ConfigT]:
             if _is_text_of(one, values.get(one.attribute)):
                 values[one.attribute] = one.parse(values[one.attribute])
         plain(self, *args, **values)
+        for one in known.values():
+            _refuse_out_of_range(one, getattr(self, one.attribute))
 
     def renamed(self: Any, attribute: str) -> Any:
         for one in settings_of(config).values():
@@ -340,6 +352,22 @@ def read(
         raise UsageError(f"no such settings: {', '.join(unknown)}; there are: {', '.join(known)}")
     values = {name: one.check(found[name]) if name in found else one.default_at(place) for name, one in known.items()}
     return config(**{known[name].attribute: value for name, value in values.items()})
+
+
+def _refuse_out_of_range(one: Setting, value: Any) -> None:
+    if not isinstance(value, int | float):
+        return
+    if one.least is not None and one.most is not None:
+        fits, told = one.least <= value <= one.most, f"between {one.least} and {one.most}"
+    elif one.least is not None:
+        fits, told = value >= one.least, f"at least {one.least}" if one.least else "a number that is not negative"
+    elif one.above is not None:
+        fits = value > one.above and (one.most is None or value <= one.most)
+        told = f"above {one.above} and at most {one.most}" if one.most is not None else "positive"
+    else:
+        return
+    if not (fits and isfinite(value)):
+        raise UsageError(f"{one.attribute} must be {told}, not {value}")
 
 
 def _is_text_of(one: Setting, value: Any) -> bool:

@@ -61,25 +61,24 @@ class OrderingConfig:
         places=_OWN_ENGINE | {Place.VLLM},
     )
     window: int = setting(
-        1000, "Latest requests over which chunks are counted (CRAFT §6.2.4).", name="ordering_window", places=SERVERS
+        1000,
+        "Latest requests over which chunks are counted (CRAFT §6.2.4).",
+        name="ordering_window",
+        places=SERVERS,
+        least=1,
     )
     promotion_threshold: int | None = setting(
         2,
         "With a free order, promote a chunk that so many of the counted requests took (CRAFT §6.2.5); none: all.",
         defaults=_EVERY_PATH,
+        least=1,
     )
     continuation_threshold: int | None = setting(
         4,
         "With a free order, weaving methods grow a prefix that so many counted requests began with; none: never.",
         defaults={Place.COMMANDS: None},
+        least=1,
     )
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"chunks are counted over at least one request, not {self.window}")
-        for threshold in (self.promotion_threshold, self.continuation_threshold):
-            if threshold is not None and threshold < 1:
-                raise UsageError(f"a promotion threshold must be at least 1, not {threshold}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
@@ -336,46 +335,45 @@ class BatchingConfig:
     )
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
     block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")
-    max_waiting: int = setting(256, "Requests that may wait; a server answers further ones with 503.", places=SERVERS)
+    max_waiting: int = setting(
+        256, "Requests that may wait; a server answers further ones with 503.", places=SERVERS, least=1
+    )
     window: int = setting(
         DEFAULT_WINDOW,
         "How often a waiting request may be passed over by ones of which more is cached.",
         name="queue_window",
         old=("window",),
         places=SERVERS,
+        least=0,
     )
     deadline_s: float | None = setting(
-        None, "Longest time that a request may take; none: any.", unit=Unit.SECONDS, places=SERVERS, defaults=_DEADLINE
+        None,
+        "Longest time that a request may take; none: any.",
+        unit=Unit.SECONDS,
+        places=SERVERS,
+        defaults=_DEADLINE,
+        above=0,
     )
     queue_timeout_s: float | None = setting(
-        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS
+        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, above=0
     )
     max_prompt_tokens: int | None = setting(
-        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow."
+        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", least=1
     )
     speculation_tokens: int | None = setting(
         None, "Tokens of a step of speculations; none: as many as of any other step."
     )
-    prefetch_requests: int = setting(2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.")
-    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES)
+    prefetch_requests: int = setting(
+        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", least=0
+    )
+    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, least=0)
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
         if self.speculation_tokens is not None:
             TokenBudget(tokens=self.speculation_tokens, max_running=self.max_running)
-        if min(self.prefetch_requests, self.prefetch_bytes) < 0:
-            raise UsageError(
-                f"{self.prefetch_requests} requests and {self.prefetch_bytes} bytes to prefetch: 0 is least"
-            )
         if not 1 <= self.block_tokens <= self.kv_tokens:
             raise UsageError(f"{self.kv_tokens} tokens of KV have no block of {self.block_tokens} tokens")
-        if self.max_waiting < 1 or self.window < 0:
-            raise UsageError(f"room to wait ({self.max_waiting}) must be at least 1, the window ({self.window}) 0")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise UsageError(f"max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}")
-        for name, limit in (("deadline_s", self.deadline_s), ("queue_timeout_s", self.queue_timeout_s)):
-            if limit is not None and not (isfinite(limit) and limit > 0):
-                raise UsageError(f"{name} must be a positive number of seconds, not {limit}")
 
     @property
     def tokens_of_speculations(self) -> int:

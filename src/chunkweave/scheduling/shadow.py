@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, isnan
 from threading import Lock
 
-from chunkweave.errors import UsageError
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.settings import SERVERS, Place, configuration, setting
 
@@ -33,41 +32,38 @@ class ShadowConfig:
         "Check one in so many woven answers against full prefill, when idle; none: no checks.",
         name="shadow_every",
         defaults={Place.ENGINE: None, Place.VLLM: None},
+        least=1,
     )
-    window: int = setting(20, "Checks that are looked at together.", name="shadow_window")
+    window: int = setting(20, "Checks that are looked at together.", name="shadow_window", least=1)
     max_divergence: float | None = setting(
         None,
         "Switch weaving off above this mean divergence of first tokens, in nats; none: never.",
         name="shadow_max_divergence",
+        above=0,
     )
     min_agreement: float | None = setting(
         None,
         "Switch weaving off where first tokens agree less often, a share; none: never.",
         name="shadow_min_agreement",
+        above=0,
+        most=1,
     )
     compared_tokens: int = setting(
-        16, "Tokens of an answer that a check decodes again.", name="shadow_compared_tokens", places=_ENGINE
+        16, "Tokens of an answer that a check decodes again.", name="shadow_compared_tokens", places=_ENGINE, least=0
     )
     slice_tokens: int = setting(
-        256, "Tokens of a prompt that a check prefills at once.", name="shadow_slice_tokens", places=_ENGINE
+        256, "Tokens of a prompt that a check prefills at once.", name="shadow_slice_tokens", places=_ENGINE, least=1
     )
     most_pending: int = setting(
-        4, "Answers that may wait to be checked; further ones are dropped.", name="shadow_pending", places=_ENGINE
+        4,
+        "Answers that may wait to be checked; further ones are dropped.",
+        name="shadow_pending",
+        places=_ENGINE,
+        least=1,
     )
     beside: int = setting(
-        0, "Requests that may be under way while a check goes on.", name="shadow_beside", places=_ENGINE
+        0, "Requests that may be under way while a check goes on.", name="shadow_beside", places=_ENGINE, least=0
     )
-
-    def __post_init__(self) -> None:
-        for name in ("every", "window", "slice_tokens", "most_pending"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.compared_tokens < 0 or self.beside < 0:
-            raise UsageError("compared_tokens and beside must not be negative")
-        if self.max_divergence is not None and not self.max_divergence > 0.0:
-            raise UsageError(f"max_divergence must be positive, not {self.max_divergence}")
-        if self.min_agreement is not None and not 0.0 < self.min_agreement <= 1.0:
-            raise UsageError(f"min_agreement must be a share above 0, not {self.min_agreement}")
 
 
 @dataclass(frozen=True, slots=True)

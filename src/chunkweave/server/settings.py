@@ -57,20 +57,15 @@ class ListenSettings:
     """Where the server listens, to whom, and how it stops."""
 
     host: str = setting("127.0.0.1", "Address to listen on. Any but loopback needs keys, or allow_anonymous.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0, most=65535)
     keys_file: Path | None = setting(None, "File of API keys, as `chunkweave keys new` writes them.")
     allow_anonymous: bool = setting(False, "Answer everybody who can reach the address, without keys.")
-    graceful_s: float = setting(30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS)
-    stalled_s: float = setting(
-        60.0, "How long a client may stop reading before its stream is ended.", unit=Unit.SECONDS
+    graceful_s: float = setting(
+        30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, above=0
     )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"port must be between 0 and 65535, not {self.port}")
-        for name in ("graceful_s", "stalled_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be positive, not {getattr(self, name)}")
+    stalled_s: float = setting(
+        60.0, "How long a client may stop reading before its stream is ended.", unit=Unit.SECONDS, above=0
+    )
 
     @property
     def loopback(self) -> bool:
@@ -87,25 +82,19 @@ class LimitSettings:
         4 * _MIB, "Largest body of a request, but for documents that are ingested.", unit=Unit.BYTES
     )
     max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.", unit=Unit.BYTES)
-    max_documents: int = setting(64, "Documents of one request; documents of one call that warms, pins or clears.")
-    max_answer_tokens: int = setting(1024, "Tokens of an answer that a request may ask for.")
-    default_answer_tokens: int = setting(256, "Tokens of an answer where a request does not say.")
-    max_concurrent: int = setting(64, "Requests of one tenant at once; further ones get 429.")
-    requests_per_minute: float | None = setting(
-        None, "Requests of one tenant, on average; further ones get 429; none: no limit."
+    max_documents: int = setting(
+        64, "Documents of one request; documents of one call that warms, pins or clears.", least=1
     )
-    burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.")
-    max_corpora: int = setting(32, "Corpora that one tenant may create.")
-    max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.")
+    max_answer_tokens: int = setting(1024, "Tokens of an answer that a request may ask for.", least=1)
+    default_answer_tokens: int = setting(256, "Tokens of an answer where a request does not say.", least=1)
+    max_concurrent: int = setting(64, "Requests of one tenant at once; further ones get 429.", least=1)
+    requests_per_minute: float | None = setting(
+        None, "Requests of one tenant, on average; further ones get 429; none: no limit.", above=0
+    )
+    burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.", least=1)
+    max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
+    max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
     pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
-
-    def __post_init__(self) -> None:
-        counts = ("max_documents", "max_answer_tokens", "default_answer_tokens", "max_concurrent", "burst")
-        for name in (*counts, "max_corpora", "max_corpus_chunks"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.requests_per_minute is not None and not self.requests_per_minute > 0:
-            raise UsageError(f"requests_per_minute must be positive, not {self.requests_per_minute}")
 
 
 @configuration(SERVERS)
@@ -139,7 +128,7 @@ class WatchSettings:
 class FleetSettings:
     """Which vLLM servers there are, and who gets what."""
 
-    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.")
+    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.", least=1)
     upstream: tuple[str, ...] = setting(
         (), "URL of a vLLM server that runs already, with the connector; repeatable, in the place of `replicas`."
     )
@@ -156,22 +145,19 @@ class FleetSettings:
     imbalance: float = setting(
         USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, over the mean of all."
     )
-    replica_requests: int = setting(32, "Requests with documents that one replica is given at once; others wait here.")
+    replica_requests: int = setting(
+        32, "Requests with documents that one replica is given at once; others wait here.", least=1
+    )
     mirror_tokens: int = setting(
-        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order."
+        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", least=1
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
-    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS)
+    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS, above=0)
 
     def __post_init__(self) -> None:
         make_routing(self.routing, self.imbalance)
-        for name in ("replicas", "replica_requests", "mirror_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.start_timeout_s > 0:
-            raise UsageError(f"start_timeout_s must be positive, not {self.start_timeout_s}")
         if wrong := [url for url in self.upstream if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"upstream must be a URL such as http://host:8000, not {wrong[0]!r}")
         self.connector_config()
