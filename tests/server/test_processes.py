@@ -41,6 +41,7 @@ def body(number: int, **more) -> dict:
 def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpoint):
     cache = ["--model", checkpoint, "--cache-dir", str(tmp_path)]
     with ServerProcess(*cache) as server:
+        wait_until(lambda: any("s  ready" in line for line in server.log))
         stages = [line for line in server.log if " s  " in line]
         assert [words in "".join(stages) for words in ("loading the model", "opening corpora", "ready")] == [True] * 3
         url = f"{server.url}/v1/chat/completions"
