@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from server_thread import ServerThread
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.eval.results import commit, machine, to_json, versions, write_json
-from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
 from chunkweave.server.engine_backend import EngineBackend
 from chunkweave.server.service import Service

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from chunkweave import Engine
-from chunkweave.server.observability import NoTraces, OtelTraces, open_traces
+from chunkweave.server.metrics import ServerMetrics
+from chunkweave.server.observability import Observer, OtelTraces, RequestMeta, open_traces
 from chunkweave.testing import toy_model
 
 pytest.importorskip("opentelemetry.sdk")
@@ -69,13 +70,14 @@ def test_a_clients_trace_goes_on_here(report):
 def test_without_an_endpoint_or_a_package_nothing_is_traced(report, monkeypatch, caplog):
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(open_traces(), NoTraces)
+    assert open_traces() is None
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     traces = open_traces("http://127.0.0.1:1/v1/traces")
-    assert isinstance(traces, NoTraces)
+    assert traces is None
     assert "chunkweave[otel]" in caplog.text
-    traces.record(report, request_id="r-1", finish_reason="stop")
-    traces.close()
+    observer = Observer(ServerMetrics("toy"), traces)
+    observer.answered(RequestMeta("r-1", ""), report, finish_reason="stop")
+    observer.close()
 
 
 def test_with_an_endpoint_spans_are_sent(monkeypatch):

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
 from chunkweave.server.engine_backend import EngineBackend
 from chunkweave.server.service import Service

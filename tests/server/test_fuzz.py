@@ -7,12 +7,13 @@ from datetime import timedelta
 import httpx
 import pytest
 import schemathesis
+from benchmarks.server_thread import ServerThread
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from chunkweave.server.app import ServerThread, create_app
+from chunkweave.server.app import create_app
 from chunkweave.server.backend import Stage
 from tests.server.conftest import audit, toy_service, wait_until
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.app import ServerThread
 from chunkweave.server.backend import Stage
 from tests.server.conftest import KEYS, key_ring, toy_service, wait_until
 

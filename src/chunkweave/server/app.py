@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -134,27 +133,3 @@ def run(service: Service, sock: socket.socket) -> None:
     Server(service).run(sockets=[sock])
     if service.failure is not None:
         raise service.failure
-
-
-class ServerThread:
-    """A server in a thread of this process, on a free port of loopback: for tests and measurements."""
-
-    def __init__(self, service: Service) -> None:
-        self._server = Server(service)
-        self._socket = listening_socket(ListenSettings(port=0))
-        host, port = self._socket.getsockname()
-        self._url = f"http://{host}:{port}"
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return self._url
-
-    def __enter__(self) -> "ServerThread":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()

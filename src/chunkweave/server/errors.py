@@ -31,6 +31,24 @@ logger = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+_CLIENTS: Mapping[type[ChunkweaveError], tuple[int, str | None]] = {
+    PromptTooLongError: (400, "context_length_exceeded"),
+    UnknownDocumentError: (404, "document_not_found"),
+    DuplicateDocumentError: (409, "document_exists"),
+    ConversationBusyError: (409, "conversation_busy"),
+    UsageError: (400, None),
+    DocumentError: (400, None),
+}
+"""Status and code of errors that a client can mend, subclasses first. It gets their message."""
+
+_SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
+    QueueFullError: (503, "the server has too much to do; try again", "overloaded", 1),
+    DeadlineError: (504, "the request was not answered in time", "timeout", None),
+    RequestAbortedError: (503, "the server is stopping", "stopping", 5),
+}
+"""Status, message, code and `retry-after` in seconds of errors that it cannot."""
+
+
 class HttpError(HTTPException):
     """A request that is not answered, with all that its client is to know about it."""
 
@@ -68,22 +86,13 @@ def http_error_of(error: Exception) -> HttpError:
     """The answer to an error. What is not the client's doing is logged, and answered without its message."""
     if isinstance(error, HttpError):
         return error
-    if isinstance(error, PromptTooLongError):
-        return HttpError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, UnknownDocumentError):
-        return HttpError(404, str(error), code="document_not_found")
-    if isinstance(error, DuplicateDocumentError):
-        return HttpError(409, str(error), code="document_exists")
-    if isinstance(error, ConversationBusyError):
-        return HttpError(409, str(error), param="chunkweave.conversation_id", code="conversation_busy")
-    if isinstance(error, UsageError | DocumentError):
-        return HttpError(400, str(error))
-    if isinstance(error, QueueFullError):
-        return HttpError(503, "the server has too much to do; try again", code="overloaded", retry_after_s=1)
-    if isinstance(error, DeadlineError):
-        return HttpError(504, "the request was not answered in time", code="timeout")
-    if isinstance(error, RequestAbortedError):
-        return HttpError(503, "the server is stopping", code="stopping", retry_after_s=5)
+    for kind, (status, code) in _CLIENTS.items():
+        if isinstance(error, kind):
+            param = "chunkweave.conversation_id" if kind is ConversationBusyError else None
+            return HttpError(status, str(error), code=code, param=param)
+    for kind, (status, message, code, retry_after_s) in _SERVERS.items():
+        if isinstance(error, kind):
+            return HttpError(status, message, code=code, retry_after_s=retry_after_s)
     logger.error("a request failed", exc_info=error)
     what = "the corpus cannot be used now" if isinstance(error, CorpusError) else "the request failed"
     return HttpError(500, f"{what}; the server's log says why", code="internal_error")
@@ -91,26 +100,16 @@ def http_error_of(error: Exception) -> HttpError:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Have an app answer every error in this form."""
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(ChunkweaveError, _failed)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (HTTPException, RequestValidationError, ChunkweaveError, Exception):
+        app.add_exception_handler(kind, _answer)
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, HttpError):
-        return error.response
-    assert isinstance(error, HTTPException), "this handler is for that class"
-    return HttpError(error.status_code, str(error.detail), headers=error.headers).response
-
-
-async def _failed(_: Request, error: Exception) -> JSONResponse:
+async def _answer(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RequestValidationError):
+        return invalid_request(error.errors()).response
+    if isinstance(error, HTTPException) and not isinstance(error, HttpError):
+        return HttpError(error.status_code, str(error.detail), headers=error.headers).response
     return http_error_of(error).response
-
-
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError), "this handler is for that class"
-    return invalid_request(error.errors()).response
 
 
 def invalid_request(errors: Sequence[Mapping[str, Any]]) -> HttpError:

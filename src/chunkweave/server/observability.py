@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.errors import HttpError
@@ -128,25 +128,17 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
+_TOKENS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+_LOGGED = ("method", "why", "prompt_tokens", *_TOKENS, "new_tokens", "lost_segments")
+_LOGGED_SECONDS = ("ttft_s", "queue_s", "lookup_s", "load_s", "weave_s", "decode_s")
+
+
 def _fields_of(report: ReuseReport) -> dict[str, Any]:
     return {
-        "method": report.method,
-        "why": report.why,
-        "prompt_tokens": report.prompt_tokens,
-        "prefix_exact_tokens": report.prefix_exact_tokens,
-        "reused_tokens": report.reused_tokens,
-        "recomputed_tokens": report.recomputed_tokens,
-        "computed_tokens": report.computed_tokens,
-        "new_tokens": report.new_tokens,
+        **{name: getattr(report, name) for name in _LOGGED},
+        **{name: round(getattr(report, name), 6) for name in _LOGGED_SECONDS},
         "chunks": len(report.chunks),
-        "lost_segments": report.lost_segments,
         "recompute_fraction": round(report.recompute_fraction, 4),
-        "ttft_s": round(report.ttft_s, 6),
-        "queue_s": round(report.queue_s, 6),
-        "lookup_s": round(report.lookup_s, 6),
-        "load_s": round(report.load_s, 6),
-        "weave_s": round(report.weave_s, 6),
-        "decode_s": round(report.decode_s, 6),
     }
 
 
@@ -161,30 +153,7 @@ def _in_words(outcome: str, report: ReuseReport) -> str:
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _NS = 1_000_000_000
-
-
-class RequestTraces(Protocol):
-    """Takes what is known of a request that was answered."""
-
-    def record(
-        self, report: ReuseReport, *, request_id: str, finish_reason: str, traceparent: str | None = None
-    ) -> None:
-        """Its last token has just come. `traceparent` is its header of that name: the span that it belongs to."""
-
-    def close(self) -> None:
-        """Send what is still to be sent."""
-
-
-class NoTraces:
-    """Nobody wants them."""
-
-    def record(
-        self, report: ReuseReport, *, request_id: str, finish_reason: str, traceparent: str | None = None
-    ) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+_TRACED = ("method", *_TOKENS, "lost_segments", "ttft_s")
 
 
 class OtelTraces:
@@ -205,7 +174,10 @@ class OtelTraces:
     def record(
         self, report: ReuseReport, *, request_id: str, finish_reason: str, traceparent: str | None = None
     ) -> None:
-        """Its spans, ending now."""
+        """The spans of a request whose last token has just come.
+
+        `traceparent` is its header of that name: the span that it belongs to.
+        """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         ended = time.time_ns()
@@ -229,13 +201,13 @@ class OtelTraces:
         self._provider.shutdown()
 
 
-def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> RequestTraces:
+def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> OtelTraces | None:
     """Traces sent by OTLP over HTTP to `endpoint` (None: what OpenTelemetry's environment variables name).
 
     Without an endpoint, or without the packages of the extra `otel`, nothing is traced; the latter is warned of.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
-        return NoTraces()
+        return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -243,7 +215,7 @@ def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> 
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         logger.warning("no traces are sent, a package is missing (pip install 'chunkweave[otel]'): %s", error)
-        return NoTraces()
+        return None
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return OtelTraces(provider)
@@ -270,13 +242,7 @@ def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dic
         "gen_ai.response.finish_reasons": [finish_reason],
         "gen_ai.usage.input_tokens": report.prompt_tokens,
         "gen_ai.usage.output_tokens": report.new_tokens,
-        "chunkweave.method": report.method,
-        "chunkweave.prefix_exact_tokens": report.prefix_exact_tokens,
-        "chunkweave.reused_tokens": report.reused_tokens,
-        "chunkweave.recomputed_tokens": report.recomputed_tokens,
-        "chunkweave.computed_tokens": report.computed_tokens,
-        "chunkweave.lost_segments": report.lost_segments,
-        "chunkweave.ttft_s": report.ttft_s,
+        **{f"chunkweave.{name}": getattr(report, name) for name in _TRACED},
     }
 
 
@@ -292,16 +258,17 @@ class RequestMeta:
 class Observer:
     """One call for each request, when it has ended."""
 
-    def __init__(self, metrics: ServerMetrics, traces: RequestTraces) -> None:
+    def __init__(self, metrics: ServerMetrics, traces: OtelTraces | None) -> None:
         self.metrics = metrics
         self._traces = traces
 
     def answered(self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
         """It has its whole answer."""
         self.metrics.observe(report, finish_reason=finish_reason, tenant=meta.tenant)
-        self._traces.record(
-            report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
-        )
+        if self._traces is not None:
+            self._traces.record(
+                report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
+            )
         log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
     def failed(self, meta: RequestMeta, error: BaseException) -> None:
@@ -315,7 +282,8 @@ class Observer:
 
     def close(self) -> None:
         """Send what is still to be sent."""
-        self._traces.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def _ended(self, meta: RequestMeta, outcome: Outcome, error: BaseException | None) -> None:
         self.metrics.ended(outcome, tenant=meta.tenant)

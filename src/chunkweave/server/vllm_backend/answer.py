@@ -16,7 +16,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.replies import WholeChoices
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
-from chunkweave.server.vllm_backend.reports import ReportInbox, Times, cached_tokens, reuse_report, shown_report
+from chunkweave.server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import UpstreamLostError
 
@@ -154,7 +154,7 @@ class VllmAnswer:
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
         try:
-            body = self._sent(placed, prepared.room)
+            body = {**self._body, **self._prompt(placed, prepared.room)}
             async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
                 async for event in stream:
                     if event.get("usage"):
@@ -175,13 +175,11 @@ class VllmAnswer:
         try:
             placed = await fleet.place(self._prepared, counted=False)
             try:
-                body = {
-                    "model": self._body["model"],
-                    "temperature": 0,
-                    "stream": True,
-                    **{name: self._body[name] for name in ("cache_salt",) if name in self._body},
+                kept: dict[str, Any] = {
+                    name: self._body[name] for name in ("model", "cache_salt") if name in self._body
                 }
-                stream = placed.replica.upstream.complete({**body, **self._prompt(placed, 1)}, uuid.uuid4().hex)
+                body = {**kept, "temperature": 0, "stream": True, **self._prompt(placed, 1)}
+                stream = placed.replica.upstream.complete(body, uuid.uuid4().hex)
                 async with aclosing(stream):
                     async for _ in stream:
                         pass
@@ -197,9 +195,6 @@ class VllmAnswer:
             return None
         return placed
 
-    def _sent(self, placed: Placed, max_tokens: int) -> dict[str, Any]:
-        return {**self._body, **self._prompt(placed, max_tokens)}
-
     def _prompt(self, placed: Placed, max_tokens: int) -> dict[str, Any]:
         """The part of a body that depends on where it is computed."""
         prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
@@ -214,9 +209,15 @@ class VllmAnswer:
             reported = await context.inbox.report(report_id, _REPORT_S)
         now, arrived_s = time.perf_counter(), self._arrived_s
         first_s = now if self._first_s is None else self._first_s
-        times = Times(queue_s=self._queued_s, ttft_s=first_s - arrived_s, decode_s=now - first_s)
-        new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
-        report = reuse_report(placed, reported, self._usage, times, new_tokens)
+        report = reuse_report(
+            placed,
+            reported,
+            self._usage,
+            queue_s=self._queued_s,
+            ttft_s=first_s - arrived_s,
+            decode_s=now - first_s,
+            new_tokens=int(self._usage.get("completion_tokens") or len(choice["token_ids"])),
+        )
         cached = cached_tokens(report, reported)
         context.fleet.served(placed, cached_tokens=cached)
         self._end_turn(placed, choice)

@@ -280,35 +280,16 @@ def labelled(expositions: Mapping[str, str]) -> str:
 
 def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> Iterator[MetricSample]:
     """What this server knows of its replicas."""
-    replicas = fleet.replicas
-
-    def gauge(name: str, meaning: str, values: Mapping[str, float]) -> MetricSample:
-        return MetricSample(name, meaning, values, "replica")
-
-    yield gauge("replica_up", "Whether a vLLM server answers.", {one.name: float(one.up) for one in replicas})
-    yield gauge(
-        "replica_requests_running", "Requests given to a vLLM server.", {one.name: one.running for one in replicas}
-    )
-    yield gauge(
-        "replica_requests_waiting", "Requests that wait for one here.", {one.name: len(one.queue) for one in replicas}
-    )
-    yield gauge(
-        "replica_outstanding_tokens",
-        "Tokens that it has still to compute, as far as this server knows.",
-        {one.name: one.outstanding_tokens for one in replicas},
-    )
-    yield gauge(
-        "replica_mirror_tokens",
-        "Tokens that its segment store is assumed to hold.",
-        {one.name: one.contents.tokens for one in replicas},
-    )
-    yield MetricSample(
-        "replica_requests",
-        "Requests with documents that it answered.",
-        {one.name: one.served for one in replicas},
-        "replica",
-        counter=True,
-    )
+    for name, meaning, value in (
+        ("up", "Whether a vLLM server answers.", lambda one: one.up),
+        ("requests_running", "Requests given to a vLLM server.", lambda one: one.running),
+        ("requests_waiting", "Requests that wait for one here.", lambda one: len(one.queue)),
+        ("outstanding_tokens", "Tokens that it has still to compute, by estimate.", lambda one: one.outstanding_tokens),
+        ("mirror_tokens", "Tokens that its segment store is assumed to hold.", lambda one: one.contents.tokens),
+        ("requests", "Requests with documents that it answered.", lambda one: one.served),
+    ):
+        values = {one.name: float(value(one)) for one in fleet.replicas}
+        yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=name == "requests")
     if restarts:
         yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
     yield MetricSample("request_retries", "Requests that were given to a second server.", {"": retries}, counter=True)

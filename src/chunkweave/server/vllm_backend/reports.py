@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,27 +126,8 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds until a replica was sent the request, until its first token, and from there to the end."""
-
-    queue_s: float
-    ttft_s: float
-    decode_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTokens:
-    """Tokens of a prompt by what happened to them; they sum to the prompt."""
-
-    prefix_exact: int
-    reused: int
-    recomputed: int
-    computed: int
-
-
-def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> SourceTokens:
-    """What became of a prompt.
+def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
+    """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
 
     Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
     requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
@@ -156,9 +136,10 @@ def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: in
     if report is None or "reused_tokens" not in report:
         computed = report.get("computed_tokens") if report is not None else None
         cached = local_tokens if computed is None else prompt_tokens - int(computed)
-        return SourceTokens(cached, 0, 0, prompt_tokens - cached)
+        return cached, 0, 0, prompt_tokens - cached
     names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    return SourceTokens(*(int(report[name]) for name in names))
+    prefix_exact, reused, recomputed, computed = (int(report[name]) for name in names)
+    return prefix_exact, reused, recomputed, computed
 
 
 def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
@@ -168,28 +149,36 @@ def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
 
 
 def reuse_report(
-    placed: Placed, reported: Report | None, usage: Mapping[str, Any], times: Times, new_tokens: int
+    placed: Placed,
+    reported: Report | None,
+    usage: Mapping[str, Any],
+    *,
+    queue_s: float,
+    ttft_s: float,
+    decode_s: float,
+    new_tokens: int,
 ) -> ReuseReport:
     """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
     choice, turn = placed.prepared.choice, placed.prepared.turn
     prompt_tokens = len(placed.prompt)
     details = usage.get("prompt_tokens_details") or {}
-    sources = tokens_by_source(reported, prompt_tokens, int(details.get("cached_tokens") or 0))
+    local_tokens = int(details.get("cached_tokens") or 0)
+    prefix_exact, reused, recomputed, computed = tokens_by_source(reported, prompt_tokens, local_tokens)
     content = None if turn is None else turn.content
     return ReuseReport(
         method=str((reported or {}).get("method") or choice.method),
         prompt_tokens=prompt_tokens,
-        prefix_exact_tokens=sources.prefix_exact,
-        reused_tokens=sources.reused,
-        recomputed_tokens=sources.recomputed,
-        computed_tokens=sources.computed,
+        prefix_exact_tokens=prefix_exact,
+        reused_tokens=reused,
+        recomputed_tokens=recomputed,
+        computed_tokens=computed,
         recompute_fraction=float((reported or {}).get("recompute_fraction") or 0.0),
-        queue_s=times.queue_s,
+        queue_s=queue_s,
         lookup_s=0.0,
         load_s=0.0,
-        weave_s=max(0.0, times.ttft_s - times.queue_s),
-        ttft_s=times.ttft_s,
-        decode_s=times.decode_s,
+        weave_s=max(0.0, ttft_s - queue_s),
+        ttft_s=ttft_s,
+        decode_s=decode_s,
         new_tokens=new_tokens,
         prefill_flops=0.0,
         full_prefill_flops=0.0,
