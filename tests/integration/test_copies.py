@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate
-from chunkweave.tiers.device import DeviceCopies, HostMemory, PinnedMemory, Streams, moved_into
+from chunkweave.tiers.device import HostMemory, PinnedMemory, Streams, moved_into
 from chunkweave.tiers.preload import LayerLoader
 
 
-class LoggedStreams:
+class LoggedStreams(Streams):
     """Streams of a pretended device, that note what was asked of them and on which queue."""
 
     device = torch.device("cpu")
@@ -44,7 +44,7 @@ def segment_of(layers: int = 4) -> SegmentKV:
 
 def test_what_is_computed_waits_for_the_copy_of_its_own_layer_and_for_nothing_else():
     streams, source = LoggedStreams(), segment_of()
-    loader = LayerLoader([("a", source)], 4, send=DeviceCopies(streams).send)
+    loader = LayerLoader([("a", source)], 4, send=streams.send)
     loader.release(4)
     assert streams.log == [("mark copy", layer) for layer in range(4)]  # sent by the loader; nobody has waited
     del streams.log[:]
@@ -56,7 +56,7 @@ def test_what_is_computed_waits_for_the_copy_of_its_own_layer_and_for_nothing_el
 
 def test_a_layer_is_sent_once_and_then_read_from_the_host():
     streams, source = LoggedStreams(), segment_of()
-    loader = LayerLoader([("a", source)], 4, send=DeviceCopies(streams).send)
+    loader = LayerLoader([("a", source)], 4, send=streams.send)
     loader.release(4)
     first, second = loader.segments[0].layer(2), loader.segments[0].layer(2)
     assert torch.equal(first, second)
@@ -88,7 +88,7 @@ def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
 
 def test_the_cpu_copies_nothing():
     tensor = torch.randn(3)
-    assert DeviceCopies(Streams()).send(tensor).receive() is tensor
+    assert Streams().send(tensor).receive() is tensor
 
 
 class Locked:

@@ -31,7 +31,7 @@ from chunkweave.planning.cost import CostModel, preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
 from chunkweave.store.store import TieredStore
-from chunkweave.tiers.device import copies_to, host_memory_for
+from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import SegmentId
 
@@ -83,7 +83,7 @@ class Runner:
         self.compute = compute or ComputeConfig()
         self.attention = make_attention(self.compute.attention, model.geometry, dtype=model.dtype, device=model.device)
         self.graphed = self._graphed_decode()
-        self._send = copies_to(model.device).send
+        self._send = streams_of(model.device).send
         self._memory = host_memory_for(model.device, self.compute.pinned_bytes)
 
     def room_for_new_tokens(self, prompt: Prompt) -> int:

@@ -117,20 +117,11 @@ class ActiveRows:
     ) -> None:
         """`token_ids` and `positions` are `[rows]`, on the model's device; no position is at `stop` or behind it.
 
-        Args:
-            cache: written by these rows.
-            token_ids: of the rows.
-            positions: of the rows, ascending.
-            dtype: of the model.
-            stop: above every position.
-            where: the positions as the host knows them, if it does.
-            a_pass: has the rules, what is watched, and how many layers are run.
-            candidates: the rows, ascending, that the rules may drop (None: no row).
-            read: what the question gave to each position in the pass before, `[positions]`.
-            hidden: flags the positions that no query sees, `[positions]`.
-            answers: whether the last row is to give logits.
-            decided: by layer the positions that its rule keeps, where that was decided before.
-            ranks: the heads of keys and queries are this rank's of all these.
+        `where` are the positions as the host knows them, if it does. `a_pass` has the rules, what is watched, and the
+        number of layers; `candidates` are the rows, ascending, that its rules may drop. `read` `[positions]` is what
+        the question gave to each in the pass before, `hidden` flags the positions that no query sees. Only if it
+        `answers` has the last row logits. `decided` has by layer the positions that its rule keeps, where that was
+        decided before. The heads of keys and queries are this rank's of all `ranks`.
         """
         device = positions.device
         unfocused, watch = a_pass.stop_unfocused, a_pass.watch
@@ -142,7 +133,8 @@ class ActiveRows:
         self.key_stop = stop
         self.stop: Stop | None = None
         self.kept: dict[int, torch.Tensor] = {}
-        self._work: list[CountedWork] = []
+        self.work: list[CountedWork] = []
+        """What each layer computed so far."""
         self._rules = {rule.layer: rule for rule in a_pass.keep_top}
         self._decided = decided or {}
         self._ranks = ranks
@@ -244,11 +236,6 @@ class ActiveRows:
         return self.positions[self._candidates]
 
     @property
-    def work(self) -> Sequence[CountedWork]:
-        """What each layer computed so far."""
-        return tuple(self._work)
-
-    @property
     def evidence(self) -> torch.Tensor | None:
         """What this pass found for the next one, a number a position up to the question's last; None if unwatched."""
         return None if self._question is None else self._question.attention
@@ -300,7 +287,7 @@ class ActiveRows:
 
     def record(self, entered: int) -> None:
         """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
-        self._work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys))
+        self.work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys))
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
@@ -345,11 +332,11 @@ class ActiveRows:
     def _note_evidence(self, question: Span) -> None:
         """Count the looking in the work of the layer that was just finished."""
         keys = sum(position + 1 for position in question.positions())
-        self._note(evidence_keys=self._work[-1][0].evidence_keys + keys)
+        self._note(evidence_keys=self.work[-1][0].evidence_keys + keys)
 
     def _note(self, **counts: int) -> None:
-        work, visible = self._work[-1]
-        self._work[-1] = replace(work, **counts), visible
+        work, visible = self.work[-1]
+        self.work[-1] = replace(work, **counts), visible
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
         """How many rows go is known only now: the host asks, as it did for the question's attention."""

@@ -200,11 +200,7 @@ CODECS: dict[str, Codec] = {
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name.
-
-    Raises:
-        UnknownMethodError: there is none.
-    """
+    """The codec of that name; raises `UnknownMethodError` if there is none."""
     if name not in CODECS:
         raise UnknownMethodError(f"no codec {name!r}; known: {', '.join(sorted(CODECS))}")
     return CODECS[name]

@@ -24,11 +24,7 @@ class HuggingFaceModel:
     """
 
     def __init__(self, model: Any) -> None:
-        """Look the model over.
-
-        Raises:
-            UnsupportedModelError: its anatomy or positions cannot be driven; the message names the feature.
-        """
+        """Look the model over; raises `UnsupportedModelError` as `check_config` and `check_modules` do."""
         check_config(model.config)
         check_modules(model)
         self.model = model

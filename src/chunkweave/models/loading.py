@@ -56,7 +56,8 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
         UnsupportedModelError: the architecture cannot be woven.
         UsageError: device or dtype do not exist here.
     """
-    path = _bundled_or(path)
+    if str(path) == BUNDLED_READER and not path.exists():
+        path = Path(str(files("chunkweave") / "assets" / "reader"))
     config = _read_config(path)
     check_config(config)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
@@ -95,12 +96,6 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
     """The byte-level tokenizer that comes with the package."""
     folder = Path(str(files("chunkweave") / "assets" / "tokenizer"))
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-
-
-def _bundled_or(path: Path) -> Path:
-    if str(path) == BUNDLED_READER and not path.exists():
-        return Path(str(files("chunkweave") / "assets" / "reader"))
-    return path
 
 
 def _read_config(path: Path) -> Any:
@@ -146,11 +141,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def shape_config(name: str) -> PreTrainedConfig:
-    """The Hugging Face configuration of a known shape.
-
-    Raises:
-        UnknownMethodError: no shape of that name; the message lists them.
-    """
+    """The Hugging Face configuration of a known shape; raises `UnknownMethodError` if there is none of that name."""
     shape = known_shape(name)
     sizes = shape.geometry
     config_class, values = _FAMILIES[shape.family]

@@ -51,6 +51,15 @@ class Streams:
     def keep(self, tensor: torch.Tensor) -> None:
         """The current stream uses a tensor of the other one: its memory is not reused before that is over."""
 
+    def send(self, tensor: torch.Tensor) -> "Sent":
+        """Begin to copy to the device; nothing if it is there already. Safe to use from several threads.
+
+        From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy is over;
+        from other memory it may take as long as the copy.
+        """
+        with self.copying():
+            return Sent(tensor.to(self.device, non_blocking=True), self.mark(), self)
+
 
 class CudaStreams(Streams):
     """The current stream of a CUDA device, which computes, and one of our own beside it."""
@@ -95,30 +104,13 @@ class Sent:
         return self._tensor
 
 
-class DeviceCopies:
-    """Sends tensors to one device. Safe to use from several threads."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def send(self, tensor: torch.Tensor) -> Sent:
-        """Begin to copy; nothing if it is there already.
-
-        From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy is over;
-        from other memory it may take as long as the copy.
-        """
-        with self._streams.copying():
-            there = tensor.to(self._streams.device, non_blocking=True)
-            return Sent(there, self._streams.mark(), self._streams)
-
-
-def copies_to(device: torch.device) -> DeviceCopies:
-    """Copies to a CUDA device beside its computing, or to the CPU, where there is nothing to copy."""
-    return DeviceCopies(CudaStreams(device) if device.type == "cuda" else Streams())
+def streams_of(device: torch.device) -> Streams:
+    """Of a CUDA device, or of the CPU, where there is nothing to copy."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 Send = Callable[[torch.Tensor], Sent]
-"""`DeviceCopies.send`."""
+"""`Streams.send`."""
 
 
 class HostMemory:

@@ -134,12 +134,7 @@ class DiskTier:
         return 0 if header is None else header.record.nbytes
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
-        """Size that the file would have; exact, and nothing is encoded for it.
-
-        Raises:
-            UsageError: record and payload do not fit each other.
-            SegmentLost: the payload could not be read.
-        """
+        """Size that the file would have; exact, and nothing is encoded for it. Raises what `file_bytes` does."""
         return file_bytes(record, payload, self._codec, self.folder.name)
 
     def records(self) -> Iterator[SegmentRecord]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
-from chunkweave.tiers.device import DeviceCopies, HostMemory, Send, Sent, Streams
+from chunkweave.tiers.device import HostMemory, Send, Sent, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,7 @@ class Gone:
         self.failure = SegmentLost(name, "it was gone before it was read")
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Never there.
-
-        Raises:
-            SegmentLost: always.
-        """
+        """Never there: raises `SegmentLost`."""
         raise self.failure
 
 
@@ -179,7 +175,7 @@ class LayerLoader:
 
         What is read goes into `memory` (None: plain) and by `send` to the device that computes (None: it is this one).
         """
-        send = DeviceCopies(Streams()).send if send is None else send
+        send = Streams().send if send is None else send
         memory = HostMemory() if memory is None else memory
         self.segments = [
             LoadingSegment(name, source, num_layers, wait_s, send=send, memory=memory) for name, source in sources

@@ -107,9 +107,7 @@ _HEAD_BYTES = 64 << 10
 def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
     """The checked header of the segment under `key`, in two calls unless it is very long; None if there is none.
 
-    Raises:
-        SegmentRefused: what lies there is no whole segment that this version reads.
-        OSError: the store has no answer.
+    Raises `SegmentRefused` as `parse_header` does, and `OSError` if the store has no answer.
     """
     total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
     if total_bytes is None or head is None:

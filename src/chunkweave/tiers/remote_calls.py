@@ -177,11 +177,7 @@ class RemoteCalls:
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        """Nothing is called yet.
-
-        Raises:
-            UsageError: the deadline or the number of calls is not positive.
-        """
+        """Nothing is called yet. Raises `UsageError` if the deadline or the number of calls is not positive."""
         if deadline_s <= 0:
             raise UsageError(f"no call can be made in {deadline_s} s")
         self.deadline_s, self.breaker = deadline_s, breaker
@@ -206,19 +202,18 @@ class RemoteCalls:
             BlobRefused: answered with a no (neither retried nor a failure to the breaker).
             OSError: no answer before the deadline, `TimeoutError` if it was the last attempt that took too long.
         """
-        deadline = self._clock() + self.deadline_s
-        attempts = 1 + (self._backoff.retries if retry else 0)
-        for attempt in range(attempts):
+        deadline, retries, made = self._clock() + self.deadline_s, self._backoff.retries if retry else 0, 0
+        while True:
             try:
                 return self._attempt(operation, deadline)
             except (RemoteUnavailable, RemoteGarbage, BlobRefused, PermissionError):
                 raise
             except OSError:
-                pause = self._backoff.pause_s(attempt, self._rng)
-                if attempt + 1 == attempts or self._clock() + pause >= deadline:
+                pause = self._backoff.pause_s(made, self._rng)
+                if made == retries or self._clock() + pause >= deadline:
                     raise
             self._sleep(pause)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+            made += 1
 
     def _attempt(self, operation: Callable[[], ResultT], deadline: float) -> ResultT:
         permit = self.breaker.ask()
@@ -231,16 +226,13 @@ class RemoteCalls:
             self.breaker.succeeded(permit, self._clock() - began)
             raise
         except OSError as error:
-            self.breaker.failed(permit, _reason(error))
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self.breaker.failed(permit, reason)
             if isinstance(error, Abandoned):
                 self._cut()
             raise
         self.breaker.succeeded(permit, self._clock() - began)
         return result
-
-
-def _reason(error: OSError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 _IDLE_S = 10.0
@@ -260,11 +252,7 @@ class DaemonWorkers:
     """
 
     def __init__(self, max_workers: int) -> None:
-        """No thread is started yet.
-
-        Raises:
-            UsageError: `max_workers` is not positive.
-        """
+        """No thread is started yet. Raises `UsageError` if `max_workers` is not positive."""
         if max_workers < 1:
             raise UsageError(f"calls need at least one thread, not {max_workers}")
         self._max_workers = max_workers

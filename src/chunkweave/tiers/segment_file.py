@@ -47,12 +47,7 @@ def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
 
 
 def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
-    """Bytes of `payload` once it is encoded, header and all.
-
-    Raises:
-        UsageError: record and payload do not fit each other.
-        SegmentLost: the payload cannot be read.
-    """
+    """Bytes of `payload` once it is encoded, header and all. Raises what `encoded_layers` does, but for `OSError`."""
     layout = layout_of(payload, codec)
     head = header_bytes(record, fingerprint, layout, 0.0, (0,) * layout.num_layers)
     return len(head) + layout.num_layers * layout.layer_bytes
@@ -108,11 +103,7 @@ class MemorySegment(EncodedSegment):
     __slots__ = ("_data", "_report_lost")
 
     def __init__(self, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None) -> None:
-        """The segment in `data`; only its header is checked now.
-
-        Raises:
-            SegmentRefused: it is not a whole segment that this version reads.
-        """
+        """The segment in `data`; only its header is checked now. Raises what `parse_header` does."""
         super().__init__(parse_header(data, len(data)))
         self._data = data
         self._report_lost = report_lost
@@ -200,10 +191,7 @@ def write_segment(
     A temporary file in the same folder takes the data, is synced and renamed; then the folder is synced. A writer
     that dies in between leaves at most a temporary file.
 
-    Raises:
-        OSError: it could not be written, or not be encoded; nothing stays.
-        UsageError: record and payload do not fit each other.
-        SegmentLost: the payload could not be read.
+    Raises what `encoded_layers` does, and `OSError` if it could not be written; nothing stays.
     """
     layout = layout_of(payload, codec)
     head = header_bytes(record, fingerprint, layout, created_s, (0,) * layout.num_layers)

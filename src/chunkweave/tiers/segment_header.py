@@ -106,11 +106,7 @@ class SegmentHeader:
     data_start: int
 
     def layer_offset(self, index: int) -> int:
-        """Byte of the file at which a layer's run starts.
-
-        Raises:
-            IndexError: there is no such layer.
-        """
+        """Byte of the file at which a layer's run starts; raises `IndexError` if there is no such layer."""
         if not 0 <= index < self.layout.num_layers:
             raise IndexError(f"layer {index} of a segment of {self.layout.num_layers}")
         return self.data_start + index * self.layout.layer_bytes
