@@ -44,6 +44,11 @@ class Span:
         """The positions of this span, ascending."""
         return range(self.start, self.stop)
 
+    def within(self, start: int, stop: int) -> "Span":
+        """What of it lies in `[start, stop)`; a span without positions if nothing does."""
+        first = max(self.start, start)
+        return Span(first, max(first, min(self.stop, stop)))
+
 
 @dataclass(frozen=True, slots=True)
 class Scattered:

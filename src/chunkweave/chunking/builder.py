@@ -48,23 +48,26 @@ class PromptBuilder:
         Raises:
             UsageError: the question or a chunk is empty, or nothing at all was asked for.
         """
-        parts = [
-            *self.opening(system=system, cache_salt=cache_salt),
-            *self.chunk_parts(chunks, cache_salt=cache_salt),
-        ]
+        parts = [*self.opening(system=system, cache_salt=cache_salt), *self.chunk_parts(chunks, cache_salt=cache_salt)]
         if question is not None:
-            parts.append(self._question_part(question))
+            parts.append(self.question_part(question))
         if all(part.kind is PartKind.START for part in parts):
             raise UsageError("nothing to build a prompt from: no instruction, no chunk, no question")
         return Prompt(tuple(parts))
 
-    def chunk_part(self, chunk: Chunk | str, *, cache_salt: str = "") -> PromptPart:
-        """One chunk as it stands in every prompt.
+    def chunk_part(self, chunk: Chunk | str, *, cache_salt: str = "", number: int | None = None) -> PromptPart:
+        """One chunk as it stands in every prompt; `number` names it where it is refused.
 
         Raises:
             UsageError: the chunk is empty.
         """
-        return self._chunk_part(chunk, cache_salt, None)
+        if isinstance(chunk, str):
+            chunk = Chunk(chunk)
+        token_ids = self._chunk_ids(chunk.text, cache_salt) if chunk.text.strip() else ()
+        if not token_ids:
+            which = "the chunk" if number is None else f"chunk {number}"
+            raise UsageError(f"{which}{f' ({chunk.source})' if chunk.source else ''} is empty")
+        return self._stored(PartKind.CHUNK, token_ids, cache_salt, chunk.source)
 
     def alone(self, chunk: Chunk | str, *, cache_salt: str = "") -> Prompt:
         """START and this chunk only: the prompt that computes its context-free segment.
@@ -77,7 +80,11 @@ class PromptBuilder:
     def opening(self, *, system: str | None = None, cache_salt: str = "") -> tuple[PromptPart, ...]:
         """What every prompt begins with: START and SYSTEM, those that have tokens."""
         instruction = self._template.instruction if system is None else system
-        return (*self._start, *self._system_parts(instruction, cache_salt))
+        text_ids = self._tokenizer.encode(self._template.instruction_text(instruction))
+        token_ids = (*self._head_ids, *text_ids, *self._lead_ids)
+        if not token_ids:
+            return self._start
+        return (*self._start, self._stored(PartKind.SYSTEM, token_ids, cache_salt))
 
     def chunk_parts(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> tuple[PromptPart, ...]:
         """The chunks in the order given, as they stand in every prompt.
@@ -85,7 +92,7 @@ class PromptBuilder:
         Raises:
             UsageError: one is empty; the message says which.
         """
-        return tuple(self._chunk_part(chunk, cache_salt, place) for place, chunk in enumerate(chunks))
+        return tuple(self.chunk_part(chunk, cache_salt=cache_salt, number=n) for n, chunk in enumerate(chunks))
 
     def question_part(self, question: str) -> PromptPart:
         """The question as it stands in every prompt.
@@ -93,7 +100,10 @@ class PromptBuilder:
         Raises:
             UsageError: it is empty.
         """
-        return self._question_part(question)
+        if not question.strip():
+            raise UsageError("the question is empty")
+        text_ids = self._tokenizer.encode(self._template.question_text(question))
+        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
 
     @cached_property
     def turn_break_ids(self) -> tuple[int, ...]:
@@ -116,23 +126,10 @@ class PromptBuilder:
             UsageError: the model's chat template takes no second turn.
         """
         token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
-        return PromptPart(PartKind.TURN, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids))
+        return self._stored(PartKind.TURN, token_ids, cache_salt)
 
-    def _system_parts(self, instruction: str, cache_salt: str) -> tuple[PromptPart, ...]:
-        text_ids = self._tokenizer.encode(self._template.instruction_text(instruction))
-        token_ids = (*self._head_ids, *text_ids, *self._lead_ids)
-        if not token_ids:
-            return ()
-        return (PromptPart(PartKind.SYSTEM, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids)),)
-
-    def _chunk_part(self, chunk: Chunk | str, cache_salt: str, place: int | None) -> PromptPart:
-        if isinstance(chunk, str):
-            chunk = Chunk(chunk)
-        token_ids = self._chunk_ids(chunk.text, cache_salt) if chunk.text.strip() else ()
-        if not token_ids:
-            which = "the chunk" if place is None else f"chunk {place}"
-            raise UsageError(f"{which}{f' ({chunk.source})' if chunk.source else ''} is empty")
-        return PromptPart(PartKind.CHUNK, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), chunk.source)
+    def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
+        return PromptPart(kind, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), source)
 
     def _chunk_ids(self, text: str, cache_salt: str) -> tuple[int, ...]:
         key = f"{len(cache_salt)}:{cache_salt}{text}"  # the length keeps two pairs from spelling one key
@@ -141,9 +138,3 @@ class PromptBuilder:
             token_ids = tuple(self._tokenizer.encode(self._template.chunk_text(text)))
             self._cache.put(key, token_ids)
         return token_ids
-
-    def _question_part(self, question: str) -> PromptPart:
-        if not question.strip():
-            raise UsageError("the question is empty")
-        text_ids = self._tokenizer.encode(self._template.question_text(question))
-        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))

@@ -327,7 +327,7 @@ def _cell(cell: Span, recomputed: Sequence[Span], partly: Sequence[Span]) -> str
 
 
 def _overlap(cell: Span, spans: Sequence[Span]) -> int:
-    return sum(max(0, min(cell.stop, span.stop) - max(cell.start, span.start)) for span in spans)
+    return sum(len(span.within(cell.start, cell.stop)) for span in spans)
 
 
 def _score(value: float | None) -> str:

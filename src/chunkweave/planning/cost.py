@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from chunkweave.errors import DocumentError, UnknownMethodError
-from chunkweave.planning.outcome import LayerWork, prefill_flops
+from chunkweave.planning.outcome import full_prefill_flops
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry, SegmentId
 
@@ -157,18 +157,12 @@ def analytic_cost(
         cached_tokens=_CACHED_TOKENS,
         new_tokens=_NEW_TOKENS,
         prefill_s=tuple(
-            tuple(overhead_s + _prefill_flops(geometry, new, cached) / flops_per_s for new in _NEW_TOKENS)
+            tuple(overhead_s + full_prefill_flops(geometry, new, cached) / flops_per_s for new in _NEW_TOKENS)
             for cached in _CACHED_TOKENS
         ),
         kv_bytes_per_token=geometry.kv_elements_per_token() * element_bytes,
         tier_bytes_per_s=dict(tier_bytes_per_s or {}),
     )
-
-
-def _prefill_flops(geometry: Geometry, new: int, cached: int) -> float:
-    visible = new * cached + new * (new + 1) // 2
-    layers = [LayerWork(new, new, new, visible)] * (geometry.num_layers - 1)
-    return prefill_flops(geometry, [*layers, LayerWork(new, new, 1, cached + new)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from chunkweave.config import DeviationFactor, ReuseConfig
 from chunkweave.planning import methods
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, is_computed_always
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.plugins import plugin, plugin_names
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -135,7 +135,7 @@ def reuse_every_hit(
     parts: list[PartPlan] = []
     for entry in lookup.parts:
         settled = settled_part(entry)
-        variant = None if settled or is_computed_always(entry.part) else choose(entry.variants)
+        variant = None if settled or entry.part.id is None else choose(entry.variants)
         if settled is not None:
             parts.append(settled)
         elif variant is not None:

@@ -202,14 +202,14 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
         raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def checked_method(value: Any, methods: Collection[str] = METHODS) -> str:
-    """A reuse method's name, if it is one of `methods`.
+def checked_method(value: Any) -> str:
+    """A reuse method's name.
 
     Raises:
         UnknownMethodError: there is no such method.
     """
-    if not isinstance(value, str) or value not in methods:
-        raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(methods)}")
+    if not isinstance(value, str) or value not in METHODS:
+        raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(METHODS)}")
     return value
 
 
@@ -254,10 +254,10 @@ def checked_layers(value: Any) -> tuple[int, ...]:
 
 
 def checked_layer_numbers(value: Any, name: str) -> tuple[int, ...]:
-    """A list of whole numbers.
+    """A list of whole numbers, which messages call `name`.
 
     Raises:
-        UsageError: it is none; the message calls it `name`.
+        UsageError: it is none.
     """
     if not isinstance(value, list | tuple):
         raise UsageError(f"{name} must be a list of layer numbers")

@@ -1,11 +1,11 @@
 """What became of a plan: the work of each layer and its FLOPs, and each part of the prompt explained."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
+from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry, SegmentId, Span
 
@@ -49,11 +49,12 @@ def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
     return sum(layer_flops(geometry, work) for work in layers) + 2.0 * geometry.hidden_size * geometry.vocab_size
 
 
-def full_prefill_flops(geometry: Geometry, prompt_tokens: int) -> float:
-    """FLOPs of computing every token of a prompt at every layer; the last layer is finished for the last token only."""
-    n = prompt_tokens
-    layers = [LayerWork(n, n, n, n * (n + 1) // 2)] * (geometry.num_layers - 1)
-    return prefill_flops(geometry, [*layers, LayerWork(n, n, 1, n)])
+def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int = 0) -> float:
+    """FLOPs of computing `new_tokens` behind `cached_tokens`; the last layer is finished for the last token only."""
+    new = new_tokens
+    visible = new * cached_tokens + new * (new + 1) // 2
+    layers = [LayerWork(new, new, new, visible)] * (geometry.num_layers - 1)
+    return prefill_flops(geometry, [*layers, LayerWork(new, new, 1, cached_tokens + new)])
 
 
 _SHOWN_ID = 8
@@ -140,11 +141,26 @@ def explain_plan(
     parts = []
     for part in plan.parts:
         record = records.get(part.segment) if part.segment is not None else None
-        explained = _explain_part(part, recomputed, stop)
-        if record is not None:
-            context = _context(record, names, instructions)
-            explained = replace(explained, context=context, alone=record.alone)
-        parts.append(explained)
+        partly = _inside(part.span, stop.dropped) if stop is not None else ()
+        score = part.score
+        parts.append(
+            PartExplanation(
+                kind=part.part.kind,
+                source=part.part.source or str(part.part.kind),
+                start=part.span.start,
+                tokens=len(part.span),
+                kv_source=part.kv_source,
+                variant=part.segment,
+                context=None if record is None else _context(record, names, instructions),
+                alone=record is not None and record.alone,
+                cci=None if score is None else score.cci,
+                overlap=None if score is None else score.overlap,
+                cfo=None if score is None else score.cfo,
+                recomputed=_inside(part.span, recomputed),
+                partly=partly,
+                stopped_at_layer=stop.layer if stop is not None and partly else None,
+            )
+        )
     return PlanExplanation(plan.method, num_layers, tuple(parts), tuple(map(describe_pass, plan.passes)), stop)
 
 
@@ -158,8 +174,7 @@ def describe_pass(a_pass: Pass) -> str:
     if a_pass.candidates:
         said.append(f"{a_pass.starting_tokens} more from layer 0 on")
     if a_pass.start is not None:
-        by = str(a_pass.start.by).replace("_", " ")
-        said.append(f"those of {a_pass.candidate_tokens} with the most {by} in the pass before")
+        said.append(f"those of {a_pass.candidate_tokens} with the most question attention in the pass before")
     said += [
         f"of these the {rule.count} with the most {str(rule.by).replace('_', ' ')} from layer {rule.layer} on"
         for rule in a_pass.keep_top
@@ -169,25 +184,6 @@ def describe_pass(a_pass: Pass) -> str:
     if a_pass.watch is not None:
         said.append("the question's attention is summed up for the next pass")
     return "; ".join(said)
-
-
-def _explain_part(part: PartPlan, recomputed: Sequence[Span], stop: Stop | None) -> PartExplanation:
-    partly = _inside(part.span, stop.dropped) if stop is not None else ()
-    score = part.score
-    return PartExplanation(
-        kind=part.part.kind,
-        source=part.part.source or str(part.part.kind),
-        start=part.span.start,
-        tokens=len(part.span),
-        kv_source=part.kv_source,
-        variant=part.segment,
-        cci=score.cci if score is not None else None,
-        overlap=score.overlap if score is not None else None,
-        cfo=score.cfo if score is not None else None,
-        recomputed=_inside(part.span, recomputed),
-        partly=partly,
-        stopped_at_layer=stop.layer if stop is not None and partly else None,
-    )
 
 
 def _context(
@@ -200,5 +196,5 @@ def _context(
 
 def _inside(part: Span, spans: Iterable[Span]) -> tuple[Span, ...]:
     """What of `spans` lies in `part`, counted from its start."""
-    cut = ((max(span.start, part.start), min(span.stop, part.stop)) for span in spans)
-    return tuple(Span(start - part.start, stop - part.start) for start, stop in cut if start < stop)
+    cut = (span.within(part.start, part.stop) for span in spans)
+    return tuple(Span(one.start - part.start, one.stop - part.start) for one in cut if one)

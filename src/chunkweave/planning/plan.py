@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import compress, pairwise
 from math import ceil
 
-from chunkweave.chunking.prompt import PartKind, PromptPart
+from chunkweave.chunking.prompt import PromptPart
 from chunkweave.config import Combine, FocusReading
 from chunkweave.errors import UsageError
 from chunkweave.planning.scores import FOCUS_WINDOW
@@ -37,13 +37,6 @@ class Evidence(StrEnum):
     """L2 norm over heads and dims of fresh minus cached (K, V), both before RoPE (CacheBlend §4.1)."""
     READ_DEVIATION = "deviation_times_question_attention"
     """That, times the question's attention on the token in the pass before: what differs and is read."""
-
-
-class EarlierEvidence(StrEnum):
-    """By what tokens are ranked that start a pass: something that the pass before summed up."""
-
-    QUESTION_ATTENTION = "question_attention"
-    """Attention that the question's tokens gave to the token in the pass before, combined as its `Watch` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +69,14 @@ Rule = KeepTop | StopUnfocused
 
 @dataclass(frozen=True, slots=True)
 class TopBy:
-    """Of a pass's candidates only the `count` with the most evidence start active; ties go to the earlier position.
+    """Of a pass's candidates only the `count` that the question attended to most start active.
 
-    The evidence comes from the pass before, which must have watched for it; `weights` multiply it, one for each
-    candidate token in the order of the candidates (empty: all 1). Tokens that an earlier pass recomputed are left out.
+    The attention is what the pass before noted, as its `Watch` says. `weights` multiply it, one for each candidate
+    token in the order of the candidates (empty: all 1). Ties go to the earlier position. Tokens that an earlier pass
+    recomputed are left out.
     """
 
     count: int
-    by: EarlierEvidence = EarlierEvidence.QUESTION_ATTENTION
     weights: tuple[float, ...] = ()
 
 
@@ -326,11 +319,6 @@ def _cover(outer: Iterable[Span], *inner: Span) -> bool:
     return all(place >= 0 and span.stop <= runs[place].stop for span, place in places)
 
 
-def is_computed_always(part: PromptPart) -> bool:
-    """START and QUESTION parts are never stored."""
-    return part.kind in (PartKind.START, PartKind.QUESTION)
-
-
 def can_be_cut(a_pass: Pass) -> bool:
     """Whether the tokens of a pass do not depend on one another but for causal attention.
 
@@ -360,7 +348,7 @@ def clipped(a_pass: Pass, first: int, stop: int) -> Pass:
     Of what rules and start keep there are as many as the stretch has of the candidates, rounded up. A question that is
     watched or followed must lie in it.
     """
-    required = tuple(inside for span in a_pass.required if (inside := _within(span, first, stop)))
+    required = tuple(inside for span in a_pass.required if (inside := span.within(first, stop)))
     flags = [first <= position < stop for span in a_pass.candidates for position in span.positions()]
     if all(flags):
         return replace(a_pass, required=required)
@@ -382,13 +370,8 @@ def clipped(a_pass: Pass, first: int, stop: int) -> Pass:
     )
 
 
-def _within(span: Span, first: int, stop: int) -> Span | None:
-    start, end = max(first, span.start), min(stop, span.stop)
-    return Span(start, end) if start < end else None
-
-
 def _candidates(span: Span | Scattered, first: int, stop: int) -> Span | Scattered | None:
     if isinstance(span, Span):
-        return _within(span, first, stop)
+        return span.within(first, stop) or None
     offsets = tuple(offset for offset in span.offsets if first <= span.start + offset < stop)
     return replace(span, offsets=offsets) if offsets else None

@@ -86,12 +86,14 @@ class ReplicaContents:
                 self._segments.move_to_end((here, True))
             elif weaves and chunk in self._of_chunk:
                 exact = False
-                self._use_any(chunk)
+                latest = next(reversed(self._of_chunk[chunk]))  # which one is read only the replica knows: a guess
+                self._segments.move_to_end(latest)
             elif exact:
                 self._add(here, size, exact=True)
             else:
                 self._add((chunk,), size, exact=False)
-        self._shrink()
+        while self._tokens > self._budget_tokens and self._segments:
+            self._drop(next(iter(self._segments)))
 
     def forget(self, chunks: Sequence[ChunkId]) -> None:
         """The replica turns out to hold none of these."""
@@ -101,8 +103,8 @@ class ReplicaContents:
 
     def clear(self) -> None:
         """The replica begins anew and holds nothing."""
-        while self._segments:
-            self._drop_oldest()
+        for key in list(self._segments):
+            self._drop(key)
 
     def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
         """Of a `waiting_path`, the tokens that need not be computed."""
@@ -134,10 +136,6 @@ class ReplicaContents:
         if filed != self._segments or not all(self._of_chunk.values()):
             raise StoreError("the mirror of a replica has lost a segment of a chunk")
 
-    def _use_any(self, chunk: ChunkId) -> None:
-        """Which one is read the replica knows; the one that came last is as good a guess as any."""
-        self._segments.move_to_end(next(reversed(self._of_chunk[chunk])))
-
     def _add(self, path: Path, size: int, *, exact: bool) -> None:
         key = (path, exact)
         if key in self._segments:
@@ -150,13 +148,6 @@ class ReplicaContents:
             self.tree.placed(path, TIER, size)
         if len(self._of_chunk[path[-1]]) == 1:
             self._tell_weaving()
-
-    def _shrink(self) -> None:
-        while self._tokens > self._budget_tokens and self._segments:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        self._drop(next(iter(self._segments)))
 
     def _drop(self, key: tuple[Path, bool]) -> None:
         path, exact = key

@@ -25,7 +25,6 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import checked_method
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
@@ -218,7 +217,7 @@ class Settings:
         make_ordering(self.ordering.ordering)
         ChunkOrder.parse(self.requests.order or "")
         if self.requests.method is not None:
-            checked_method(self.requests.method, METHODS)
+            checked_method(self.requests.method)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
 

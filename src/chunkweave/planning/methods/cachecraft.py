@@ -8,7 +8,7 @@ from random import Random
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused, is_computed_always
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import LEAST_CCI, SegmentRecord
@@ -56,7 +56,7 @@ class CacheCraft:
         candidates: list[Scattered] = []
         for entry in lookup.parts:
             part = settled_part(entry)
-            if part is None and entry.variants and not is_computed_always(entry.part):
+            if part is None and entry.variants and entry.part.id is not None:
                 record, score = self._choose(entry.variants, prefix)
                 part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, score)
                 if score.tokens:

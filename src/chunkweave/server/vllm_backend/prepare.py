@@ -17,7 +17,6 @@ from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
-from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.request import to_params
@@ -125,7 +124,7 @@ class PromptPreparer:
         choice = self.chooser.choose(method_request)
         if choice.method == _NO_REUSE:
             return choice
-        checked_method(choice.method, METHODS)
+        checked_method(choice.method)
         return choice if self._shadow is None else self._shadow.allowed(choice)
 
 
