@@ -141,16 +141,14 @@ class RequestCache:
     def _layer(self, layer: int) -> torch.Tensor:
         cache = self._layers[layer]
         if cache is None:
-            cache = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            self._layers[layer] = cache
+            cache = self._layers[layer] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return cache
 
     def _kept_layer(self, layer: int) -> torch.Tensor:
         kept = self._kept[layer]
         if kept is None:
             shape = (self.capacity - (self.kept_from or 0), *self._shape[2:])
-            kept = torch.empty(shape, dtype=self._dtype, device=self._device)
-            self._kept[layer] = kept
+            kept = self._kept[layer] = torch.empty(shape, dtype=self._dtype, device=self._device)
         return kept
 
     def _gather(self, layer: int) -> torch.Tensor:

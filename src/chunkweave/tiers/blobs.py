@@ -190,7 +190,9 @@ class RedisBlobs:
                 # redis-py would quietly prefer the URL's
                 raise UsageError(f"two passwords for {self.name}: one in the URL, one beside it")
             options["password"] = password
-        _warn_of_clear_text(parts.scheme, parts.hostname, password or parts.password)
+        local = _LOOPBACK.fullmatch(parts.hostname or "localhost")
+        if parts.scheme == "redis" and (password or parts.password) and not local:
+            logger.warning("the password for %s travels in clear text: use rediss:// (TLS)", parts.hostname)
         try:
             self._client: Redis = redis.Redis.from_url(
                 url,
@@ -231,7 +233,8 @@ class RedisBlobs:
     def keys(self, fingerprint: str) -> Iterator[BlobKey]:
         """Keys of one fingerprint by SCAN, which never blocks the server for long."""
         prefix = f"{_PREFIX}:{fingerprint}:"
-        names = self._client.scan_iter(match=_escaped(prefix) + "*", count=_SCAN_COUNT)
+        escaped = re.sub(r"([*?\[\]\\^])", r"\\\1", prefix)
+        names = self._client.scan_iter(match=f"{escaped}*", count=_SCAN_COUNT)
         while True:
             with _answers():
                 name = next(names, None)
@@ -252,10 +255,6 @@ def _name(key: BlobKey) -> str:
     return f"{_PREFIX}:{key.fingerprint}:{key.segment}"
 
 
-def _escaped(text: str) -> str:
-    return re.sub(r"([*?\[\]\\^])", r"\\\1", text)
-
-
 @contextmanager
 def _answers() -> Iterator[None]:
     from redis import exceptions
@@ -274,11 +273,6 @@ def _answers() -> Iterator[None]:
             if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
                 raise PermissionError(str(error)) from error
             raise
-
-
-def _warn_of_clear_text(scheme: str, host: str | None, password: str | None) -> None:
-    if scheme == "redis" and password and not _LOOPBACK.fullmatch(host or "localhost"):
-        logger.warning("the password for %s travels in clear text: use rediss:// (TLS)", host)
 
 
 _SUFFIX = ".safetensors"
