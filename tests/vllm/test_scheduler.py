@@ -306,6 +306,15 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
         assert side.matched(request, 128) == 0
 
 
+@pytest.mark.parametrize("weaving", [(), (0,)])
+def test_nothing_is_woven_or_captured_unless_every_worker_weaves(weaving):
+    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
+    request = FakeRequest({**CHUNKS, "method": "cachecraft"})
+    side.add(request)
+    assert side.matched(request, 0) == 0
+
+
 def test_full_means_vllms_own_prefill(side):
     stored_chunks(side, 0, 1, 2)
     request = FakeRequest({**CHUNKS, "method": "full", "capture": True})

@@ -14,7 +14,7 @@ from chunkweave.vllm.model_check import check, check_supported, model_fingerprin
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepOrders, StepResults
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave_queue import Alone, RankAgreement
@@ -40,7 +40,6 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         self._settings = PluginSettings.from_config(extra, most_tokens=most_tokens)
         self._reports = ReportSender()
         self._worker: ConnectorWorker | None = None
-        self._unwoven: list[WeaveOrder] = []
         self._blocks_failed: set[int] = set()
         self._results: StepResults | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -108,8 +107,6 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.step(self._get_connector_metadata())
-        else:
-            self._unwoven += self._get_connector_metadata().weaves
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests are scheduled after their weave."""
@@ -123,20 +120,11 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
-            arrived, self._blocks_failed, results = self._without_weaving()
-        else:
-            self._worker.forget(finished_req_ids)
-            arrived, self._blocks_failed, results = self._worker.take_outcome()
+            return None, None
+        self._worker.forget(finished_req_ids)
+        arrived, self._blocks_failed, results = self._worker.take_outcome()
         self._results = results or None
         return None, arrived or None
-
-    def _without_weaving(self) -> tuple[set[str], set[int], StepResults]:
-        """Report the weaves as failed that were ordered (to capture chunks), so that vLLM computes the requests."""
-        orders, self._unwoven = self._unwoven, []
-        size = self._vllm_config.cache_config.block_size
-        failed = {order.request_id for order in orders}
-        blocks = (order.blocks_to_fill(size) for order in orders)
-        return failed, set().union(*blocks), StepResults(failed=set(failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._blocks_failed

@@ -38,10 +38,6 @@ class WeaveOrder:
     first: int
     stop: int
 
-    def blocks_to_fill(self, block_size: int) -> set[int]:
-        """The blocks that the positions from `first` on lie in."""
-        return set(self.block_ids[self.first // block_size :])
-
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
@@ -163,6 +159,7 @@ class ConnectorScheduler:
         self._manager: Any = None
         self._requests: dict[str, _Tracked] = {}
         self._stored = StoredMirror(ranks)
+        self._weaves = True
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -172,10 +169,11 @@ class ConnectorScheduler:
         self._manager = manager
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
-        """What the workers hold from earlier on, by rank. Unless all of them weave, nothing is looked up in tiers."""
+        """What the workers that weave hold from earlier on, by rank. Unless all of them weave, nothing is woven."""
         for one in holdings.values():
             self._stored.add(one.chunks)
-        self._shared = len(holdings) == self._ranks and any(one.shared for one in holdings.values())
+        self._weaves = len(holdings) == self._ranks
+        self._shared = self._weaves and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
         """A request came in. One without a field of ours stays as it is.
@@ -285,7 +283,7 @@ class ConnectorScheduler:
         What is captured is computed where attention can be looked at, so that it is woven though nothing is stored; and
         `full` means vLLM's own prefill.
         """
-        if tracked.request.method == "full":
+        if tracked.request.method == "full" or not self._weaves:
             return 0
         capture = tracked.request.capture
         return max((part.span.stop for part in tracked.parts if capture or part.id in self._stored), default=0)

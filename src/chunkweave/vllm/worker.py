@@ -259,7 +259,7 @@ class ConnectorWorker:
         self.forget([order.request_id])
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
-        self._broken_blocks |= order.blocks_to_fill(self._layers.paged.block_size)
+        self._broken_blocks.update(order.block_ids[order.first // self._layers.paged.block_size :])
 
 
 def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
