@@ -29,20 +29,18 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Tokens by KV source and time by phase of one answer (DESIGN: every answer carries one).
+    """Tokens by KV source and time by phase of one answer; every answer carries one.
 
-    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`.
-    `recompute_fraction` is the work spent again on reused chunks: the sum over layers of recomputed reused-chunk
-    tokens over (layers x reused-chunk tokens), dense first layers included; 0 where nothing was reused.
-    Times are in seconds. `ttft_s` runs from the call to the first token and contains the four before it.
-    `why` is what the method was chosen for (`exact`, `calibrated`, `asked for`, `switched off`) and `parameters` what
-    it was told, by the loading controller where that raised it. `lost_segments` were broken, gone or late when they
-    were to be read, so that the prompt was planned anew without them. `order` is the ordering that put the chunks in
-    their places; `original` left them where the caller had them.
+    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `recompute_fraction`
+    is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
+    included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
+    contains the four before it. `why` says why this method (`exact`, `calibrated`, `asked for`, `switched off`),
+    `parameters` with which value, that of the loading controller if it raised it. `lost_segments` were broken, gone or
+    late when they were read, so that the prompt was planned again without them. `order` is the ordering of the chunks;
+    `original` is the caller's.
 
-    Of a conversation, `history_tokens` of the prompt are those of its earlier turns: exact, or `reused` as the answers
-    before saw them, which counts as reused and is never recomputed. `chunks_not_sent` of the request's chunks, with
-    `tokens_not_sent`, were there already; `turns_cut` were cut off for want of room.
+    In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
+    `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
     """
 
     method: str

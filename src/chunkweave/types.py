@@ -54,9 +54,8 @@ class Span:
 class Scattered:
     """Single token positions within one part of a prompt: `start` plus each of `offsets`, in no order, none twice.
 
-    What a ranking picks hardly ever lies side by side; as spans it would be as many objects as tokens. `within` is the
-    number of tokens of the part, if whoever ranked them vouches that no offset reaches it: looking at every offset to
-    find out takes as long as choosing them.
+    A ranking hardly ever picks neighbours; as spans they would be as many objects as tokens. `within` is the number of
+    tokens of the part, if the caller vouches that no offset reaches it: checking takes as long as choosing them.
     """
 
     start: int

@@ -21,14 +21,11 @@ _ANSWER_MARK = "CHUNKWEAVE-ANSWER-MARK"
 class PromptTemplate:
     """A prompt is `head` instruction `lead` chunk... question `tail`.
 
-    In a conversation each answer follows its question's `tail`, and `turn_break` ends it: chunks or the question of the
-    next turn come right behind that. None is the model's end of text (EOS), which is what a base model ends an answer
-    with; a chat template whose `turn_break` is not known cannot be used for conversations.
-
-    `head`, `lead`, `tail` and `turn_break` come from the model's template: control tokens in them count as such. The
-    three formats are ordinary text around what a user gives, tokenized together with it and never read as control
-    tokens. `instruction` is used where a request gives none. A BOS at the start of `head` is dropped by the
-    builder, which places BOS itself.
+    In a conversation each answer follows its question's `tail`, and `turn_break` ends it (None: EOS, as for a base
+    model; "": the template takes no second turn). `head`, `lead`, `tail` and `turn_break` come from the model's
+    template: control tokens in them count as such. The three formats are ordinary text around what a user gives, never
+    read as control tokens. `instruction` is the default. The builder drops a BOS at the start of `head`, since it
+    places BOS.
 
     Raises:
         UsageError: a format does not hold its placeholder exactly once.

@@ -17,13 +17,10 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class AccessTable(Generic[KeyT]):
-    """Exact counts of keys over the last `window` requests (CRAFT §4.1).
+    """Exact counts of keys over the last `window` requests (CRAFT §4.1); memory is bounded by the window.
 
-    A request counts each of its keys once. Noting one costs O(its keys), and those of the request that leaves the
-    window; a key that no request of the window has is not remembered, so memory is bounded by the window.
-
-    Ids of chunks name their model and cache salt: tenants share a window and never a count. Thread-safe; `count` takes
-    no lock.
+    A request counts each of its keys once. Ids of chunks contain model and cache salt, so tenants share a window but
+    never a count. Thread-safe; `count` takes no lock.
     """
 
     def __init__(self, window: int) -> None:

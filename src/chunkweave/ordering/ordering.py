@@ -48,11 +48,10 @@ _EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None}
 class OrderingConfig:
     """How requests of free order are arranged (CRAFT §4), and what is promoted.
 
-    Only over promoted chunks an exact method keeps an exact path on; without a `promotion_threshold` it keeps paths as
-    they come. A method that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows,
-    once `continuation_threshold` requests began with that path. To compute a chunk costs a request several times what
-    weaving saves each later one, so here it is the path that must come back: by CRAFT's rule, which looks at the chunk
-    alone, nearly every request would pay for it.
+    An exact method keeps an exact path only over promoted chunks; without a `promotion_threshold` over all. A method
+    that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows, once
+    `continuation_threshold` requests began with that path. That costs several times what weaving saves each later
+    request, so it is the path that must come back; by CRAFT's rule, the chunk, nearly every request would pay for it.
     """
 
     ordering: str = setting(

@@ -16,14 +16,12 @@ from chunkweave.types import ChunkId, Geometry, SegmentId
 
 
 class LoadAwareMethod:
-    """A method that recomputes what it is told to, and more where segments load slowly (CacheBlend §5.1).
+    """A method that recomputes as much as configured, and more where segments load slowly (CacheBlend §5.1).
 
-    `T_load` is the sum over the segments that the method takes, each at the throughput of the tier it lies in;
-    `T_recompute(r)` is r times the prefill of the reused tokens. The r at which they are equal is a floor for the
-    method's budget, whatever its parameter is (DESIGN §5.3): a ratio is at least r, an alpha at least so great that
-    it recomputes the share r of the reused tokens. A method without a budget is not changed, nor is a prompt in which
-    it finds nothing to recompute. Where the question is computed first (`query`), loading hides behind recomputation
-    only after the last layer of that first pass.
+    Loading time is summed over the segments that the method takes, each at its tier's throughput. The ratio r whose
+    recomputation takes as long is a floor for the method's budget (DESIGN §5.3): a ratio becomes at least r, an alpha
+    at least so large that the share r is recomputed. A method without a budget is not changed. Where the question is
+    computed first (`query`), loading hides behind recomputation only after the last layer of that first pass.
     """
 
     def __init__(
@@ -73,11 +71,9 @@ class LoadAwareMethod:
 class PrefixGrowingMethod:
     """A reuse method whose exact prefixes grow as a request's `promotion` says.
 
-    An exact method stores an exact path on over promoted chunks only, so that the tree holds promoted prefixes and
-    nothing else. A method that weaves makes what follows the exact prefix inexact, so that no prefix would ever grow:
-    there the next chunk behind the exact prefix, if the path over it comes back often enough, is computed in full
-    instead, and becomes the prefix's exact continuation. That is one chunk a request: the next request of that
-    beginning has it for nothing.
+    An exact method stores exact paths over promoted chunks only. With a method that weaves no exact prefix would ever
+    grow, since what follows it is inexact. So the next chunk behind the exact prefix is computed in full if the path
+    over it comes back often enough: one chunk a request, which the next request with that beginning then has for free.
     """
 
     def __init__(self, method: ReuseMethod, promotion: Promotion) -> None:

@@ -173,9 +173,8 @@ def _query_of(data: Mapping[str, Any]) -> QueryConfig:
 def choose_target(points: Sequence[CurvePoint], share: float) -> Target:
     """What a target of `share` means, given the curves of some methods (Cache-Craft eq. 13, on a grid).
 
-    A method's least value is the cheapest one whose *fitted* share reaches the target, so that one lucky point with
-    dearer ones below the target beside it is not taken. Of the methods that reach it, the one that recomputes least
-    is named; of equals, the first.
+    A method's least value is the cheapest one whose *fitted* share reaches the target, so that one lucky point does not
+    count. Of the methods that reach it, the one that recomputes least is named; of equals, the first.
     """
     least: dict[str, float | None] = {}
     reached: list[CurvePoint] = []

@@ -24,9 +24,8 @@ ALPHA = "alpha"
 class Budget:
     """The one setting by which a method trades quality for time.
 
-    `parameter` is its field of `ReuseConfig`: from 0, which recomputes nothing, upwards. `reaching(plan, share)` is the
-    least value at which the method would recompute that share (0 to 1) of the tokens that `plan`, made by it at some
-    other value, reuses; where it never recomputes so many, the least value at which it recomputes most.
+    `parameter` is its field of `ReuseConfig`; 0 recomputes nothing. `reaching(plan, share)` is the least value at which
+    the method would recompute that share (0 to 1) of the tokens that `plan` reuses, or as many as it ever does.
     """
 
     parameter: str

@@ -14,12 +14,10 @@ from chunkweave.types import ChunkId, Geometry, SegmentId, Span
 class LayerWork:
     """What one layer of one pass computed.
 
-    `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule, so that their K and V
-    count; `finished_tokens` of these went through attention and MLP (in the last layer only the one whose logits are
-    asked for); `visible_keys` is the sum over the finished tokens of the keys that each may see (position + 1).
-    `evidence_keys` is that sum over the tokens whose attention, of all heads, was looked at once more for a rule, and
-    `captured_scores` the number of pairs of a token, a key that it sees and a head that were looked at once more for
-    the profiles of new segments.
+    `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule; `finished_tokens` of these
+    went through attention and MLP (in the last layer only the one whose logits are needed). `visible_keys` sums the
+    keys that the finished tokens see (position + 1); `evidence_keys` those of tokens whose attention was computed again
+    for a rule. `captured_scores` counts (token, visible key, head) triples computed again for profiles of new segments.
     """
 
     entered_tokens: int
@@ -78,9 +76,8 @@ class PartExplanation:
     """One part of the prompt: what was taken for it, why, and which of its tokens were computed again.
 
     Spans count from the part's own start. `context` names the chunks that the variant was computed behind (None if
-    that is not known, or nothing was taken from the store), `alone` that not even an instruction was before it.
-    `recomputed` were active up to the last layer, `partly` only below
-    `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's reasons, if it has any (Cache-Craft §3.1-3.2).
+    unknown), `alone` that nothing but BOS was before it. `recomputed` were active up to the last layer, `partly` only
+    below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's reasons, if it has any (Cache-Craft §3.1-3.2).
     """
 
     kind: PartKind

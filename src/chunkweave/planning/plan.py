@@ -52,10 +52,9 @@ class KeepTop:
 class StopUnfocused:
     """Once the question keeps attending to the same chunks, the candidates in the others are dropped.
 
-    After attention of each layer, the mass that the tokens of `question` together put on each of `chunks` is added to
-    that of the layers before. When the focused chunks by `reading` have been the same for `window` layers, candidates
-    in unfocused chunks are dropped from the next layer on; this happens once (Cache-Craft §3.2.2). Candidates
-    outside `chunks` are not concerned. With fewer than three chunks it never happens.
+    After each layer the attention mass of the `question` on each of `chunks` is added up. When the focused chunks by
+    `reading` were the same for `window` layers, candidates in the unfocused ones are dropped from the next layer on,
+    once (Cache-Craft §3.2.2). Candidates outside `chunks` stay. With fewer than three chunks it never happens.
     """
 
     chunks: tuple[Span, ...]
@@ -145,11 +144,9 @@ class Pass:
     """One run over the layers.
 
     `required` positions are active at every layer. `candidates` (reused-chunk tokens, none named twice) are active from
-    layer 0 on, all of them or those that `start` picks, until a rule drops them; rules only ever shrink the active set.
-    `watch` is a question whose attention is noted for the pass after this one.
-
-    A pass before the last gives no logits, and may end early: it runs `depth` layers (None: all). What is `hidden` is
-    seen by nobody in it: chunks whose KV only a later pass computes.
+    layer 0 on, all or those that `start` picks, until a rule drops them. `watch` says what of a question's attention is
+    noted for the next pass. A pass before the last gives no logits and may end early, after `depth` layers (None: all);
+    no token sees what is `hidden`: chunks that only a later pass computes.
     """
 
     required: tuple[Span, ...]

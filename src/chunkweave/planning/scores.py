@@ -84,15 +84,11 @@ LEAST_CHUNKS = 3
 def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
     """Indices of the focused chunks by Algorithm 1, lines 4-9, word for word; `mass` `[chunks]` is cumulated.
 
-    Read with indices from 1, `[n]` being 1..n, as everywhere else in the paper; the sum of line 7 that starts at
-    j = 0 then has an empty first term. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps
-    between neighbours, h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i
-    (the first one if several), and the i* greatest masses are focused. Consequences worth knowing: the increment of
-    gap i+1 selects only i chunks, one fewer than lie above that gap; the first gap is never the cut; and -p log p is
-    greatest at p = 1/e, so that a gap with nearly all of the mass counts for little.
-
-    Equal masses have no gap, and fewer than three chunks no i*: then all are focused. Of equal masses the earlier
-    chunk comes first.
+    Indices count from 1. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps between neighbours,
+    h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i (the first if several), and
+    the i* greatest masses are focused. So the increment of gap i+1 selects one chunk fewer than lie above that gap, the
+    first gap is never the cut, and a gap with nearly all of the mass counts for little (-p log p is greatest at 1/e).
+    Without a gap, or with fewer than three chunks, all are focused. Of equal masses the earlier chunk comes first.
 
     >>> sorted(focused_as_printed([0.1, 0.9, 0.5, 0.8]))  # gaps .1 .3 .4, -p log p of the last two .37 .35: i* = 1
     [1]

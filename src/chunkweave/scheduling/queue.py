@@ -53,13 +53,11 @@ class Waiting(Generic[RequestT]):
 
 
 class CacheAwareQueue(Generic[RequestT]):
-    """Waiting requests by falling cached length / computation length, of equal ones the first come.
+    """Waiting requests by falling cached length / computation length, then by arrival.
 
-    A request is passed over whenever one that came after it is served before it. That happens at most `window` times:
-    then the oldest request goes first, whatever is stored. So a window of 0 serves in the order of arrival.
-
-    Priorities follow the tree: it tells which path came or went, and only requests that share it are looked up again,
-    when the next request is asked for. Changes may be told from any thread; all else is one thread's.
+    A request is passed over whenever a later one is served before it, at most `window` times: then the oldest request
+    goes first. So a window of 0 serves in the order of arrival. The tree reports which paths came or went (from any
+    thread); only requests on them are looked up again, by `ready`. Everything else belongs to one thread.
     """
 
     def __init__(self, tree: StoredPrefixes, *, window: int = DEFAULT_WINDOW, capacity: int | None = None) -> None:
@@ -273,11 +271,10 @@ class Piece:
 class TokenBudget:
     """Shares out the tokens of each step.
 
-    Decoding requests come first, one token each, so that no prefill makes a running answer stutter for longer than a
-    step. What is left goes to prefills: the one with the fewest tokens left first, which makes the mean time to the
-    first token least, but whoever was passed over `patience` times goes before all others, longest waiting first. A
-    pass that cannot be cut is taken if it fits, or if it is the first; only so is a budget ever exceeded. So a prefill
-    is passed over at most `patience` times, and once for each of the others.
+    Decoding requests come first, one token each, so that no prefill delays running answers by more than a step. The
+    rest goes to prefills: the one with the fewest tokens left first, which minimizes the mean time to first token; but
+    one that was passed over `patience` times goes before all others, longest waiting first. A pass that cannot be cut
+    is taken if it fits or is the first; only so is a budget ever exceeded.
     """
 
     def __init__(self, *, tokens: int, max_running: int, patience: int = DEFAULT_PATIENCE) -> None:

@@ -28,13 +28,12 @@ def waiting_path(path: Sequence[ChunkId], *, weaves: bool) -> Path:
 
 
 class ReplicaContents:
-    """A mirror of one replica's segment store in `budget_tokens` tokens, the least recently used leaving first.
+    """A mirror of one replica's segment store in `budget_tokens` tokens, LRU.
 
-    It is no truth: the replica's own store decides. A chunk that the mirror has and the replica has not costs a worse
-    choice, nothing else; the replica computes and stores it, and the mirror is right again.
-
-    `tree` holds the paths that are stored exactly, for orderings. What is stored of a chunk in any company counts for
-    requests that weave. A `CacheAwareQueue` can be put over it, with paths from `waiting_path`. Belongs to one thread.
+    It is a guess: where the mirror has a chunk and the replica has not, the choice is worse, and right again once the
+    replica has computed the chunk. `tree` holds the paths that are stored exactly, for orderings; for requests that
+    weave a chunk counts in any context. A `CacheAwareQueue` can use it, with paths from `waiting_path`. Belongs to one
+    thread.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -197,15 +196,12 @@ class RoutingPolicy(Protocol):
 
 
 class Affinity:
-    """Most cached tokens, among replicas that are not overloaded.
+    """The replica with the most cached tokens among those that are not overloaded; if none has 25 %, the emptiest one.
 
-    Overloaded is who has more outstanding tokens than `imbalance` times the mean of all, the new request counted. So
-    no replica ever has more than that and one request, which cannot be divided: consistent hashing with bounded loads
-    (Mirrokni et al., 2018), with cached tokens in the place of the hash. Of equals the least loaded one is taken, and
-    of these each in turn.
-
-    Where nobody has `_ENOUGH` of the prompt, the request goes to who holds least. Otherwise whoever got the first
-    popular document would be given all that ever came with it, and the others' memory would lie idle.
+    Overloaded is one with more outstanding tokens than `imbalance` times the mean of all, the new request counted:
+    consistent hashing with bounded loads (Mirrokni et al., 2018), with cached tokens in place of the hash. Ties go to
+    the least loaded, then in turn. Without the 25 % the replica with the first popular document would get everything
+    that ever came with it, and the others' memory would stay empty.
     """
 
     name = "affinity"

@@ -83,12 +83,11 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """What the checks have found so far, and the position of the switch.
+    """What the checks have found so far, and whether weaving is on.
 
-    Of `woven` answers `sampled` were to be checked: they were `checked`, `dropped` because there was no room, or the
-    check `failed`, or they still wait. `mean_kl` and `p99_kl` are of the last 1000 checks at most, `window_kl` and
-    `window_agreement` of those that the switch looks at. `switched_off` counts how often weaving was, `reason` says why
-    it is.
+    Of `woven` answers `sampled` were to be checked: they were `checked`, `dropped` for lack of room, `failed`, or still
+    wait. `mean_kl` and `p99_kl` are of the last 1000 checks, `window_kl` and `window_agreement` of those that the
+    switch looks at. `switched_off` counts how often weaving was switched off, `reason` says why it is off now.
     """
 
     woven: int = 0

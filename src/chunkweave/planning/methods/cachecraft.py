@@ -31,16 +31,14 @@ class _Prefix:
 class CacheCraft:
     """Each chunk is taken from its most reusable variant, and the tokens that looked outside are computed again.
 
-    The exact prefix comes first, as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is
-    reused (§3.3); of several the one of the least id, so that a plan does not hang on what else was asked. N =
-    ceil(CFO |C|) of its tokens start active, those with the greatest attention mass on the old prefix (eq. 12, 14), and
-    with `focus` those in chunks that the question does not attend to stop when that is known (§3.2.2). The instruction
-    is scored like a chunk with none before it.
+    The exact prefix is taken as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is reused
+    (§3.3); ties go to the least id, so that a plan depends on nothing but its inputs. N = ceil(CFO |C|) of its tokens
+    start active, those with the most attention on the old prefix (eq. 12, 14). With `focus` recomputation stops in
+    chunks that the question does not attend to (§3.2.2). The instruction is scored like a chunk with none before it.
 
-    What the paper leaves open: a variant computed alone looked at no chunk, so that its CCI is 0.5 and its overlap 0
-    unless it is the first chunk now; one without attention profile counts as wholly dependent on a context that is
-    gone (CCI 1, overlap 0). Neither has a ranking: the tokens nearest to its start are computed again, where
-    attention sinks form.
+    The paper leaves open: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now; one
+    without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention sinks
+    form.
     """
 
     name = "cachecraft"

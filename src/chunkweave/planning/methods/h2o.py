@@ -14,9 +14,8 @@ from chunkweave.types import Geometry, Scattered
 class HeavyHitters:
     """Of every reused chunk the `ceil(recompute_ratio * tokens)` tokens that received most attention from its own.
 
-    H2O keeps such tokens in a shrinking cache; the baseline of Cache-Craft recomputes them. The mass was measured when
-    the segment was computed; one without attention profile has its first tokens recomputed, which are those that
-    attention sinks on.
+    H2O keeps such tokens in a shrinking cache; Cache-Craft's baseline recomputes them. The attention was measured when
+    the segment was computed. Without a profile the first tokens are recomputed, where attention sinks form.
     """
 
     name = "h2o"

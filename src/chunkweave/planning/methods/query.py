@@ -28,12 +28,11 @@ _LATER = (PartKind.CHUNK, PartKind.TURN)
 class QueryAware:
     """Two passes: the question alone over the reused KV, then the question and the tokens that it read most.
 
-    What deviates and is never looked at cannot change the answer; `cacheblend` recomputes it all the same. The first
-    pass computes the question only, as far up as it is watched, so it costs next to nothing, and no dense layer is
-    needed. The budget, `ceil(recompute_ratio * reused tokens)`, is the prompt's: chunks that the question does not read
-    get none; tokens that an earlier turn of the conversation recomputed are neither chosen nor counted. Missing chunks
-    are computed after the first pass, in which nobody sees them; the question is computed in every pass, since what it
-    sees has changed. `QueryConfig` has what else can be counted as evidence.
+    KV that deviates and is never read cannot change the answer. The first pass computes the question only, up to the
+    last watched layer, so it costs next to nothing, and no dense layer is needed. The budget, `ceil(recompute_ratio *
+    reused tokens)`, is shared by the whole prompt; tokens that an earlier turn recomputed are not counted. Missing
+    chunks are computed after the first pass and hidden in it; the question is computed in every pass. `QueryConfig` has
+    what else can count as evidence.
     """
 
     name = "query"

@@ -12,12 +12,11 @@ from chunkweave.types import ChunkId, Geometry
 
 
 class SetCache:
-    """An exact prefix match that does not mind the order: its segments go where their chunks stand in this prompt.
+    """An exact prefix match that ignores the order: its segments go where their chunks stand in this prompt.
 
-    A chain is a run of exact segments, each computed after all those before it and the first after nothing. Of the
-    chains whose parts this prompt has, as often as the chain has them, the one with the most tokens is reused, without
-    recomputation. Parts of the exact prefix are taken as such, as by every method; what is neither is computed. With
-    equal tokens the chain wins whose last part comes first in the prompt.
+    A chain is a run of exact segments, each computed behind all those before it, the first behind nothing. Of the
+    chains whose parts are all in this prompt, the one with the most tokens is reused without recomputation; of equals
+    the one whose last part comes first. The exact prefix is taken as by every method; everything else is computed.
     """
 
     name = "set-cache"
