@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chunkweave import Answer, Chunk, Engine, Request, ReuseConfig, SamplingParams, StreamEvent
 from chunkweave.engine.core import BatchingCore
+from chunkweave.engine.request import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import (
     DeadlineError,
@@ -75,14 +76,8 @@ class Driver:
         prepared = self.core.fitting(self.engine.preparer.prepare(request, MethodRequest(method)))
         number = len(self.inboxes)
         self.inboxes.append(Inbox())
-        self.core.submit(
-            number,
-            prepared,
-            self.inboxes[-1],
-            arrived_s=self.now,
-            deadline_s=deadline_s,
-            speculative=speculative,
-        )
+        inbox = self.inboxes[-1]
+        self.core.submit(RequestState(number, prepared, inbox, self.now, deadline_s, speculative=speculative))
         return number
 
     def run(self, each: Callable[[], None] = lambda: None, *, most: int = 3000) -> None:

@@ -80,7 +80,7 @@ def test_a_cut_every_turn_would_cost_what_a_rarer_cut_saves(model):
 
 @pytest.mark.parametrize("method", ["prefix", "cacheblend"])
 def test_kv_of_an_idle_conversation_moves_down_the_tiers_and_is_found_there(model, tmp_path, method):
-    engine = new_engine(model, cache_dir=tmp_path / "kv", budget_bytes=60_000)
+    engine = new_engine(model, cache_dir=tmp_path / "kv", host_budget_bytes=60_000)
     with engine:
         conversation = engine.conversation()
         for number in range(3):

@@ -185,6 +185,6 @@ def test_limits_that_make_no_sense_are_refused(limits):
 
 def test_a_pool_needs_blocks():
     with pytest.raises(UsageError):
-        BlockPool(0)
+        BlockPool(0, 8)
     with pytest.raises(UsageError):
         TokenBudget(tokens=10, max_running=4, patience=0)

@@ -211,10 +211,15 @@ class TurnBuilder:
     def _commit(self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart]) -> None:
         assert said.id is not None, "a turn has an id"
         last = HistoryPart(said, segment_id(said.id, prompt.contexts()[-1]), own=self._store is not None)
-        turns = split_turns((*history, last))
-        self.conversations.commit(
-            turn.key, turn.before, ConversationState(turns, turn.system, turn.before.turn_count + 1)
-        )
+        turns: list[PastTurn] = []
+        run: list[HistoryPart] = []
+        for one in (*history, last):
+            run.append(one)
+            if one.part.kind is PartKind.TURN:
+                turns.append(PastTurn(tuple(run)))
+                run = []
+        after = ConversationState(tuple(turns), turn.system, turn.before.turn_count + 1)
+        self.conversations.commit(turn.key, turn.before, after)
 
     def abandon(self, turn: TurnUnderWay) -> None:
         """Let the conversation be as it was before; harmless once the turn has ended."""
@@ -236,15 +241,3 @@ def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPa
         own = part.span in woven or segment in was_own or (behind_turn and segment == in_context)
         history.append(HistoryPart(part.part, segment, own))
     return tuple(history)
-
-
-def split_turns(history: Sequence[HistoryPart]) -> tuple[PastTurn, ...]:
-    """`history`, whose last part is a turn, cut after each turn."""
-    turns: list[PastTurn] = []
-    run: list[HistoryPart] = []
-    for one in history:
-        run.append(one)
-        if one.part.kind is PartKind.TURN:
-            turns.append(PastTurn(tuple(run)))
-            run = []
-    return tuple(turns)

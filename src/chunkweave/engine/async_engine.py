@@ -223,7 +223,7 @@ class AsyncEngine:
                 )
                 self._open[number] = _Open(state, stream, confirmed=not speculative)
                 self._urgent = self._urgent or not speculative
-                self._commands.append(lambda: self._core.add(state))
+                self._commands.append(lambda: self._core.submit(state))
                 self._changed.notify()
         except BaseException:
             self._preparer.abandon(prepared)

@@ -11,7 +11,7 @@ import torch
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
-from chunkweave.engine.request import Deliver, Durations, RequestState, RequestStatus, StreamEvent
+from chunkweave.engine.request import Durations, RequestState, RequestStatus, StreamEvent
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
 from chunkweave.engine.shadow import ShadowChecks
@@ -126,24 +126,8 @@ class BatchingCore:
             )
         return replace(prepared, room=min(prepared.room, room))
 
-    def submit(
-        self,
-        number: int,
-        prepared: PreparedRequest,
-        deliver: Deliver,
-        *,
-        arrived_s: float,
-        deadline_s: float | None,
-        speculative: bool = False,
-    ) -> None:
-        """Let a request of a new id `number` wait, that `arrived_s` then and is to be answered by `deadline_s`.
-
-        `prepared` is one that `fitting` gave. A `speculative` one yields to all others until `confirm`.
-        """
-        self.add(RequestState(number, prepared, deliver, arrived_s, deadline_s, speculative=speculative))
-
-    def add(self, request: RequestState) -> None:
-        """Let a new request wait, whose `prepared` is one that `fitting` gave."""
+    def submit(self, request: RequestState) -> None:
+        """Let a new request wait, whose `prepared` is one that `fitting` gave. Ids are never used twice."""
         self._scheduler.add(request)
 
     def confirm(self, number: int) -> None:

@@ -15,7 +15,7 @@ from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
-from chunkweave.engine.request import Answer, Request, StreamEvent
+from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
@@ -426,7 +426,7 @@ class Engine:
 def _submit(core: BatchingCore, number: int, prepared: PreparedRequest, arrived_s: float) -> Events:
     """Let a request wait; returns where its events will be."""
     events: Events = deque()
-    core.submit(number, prepared, events.append, arrived_s=arrived_s, deadline_s=None)
+    core.submit(RequestState(number, prepared, events.append, arrived_s))
     return events
 
 

@@ -1,7 +1,7 @@
 """Runs prompts through the model: look up, plan, weave, first logits; then decode steps over many requests."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -110,15 +110,14 @@ class Runner:
         new_tokens: int = 0,
         capture: bool = True,
         prefetched: Prefetch | None = None,
-        history: Mapping[int, SegmentId] | None = None,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
-        nothing can be stored afterwards. `history` makes it the prompt of a conversation (`PrefillOptions`).
+        nothing can be stored afterwards.
         """
         self.room_for_new_tokens(prompt)
-        options = PrefillOptions(new_tokens, capture, prefetched, history=history)
+        options = PrefillOptions(new_tokens, capture, prefetched)
         with self.start(prompt, method, options) as job:
             while job.prefilled is None:
                 try:

@@ -11,10 +11,6 @@ from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue, Prefilling, StoredPrefixes, TokenBudget
 
-DEFAULT_BLOCK_TOKENS = 32
-"""A request's cache is copied when it grows by a block. That reads and writes all its KV once in so many tokens, each
-of which reads it once for attention anyway: a sixteenth more memory traffic, for half a block of waste on average."""
-
 
 class BlockPool:
     """Limits how much KV memory requests may hold. It counts blocks; the memory itself belongs to the requests' caches.
@@ -23,7 +19,7 @@ class BlockPool:
     changes its `blocks`. What no owner needs may be lent to one borrower, who gives it up once an owner needs it.
     """
 
-    def __init__(self, blocks: int, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+    def __init__(self, blocks: int, block_tokens: int) -> None:
         """A pool of `blocks`, each the KV of `block_tokens` tokens through all layers.
 
         Raises:
