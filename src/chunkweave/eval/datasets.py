@@ -46,7 +46,7 @@ def load_dataset(path: Path, *, squad_chunks: int = SQUAD_CHUNKS, seed: int = 0)
         DocumentError: the file cannot be read, is in none of these formats, or holds no question; the message names
             the file, the line or entry, and the reason.
     """
-    text = _read(path)
+    text = read_text(path, "data set")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         examples = list(_jsonl(path, text))
     else:
@@ -56,13 +56,18 @@ def load_dataset(path: Path, *, squad_chunks: int = SQUAD_CHUNKS, seed: int = 0)
     return examples
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, kind: str) -> str:
+    """A UTF-8 file as text.
+
+    Raises:
+        DocumentError: it cannot be read; the message names it as a `kind`.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
     except OSError as error:
-        raise DocumentError(f"cannot read the data set {path}: {error.strerror or error}") from error
+        raise DocumentError(f"cannot read the {kind} {path}: {error.strerror or error}") from error
 
 
 def _json(path: Path, text: str, squad_chunks: int, seed: int) -> list[Example]:
@@ -73,7 +78,7 @@ def _json(path: Path, text: str, squad_chunks: int, seed: int) -> list[Example]:
             return list(_jsonl(path, text))
         raise DocumentError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if isinstance(data, list):
-        return [_entry(f"{path}: entry {i}", entry, _musique) for i, entry in enumerate(data)]
+        return [read_entry(f"{path}: entry {i}", entry, _musique) for i, entry in enumerate(data)]
     if isinstance(data, dict) and isinstance(data.get("data"), list):
         return _squad(path, data["data"], squad_chunks, Random(seed))
     if isinstance(data, dict) and "question" in data:
@@ -82,6 +87,15 @@ def _json(path: Path, text: str, squad_chunks: int, seed: int) -> list[Example]:
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Example]:
+    return (read_entry(where, data, _plain) for where, data in json_lines(path, text))
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """The values of JSON lines, each with its place for error messages: `FILE:LINE`. Blank lines are left out.
+
+    Raises:
+        DocumentError: a line is not JSON.
+    """
     # Not splitlines(): JSON strings may hold line separators such as U+2028 as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -90,11 +104,15 @@ def _jsonl(path: Path, text: str) -> Iterator[Example]:
             data = json.loads(line)
         except json.JSONDecodeError as error:
             raise DocumentError(f"{path}:{number}: not JSON: {error.msg}") from error
-        yield _entry(f"{path}:{number}", data, _plain)
+        yield f"{path}:{number}", data
 
 
-def _entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]) -> _Read:
-    """One entry through its format's reader; what is wrong with it is said with `where`."""
+def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]) -> _Read:
+    """One entry through its format's reader.
+
+    Raises:
+        DocumentError: it is no object, or the reader refuses it; the message begins with `where`.
+    """
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: not an object but {type(data).__name__}")
     try:
@@ -132,10 +150,10 @@ def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> l
             where = f"{path}: article {a}, paragraph {p}"
             questions = _list(where, paragraph, "qas")
             place = len(paragraphs)
-            context = _entry(where, paragraph, lambda data: _text(data["context"], "context"))
+            context = read_entry(where, paragraph, lambda data: _text(data["context"], "context"))
             paragraphs.append(Chunk(context, f"{article.get('title') or 'article'}#{p}"))
             entries += [(f"{where}, question {q}", question, place) for q, question in enumerate(questions)]
-    examples = [_entry(where, question, _squad_question) for where, question, _ in entries]
+    examples = [read_entry(where, question, _squad_question) for where, question, _ in entries]
     return [
         Example(example.question, _with_others(paragraphs, place, squad_chunks, rng), example.answers)
         for example, (_, _, place) in zip(examples, entries, strict=True)

@@ -25,15 +25,6 @@ Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieved:
-    """Chunks in the order in which they are given to the engine, and the seconds of embedding and searching."""
-
-    chunks: tuple[RetrievedChunk, ...]
-    embed_s: float
-    search_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RagAnswer:
     """An answer, and the chunks that it was given, in the order of the prompt; each knows its rank and score.
 
@@ -166,7 +157,7 @@ class RagPipeline(_QuestionMaker):
         self.engine = engine
         self.corpus = corpus
 
-    def retrieve(self, question: str, *, top_k: int | None = None) -> Retrieved:
+    def retrieve(self, question: str, *, top_k: int | None = None) -> Found:
         """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
 
         Raises:
@@ -176,12 +167,12 @@ class RagPipeline(_QuestionMaker):
         started = time.perf_counter()
         k = self._how_many(question, top_k, self.corpus)
         if top_k is None and k == 0:
-            return Retrieved((), 0.0, 0.0)
+            return Found()
         vector = self.corpus.embed_query(question)
         embedded = time.perf_counter()
         found = self.corpus.search(vector, k)
         searched = time.perf_counter()
-        return Retrieved(self._ordered(found), embedded - started, searched - embedded)
+        return Found(self._ordered(found), True, embedded - started, searched - embedded, searched)
 
     def answer(
         self,
@@ -377,7 +368,7 @@ class AsyncRagPipeline(_QuestionMaker):
             await ahead.aclose()
 
 
-def _answered(answer: Answer, retrieved: Retrieved) -> RagAnswer:
+def _answered(answer: Answer, retrieved: Found) -> RagAnswer:
     ttft_s = retrieved.embed_s + retrieved.search_s + answer.report.ttft_s
     chunks = _in_prompt_order(retrieved.chunks, answer.report)
     return RagAnswer(answer, chunks, retrieved.embed_s, retrieved.search_s, ttft_s)

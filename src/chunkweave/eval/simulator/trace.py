@@ -1,6 +1,5 @@
 """A trace: when each request arrives and which sequence of chunks it has."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from random import Random
 from typing import Any
 
 from chunkweave.errors import DocumentError
+from chunkweave.eval.datasets import json_lines, read_entry, read_text
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Context, SegmentId
 
@@ -149,40 +149,15 @@ def read_trace(path: Path) -> list[Arrival]:
     Raises:
         DocumentError: the file cannot be read or a line is not a request; the message has file, line and reason.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
-    except OSError as error:
-        raise DocumentError(f"cannot read the trace {path}: {error.strerror or error}") from error
     read: Callable[[dict[str, Any]], Arrival] | None = None
     arrivals = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        entry = _object(where, line)
+    for where, entry in json_lines(path, read_text(path, "trace")):
         if read is None:
-            read = _mooncake if "hash_ids" in entry else _own
-        try:
-            arrivals.append(read(entry))
-        except KeyError as error:
-            raise DocumentError(f"{where}: no {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
-            raise DocumentError(f"{where}: {error}") from error
+            read = _mooncake if isinstance(entry, dict) and "hash_ids" in entry else _own
+        arrivals.append(read_entry(where, entry, read))
     if not arrivals:
         raise DocumentError(f"{path} holds no request")
     return arrivals
-
-
-def _object(where: str, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"{where}: not JSON: {error.msg}") from error
-    if not isinstance(entry, dict):
-        raise DocumentError(f"{where}: not an object but {type(entry).__name__}")
-    return entry
 
 
 def _mooncake(entry: dict[str, Any]) -> Arrival:
