@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkweave.cli.console import Output, reuse_summary, stderr, table_of, times, token_line
-from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus, retrieve
+from chunkweave.cli.corpus import AskedCorpus, TopK, how_many, open_corpus, retrieve
 from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
@@ -189,11 +189,10 @@ def answers_ahead(
         TopKError: there are fewer chunks than asked for.
     """
     from chunkweave.engine.async_engine import AsyncEngine
-    from chunkweave.retrieval.indexes import usual_top_k
     from chunkweave.retrieval.pipeline import AsyncRagPipeline
 
     corpus = open_corpus(folder)
-    k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
+    k = how_many(corpus, top_k)
 
     async def ask() -> list[dict[str, Any]]:
         async with AsyncEngine(engine) as batching:

@@ -5,11 +5,12 @@ import os
 import secrets
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -260,11 +261,8 @@ def _summary(cleared: _Cleared) -> str:
     return "\n".join(lines)
 
 
-class _Target(Protocol):
-    """Where copies go. `name` is `<fingerprint>/<2 hex>/<id>.safetensors`."""
-
-    def add(self, name: str, data: bytes, created_s: float) -> None:
-        """Take one file."""
+_Add = Callable[[CachedSegment, bytes], None]
+"""Takes a copy of a segment file, under the name `<fingerprint>/<2 hex>/<id>.safetensors`."""
 
 
 @with_blocks
@@ -288,13 +286,13 @@ def export(
     if not copied:
         raise UsageError(f"no segment in {chosen.cache_dir} fits")
     exported_bytes, left_out = 0, []
-    with _opened(folder.root, target) as copies, progress("copying segments") as report:
+    with _opened(folder.root, target) as add, progress("copying segments") as report:
         for done, (tier, one) in enumerate(copied, start=1):
             data = _verified(tier, one)
             if data is None:
                 left_out.append(one.record.id)
             else:
-                copies.add(_name(one), data, one.created_s)
+                add(one, data)
                 exported_bytes += len(data)
             report(done, len(copied))
     exported = len(copied) - len(left_out)
@@ -306,44 +304,31 @@ def export(
         raise typer.Exit(1)
 
 
-class _Folder:
-    """Copies in a folder that is, or becomes, a cache directory. Files appear whole, for their owner only."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def add(self, name: str, data: bytes, created_s: float) -> None:  # noqa: ARG002 - the header has it
-        path = self._root
-        for part in Path(name).parent.parts:
-            path = path / part
-            path.mkdir(mode=0o700, exist_ok=True)
-        final = self._root / name
-        partial = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(file)
-            partial.replace(final)
-        finally:
-            partial.unlink(missing_ok=True)
+def _add_to_folder(root: Path, one: CachedSegment, data: bytes) -> None:
+    """A copy in a folder that is, or becomes, a cache directory. Files appear whole, for their owner only."""
+    final = root / _name(one)
+    for folder in (final.parent.parent, final.parent):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    unfinished = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
+    try:
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(file)
+        unfinished.replace(final)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-class _Archive:
-    """Copies in an archive that is being written."""
-
-    def __init__(self, archive: tarfile.TarFile) -> None:
-        self._archive = archive
-
-    def add(self, name: str, data: bytes, created_s: float) -> None:
-        entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.mtime = len(data), 0o600, int(created_s)
-        self._archive.addfile(entry, io.BytesIO(data))
+def _add_to_archive(archive: tarfile.TarFile, one: CachedSegment, data: bytes) -> None:
+    entry = tarfile.TarInfo(_name(one))
+    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(one.created_s)
+    archive.addfile(entry, io.BytesIO(data))
 
 
 @contextmanager
-def _opened(source: Path, target: Path) -> Iterator[_Target]:
+def _opened(source: Path, target: Path) -> Iterator[_Add]:
     """The target, whole if nothing is raised.
 
     Raises:
@@ -351,8 +336,8 @@ def _opened(source: Path, target: Path) -> Iterator[_Target]:
     """
     try:
         if target.suffix == ".tar":
-            with _archive(target) as archive:
-                yield archive
+            with _archive(target) as add:
+                yield add
         else:
             if target.exists():
                 CacheFolder(target)
@@ -360,22 +345,22 @@ def _opened(source: Path, target: Path) -> Iterator[_Target]:
                     raise UsageError(f"{target} is the cache directory itself")
             else:
                 target.mkdir(mode=0o700)
-            yield _Folder(target)
+            yield partial(_add_to_folder, target)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 @contextmanager
-def _archive(target: Path) -> Iterator[_Archive]:
+def _archive(target: Path) -> Iterator[_Add]:
     check_writable(target)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as archive:
-            yield _Archive(archive)
-        partial.replace(target)
+            yield partial(_add_to_archive, archive)
+        unfinished.replace(target)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:

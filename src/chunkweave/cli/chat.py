@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from chunkweave.cli.ask import answer_dict
 from chunkweave.cli.console import Out, Output, conversation_line, stderr, times, token_line
-from chunkweave.cli.corpus import AskedCorpus, TopK, open_corpus
+from chunkweave.cli.corpus import AskedCorpus, TopK, how_many, open_corpus
 from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, with_blocks
 from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
 from chunkweave.errors import ChunkweaveError, UsageError
@@ -118,8 +118,6 @@ def _answer(
 
 
 def _nearest(folder: Path, top_k: int | None) -> ChunksFor:
-    from chunkweave.retrieval.indexes import usual_top_k
-
     corpus = open_corpus(folder)
-    k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
+    k = how_many(corpus, top_k)
     return lambda question: [one.chunk for one in corpus.search(question, k)]

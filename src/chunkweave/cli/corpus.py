@@ -15,7 +15,6 @@ from chunkweave.errors import DuplicateDocumentError, UsageError
 if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus, RetrievedChunk
     from chunkweave.retrieval.documents import CorpusDocument
-    from chunkweave.retrieval.indexes import IndexKind
 
 
 app = typer.Typer(no_args_is_help=True, help="List, search and remove the documents of a corpus.")
@@ -49,18 +48,22 @@ def open_corpus(folder: Path) -> "Corpus":
 
 
 def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[tuple["RetrievedChunk", ...]]:
-    """For each question its nearest chunks, the best first; without `top_k` six, or all there are.
+    """For each question its nearest chunks, the best first.
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
         TopKError: there are fewer chunks than asked for.
     """
+    corpus = open_corpus(folder)
+    with status("searching"):
+        return [corpus.search(question, how_many(corpus, top_k)) for question in questions]
+
+
+def how_many(corpus: "Corpus", top_k: int | None) -> int:
+    """How many chunks to take: without `top_k` six, or all there are."""
     from chunkweave.retrieval.indexes import usual_top_k
 
-    corpus = open_corpus(folder)
-    k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
-    with status("searching"):
-        return [corpus.search(question, k) for question in questions]
+    return max(1, usual_top_k(len(corpus))) if top_k is None else top_k
 
 
 def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
@@ -113,12 +116,9 @@ def search(
     output: Output,
 ) -> None:
     """Show the chunks that are nearest to a question."""
-    from chunkweave.retrieval.indexes import usual_top_k
-
     corpus = open_corpus(folder)
     with status("searching"):
-        k = max(1, usual_top_k(len(corpus))) if top_k is None else top_k
-        found = list(corpus.search_stages(question, k))
+        found = list(corpus.search_stages(question, how_many(corpus, top_k)))
     for stage in found if stages else found[-1:]:
         if stages:
             cost = f"{stage.distances} distances, {stage.extra_distances} of them extra"
@@ -233,11 +233,12 @@ def _opened(
     from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 
     if not Corpus.exists(folder):
-        kind = _kind(index or IndexKind.FLAT)
+        if index is not None and index not in list(IndexKind):
+            raise UsageError(f"no index {index!r}; there are: {', '.join(IndexKind)}")
         split = SplitConfig(512 if chunk_tokens is None else chunk_tokens, overlap_tokens or 0)
         with status("loading the embedder"):
             made = make_embedder(embedder) if embedder is not None else make_embedder()
-        return Corpus.create(folder, made, split=split, index=IndexConfig(kind))
+        return Corpus.create(folder, made, split=split, index=IndexConfig(IndexKind(index or IndexKind.FLAT)))
     corpus = open_corpus(folder)
     split = corpus.split
     asked = {
@@ -253,15 +254,6 @@ def _opened(
                 f"the corpus in {folder} was made with {option} {own}: leave it out, or make another corpus"
             )
     return corpus
-
-
-def _kind(name: str) -> "IndexKind":
-    from chunkweave.retrieval.indexes import IndexKind
-
-    try:
-        return IndexKind(name)
-    except ValueError as error:
-        raise UsageError(f"no index {name!r}; there are: {', '.join(IndexKind)}") from error
 
 
 def _refuse_changed(corpus: "Corpus", documents: Sequence["CorpusDocument"]) -> None:

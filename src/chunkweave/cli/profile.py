@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,17 +170,7 @@ def _show_costs(output: Output, cost: CostModel, path: Path, name: str) -> None:
         for tier, speed in cost.tier_bytes_per_s.items()
     ]
     output.show(table, *tiers, f"{size(cost.kv_bytes_per_token)} of KV a token; written to {path}")
-    output.finish(
-        {
-            "file": str(path),
-            "fingerprint": cost.fingerprint,
-            "cached_tokens": list(cost.cached_tokens),
-            "new_tokens": list(cost.new_tokens),
-            "prefill_s": [list(row) for row in cost.prefill_s],
-            "kv_bytes_per_token": cost.kv_bytes_per_token,
-            "tier_bytes_per_s": cost.tier_bytes_per_s,
-        }
-    )
+    output.finish({"file": str(path), **asdict(cost)})
 
 
 @with_blocks

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,6 +12,7 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output, Report, progress, seconds, size, status, table_of
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
+from chunkweave.eval.results import BenchmarkResult
 from chunkweave.settings import parse_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +84,15 @@ def simulate(
             results.append(replay(replayed, config, cost, _part_of(report, number, len(runs))))
             bounds.append(bounds_of(replayed, sum(tier.budget_bytes for tier in config.tiers)))
     output.show(_simulation_table(replayed, model, results, bounds))
-    output.finish(_simulation_result(replayed, model, source, cost, results, bounds))
+    rows = [{**result.as_dict(), "bound": asdict(bound)} for result, bound in zip(results, bounds, strict=True)]
+    more = {
+        "requests": len(replayed.requests),
+        "working_set_bytes": replayed.working_set_bytes,
+        "equal_sizes": replayed.equal_sizes,
+        "cost_model": {"kv_bytes_per_token": cost.kv_bytes_per_token, "tier_bytes_per_s": cost.tier_bytes_per_s},
+    }
+    told = {"trace": replayed.name, "model": model, **asdict(source)}
+    output.finish(BenchmarkResult("simulation", options.command_line(), seed, told, rows, more).as_dict())
 
 
 def _part_of(report: Report, number: int, count: int) -> Report:
@@ -153,30 +162,6 @@ def _simulation_table(
     )
 
 
-def _simulation_result(
-    trace: "Trace",
-    model: str,
-    source: Any,
-    cost: "CostModel",
-    results: Sequence["SimulationResult"],
-    bounds: Sequence["Bounds"],
-) -> dict[str, Any]:
-    from chunkweave.eval.results import BenchmarkResult
-
-    rows = [{**result.as_dict(), "bound": asdict(bound)} for result, bound in zip(results, bounds, strict=True)]
-    more = {
-        "requests": len(trace.requests),
-        "working_set_bytes": trace.working_set_bytes,
-        "equal_sizes": trace.equal_sizes,
-        "cost_model": {"kv_bytes_per_token": cost.kv_bytes_per_token, "tier_bytes_per_s": cost.tier_bytes_per_s},
-    }
-    config = {"trace": trace.name, "model": model, **asdict(source)}
-    return BenchmarkResult("simulation", options.command_line(), source.seed, config, rows, more).as_dict()
-
-
-_BOUND = "bound"
-
-
 @with_blocks
 def analyze(
     trace: Annotated[
@@ -230,7 +215,8 @@ def analyze(
     config = {"trace": trace.name, "kind": kind, "top_k": top_k, "requests": len(arrivals), "window": window}
     config |= {"promotion_threshold": promote, "budget_tokens": budget_tokens, "policy": policy}
     more = {"overlap": asdict(overlap), "repeated_across_turns": turns, "bound_tokens": bound, "left_out": left_out}
-    output.finish(_analysis_result(seed, config, found, more))
+    rows = [one.as_dict() for one in found]
+    output.finish(BenchmarkResult("chunk-order", options.command_line(), seed, config, rows, more).as_dict())
 
 
 def _known(names: Sequence[str]) -> list[str]:
@@ -295,14 +281,5 @@ def _savings_table(found: Sequence["Savings"], bound: int, left_out: Sequence[st
         caption=caption,
     )
     total = found[0].document_tokens
-    table.add_row(_BOUND, f"{bound:,}", f"{bound / total:.1%}" if total else "-", "", "")
+    table.add_row("bound", f"{bound:,}", f"{bound / total:.1%}" if total else "-", "", "")
     return table
-
-
-def _analysis_result(
-    seed: int, config: dict[str, Any], found: Sequence["Savings"], more: dict[str, Any]
-) -> dict[str, Any]:
-    from chunkweave.eval.results import BenchmarkResult
-
-    rows = [one.as_dict() for one in found]
-    return BenchmarkResult("chunk-order", options.command_line(), seed, config, rows, more).as_dict()
