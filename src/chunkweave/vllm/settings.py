@@ -13,7 +13,7 @@ from chunkweave.settings import Place, read, settings_at, spelled
 from chunkweave.store.eviction import make_policy
 from chunkweave.vllm.request import SETTINGS, Defaults
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
 
 ConfigT = TypeVar("ConfigT")
 
