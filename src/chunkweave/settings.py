@@ -238,19 +238,8 @@ def setting(
 
     Left out, `name` is the field's own without its unit, and `places` are those of the class.
     """
-    declared = {
-        "meaning": meaning,
-        "unit": unit,
-        "name": name,
-        "places": places,
-        "defaults": defaults or {},
-        "old": old,
-        "secret": secret,
-        "least": least,
-        "above": above,
-        "most": most,
-    }
-    return field(default=default, metadata={"setting": declared})
+    declared = locals()
+    return field(default=declared.pop("default"), metadata={"setting": declared})
 
 
 def settings_of(config: type[Any]) -> Mapping[str, Setting]:
@@ -267,6 +256,7 @@ def _declared(config: Any) -> Mapping[str, Setting]:
             continue
         declared = dict(one.metadata["setting"])
         declared["places"] = declared["places"] or config.places
+        declared["defaults"] = declared["defaults"] or {}
         unit = declared["unit"]
         name = declared.pop("name") or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
         found[name] = Setting(name=name, attribute=one.name, kind=hints[one.name], default=one.default, **declared)
