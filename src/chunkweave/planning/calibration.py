@@ -31,7 +31,7 @@ class Quality(StrEnum):
     FAST = "fast"
 
     @classmethod
-    def parse(cls, text: "str | Quality") -> "Quality":
+    def parse(cls, text: Any) -> "Quality":
         """From its name.
 
         Raises:
@@ -229,18 +229,13 @@ def record_path(cache_dir: Path | None, folder: Path | None, fingerprint: str) -
     return folder / CALIBRATION_FILE
 
 
-def places(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> tuple[Path, ...]:
-    """Where a record is looked for, the first one counting: in the cache folder (one's own data), beside the model."""
-    own = [] if cache_dir is None else [cache_dir / fingerprint / CALIBRATION_FILE]
-    return (*own, *([] if folder is None else [folder / CALIBRATION_FILE]))
-
-
 def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> CalibrationRecord | None:
-    """The first record found for this model, or None.
+    """The first record found for this model, in the cache folder (one's own data) or else beside the model; or None.
 
     A file that cannot be read, and one that only has records of other models, are logged and passed over.
     """
-    for path in places(cache_dir, folder, fingerprint):
+    folders = (cache_dir and cache_dir / fingerprint, folder)
+    for path in (one / CALIBRATION_FILE for one in folders if one is not None):
         if not path.exists():
             continue
         try:
@@ -252,7 +247,7 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
         if record is None:
             others = ", ".join(f"{one.model} in {one.dtype}" for one in records) or "nothing"
             logger.warning("%s is not used: made for other weights or another dtype (%s)", path, others)
-        elif unknown := _unknown_methods(record):
+        elif unknown := {target.method for target in record.targets.values() if target.method} - {*METHODS}:
             logger.warning("%s is not used: it names methods that this version lacks: %s", path, ", ".join(unknown))
         else:
             return record
@@ -318,10 +313,6 @@ def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
     except DocumentError as error:
         logger.warning("%s; it is replaced", error)
         return ()
-
-
-def _unknown_methods(record: CalibrationRecord) -> list[str]:
-    return [target.method for target in record.targets.values() if target.method and target.method not in METHODS]
 
 
 OWN_FILES = frozenset({COST_FILE, CALIBRATION_FILE, PARTIAL_FILE})

@@ -187,9 +187,6 @@ class MethodChooser:
 FIELD = "chunkweave"
 """The key in a request, and of the report in its answer."""
 
-ORDERS = ("free", "fixed")
-"""Who says in which order chunks stand in the prompt: chunkweave, or the request."""
-
 
 def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
     """Refuse a field with keys that mean nothing.
@@ -211,17 +208,6 @@ def checked_method(value: Any) -> str:
     if not isinstance(value, str) or value not in METHODS:
         raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(METHODS)}")
     return value
-
-
-def checked_quality(value: Any) -> Quality:
-    """A quality by its name.
-
-    Raises:
-        UsageError: there is no such quality.
-    """
-    if not isinstance(value, str):
-        raise UsageError(f"unknown quality {value!r}; there are: {', '.join(Quality)}")
-    return Quality.parse(value)
 
 
 def checked_ratio(value: Any) -> float:
@@ -291,7 +277,7 @@ def checked_number(value: Any, name: str) -> float:
 
 _FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "method": checked_method,
-    "quality": checked_quality,
+    "quality": Quality.parse,
     "recompute_ratio": checked_ratio,
     "check_layers": checked_layers,
     "alpha": checked_alpha,

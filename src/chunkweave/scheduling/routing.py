@@ -222,51 +222,26 @@ class Affinity:
         return min(free, key=lambda one: (-one.cached_tokens, one.outstanding_tokens))
 
 
-class Soonest:
-    """Fewest tokens before its first one: what is outstanding, and of the request itself what is not cached.
+class LeastTokens:
+    """The replica with the fewest tokens by some `figure`, of equals each in turn. It bounds no load."""
 
-    Unlike `Affinity` it never lets a request wait for longer than computing it elsewhere would take, so that few
-    tokens are found where load is high and even. Of equals each in turn.
-    """
-
-    name = "soonest"
-
-    def __init__(self, imbalance: float = USUAL_IMBALANCE) -> None:  # noqa: ARG002 - all policies are made alike
+    def __init__(self, name: str, figure: Callable[[Candidate], int]) -> None:
+        self.name = name
+        self._figure = figure
         self._turn = _Turn()
 
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002
-        """Whoever would be done first."""
-        return min(self._turn.of(candidates), key=lambda one: one.outstanding_tokens - one.cached_tokens)
-
-
-class LeastLoaded:
-    """Fewest outstanding tokens, of equals each in turn."""
-
-    name = "least-loaded"
-
-    def __init__(self, imbalance: float = USUAL_IMBALANCE) -> None:  # noqa: ARG002
-        self._turn = _Turn()
-
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002
-        """Whatever is cached."""
-        return min(self._turn.of(candidates), key=lambda one: one.outstanding_tokens)
-
-
-class RoundRobin:
-    """Each in turn."""
-
-    name = "round-robin"
-
-    def __init__(self, imbalance: float = USUAL_IMBALANCE) -> None:  # noqa: ARG002
-        self._turn = _Turn()
-
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002
-        """Whatever they hold and do."""
-        return self._turn.of(candidates)[0]
+    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002 - the same for all
+        """The candidate with the least figure."""
+        return min(self._turn.of(candidates), key=self._figure)
 
 
 ROUTING: Mapping[str, Callable[[float], RoutingPolicy]] = {
-    one.name: one for one in (Affinity, Soonest, LeastLoaded, RoundRobin)
+    "affinity": Affinity,
+    # First to give a first token. No request waits longer than computing it elsewhere would take, so that less of the
+    # cache is used than by `affinity` where load is high and even.
+    "soonest": lambda _: LeastTokens("soonest", lambda one: one.outstanding_tokens - one.cached_tokens),
+    "least-loaded": lambda _: LeastTokens("least-loaded", lambda one: one.outstanding_tokens),
+    "round-robin": lambda _: LeastTokens("round-robin", lambda _: 0),
 }
 
 

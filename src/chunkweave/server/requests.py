@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from chunkweave.conversation.registry import Conversations
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import (
-    ORDERS,
     MethodRequest,
     checked_alpha,
     checked_layers,
     checked_method,
-    checked_quality,
     checked_ratio,
     refuse_unknown_keys,
 )
@@ -101,7 +100,7 @@ class StreamOptions(Body):
 
 
 def _quality(value: Any) -> str:
-    return str(checked_quality(value))
+    return str(Quality.parse(value))
 
 
 class ReuseField(Body):
@@ -132,7 +131,7 @@ class ReuseField(Body):
         return MethodRequest.of(self.method, self.quality, self.recompute_ratio, self.check_layers, self.alpha)
 
 
-assert set(ORDERS) == {"free", "fixed"}, "the schema names the orders there are"
+assert set(ChunkOrder) == {"free", "fixed"}, "the schema names the orders there are"
 
 
 @dataclass(frozen=True, slots=True)
