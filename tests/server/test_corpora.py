@@ -1,11 +1,13 @@
 """Corpora over HTTP: made, filled, searched, answered from, removed with their KV; and the cache's own endpoints."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from chunkweave import Corpus, CorpusDocument, StoreConfig
 from tests.server.conftest import Client, Serve, wait_until
+from tests.server.test_front_prefill_ahead import SlowCorpus
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. " * 3
 CHOIR = "The choir sings on Sundays in the hall behind the church. " * 3
@@ -123,6 +125,23 @@ def _asked(**body):
 
     made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
     return made, RequestMeta("id", "")
+
+
+@pytest.mark.backend("engine")
+def test_the_engine_prefills_while_a_corpus_is_searched(notes: Client):
+    notes.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
+    served = notes.parts.corpora.get(notes.service.tenant_of(None), "notes")
+    served.corpus = slow = SlowCorpus(served.corpus)
+    answers: list[dict] = []
+    reuse = {"corpus": "notes", "top_k": 2}
+    thread = threading.Thread(target=lambda: answers.append(notes.ask(chunkweave=reuse).json()["chunkweave"]))
+    thread.start()
+    wait_until(lambda: notes.parts.answering.retriever.speculation.counts.started == 1)
+    slow.go_on.set()
+    thread.join()
+    pipelining = answers[0]["pipelining"]
+    assert (pipelining["started"], pipelining["terminated"], pipelining["matched"]) == (1, 0, True)
+    assert len(answers[0]["retrieved"]) == 2
 
 
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):

@@ -218,6 +218,7 @@ def test_tenants_never_share_a_salt(vllm):
         assert front.get("/collective_rpc", headers={"authorization": f"Bearer {KEYS['acme']}"}).status_code == 403
         assert front.get("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
         assert front.get("/metrics").status_code == 401
+        assert front.get("/ping").status_code == 200, "it needs no key"
 
 
 def test_requests_go_where_their_documents_are(two):
@@ -341,3 +342,10 @@ def test_what_strays_too_far_switches_weaving_off(tmp_path):
         front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
         assert vllm.seen[-1]["kv_transfer_params"]["chunkweave"]["method"] == "prefix"
         assert front.post("/v1/shadow/switch-on").json()["weaving"]
+
+
+def test_commands_for_a_store_are_not_there(front):
+    for command in ("warm", "pin", "unpin", "clear"):
+        refused = front.post(f"/v1/cache/{command}", json={"documents": DOCUMENTS})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "needs_engine")
+        assert "--backend engine" in refused.json()["error"]["message"]

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 
 from chunkweave.metrics import ReuseReport
@@ -120,13 +120,7 @@ class TenantCounts:
     def add(self, report: ReuseReport) -> None:
         """Count one answer."""
         self.requests += 1
-        self.prompt_tokens += report.prompt_tokens
-        self.prefix_exact_tokens += report.prefix_exact_tokens
-        self.reused_tokens += report.reused_tokens
-        self.recomputed_tokens += report.recomputed_tokens
-        self.computed_tokens += report.computed_tokens
         self.answer_tokens += report.new_tokens
-
-    def as_dict(self) -> dict[str, int]:
-        """JSON-able."""
-        return asdict(self)
+        for name in ("prompt", "prefix_exact", "reused", "recomputed", "computed"):
+            field = f"{name}_tokens"
+            setattr(self, field, getattr(self, field) + getattr(report, field))

@@ -1,10 +1,9 @@
 """Prometheus metrics of one server, named as vLLM names its own, with `chunkweave:` before them."""
 
-from collections import Counter as Tally
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -81,19 +80,16 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
 def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
     """What is stored by tier, what came and went, and which faults were survived."""
     stats = store.stats
-    by_tier = stats.levels.items()
-
-    def tiers(name: str, meaning: str, field: str, *, counter: bool) -> MetricSample:
-        return MetricSample(name, meaning, {tier: getattr(one, field) for tier, one in by_tier}, "tier", counter)
-
-    yield tiers("store_bytes", "Bytes of KV stored.", "bytes", counter=False)
-    yield tiers("store_segments", "Segments stored.", "segments", counter=False)
-    yield tiers("store_inserts", "Segments that came into the tier.", "inserts", counter=True)
-    yield tiers("store_evictions", "Segments that had to leave the tier to make room.", "evictions", counter=True)
-    yield tiers("store_rejections", "Segments that did not fit the tier's budget.", "rejected", counter=True)
-    yield tiers(
-        "store_lost_segments", "Segments that the tier no longer had or that were broken.", "lost", counter=True
-    )
+    for name, field, meaning in (
+        ("bytes", "bytes", "Bytes of KV stored."),
+        ("segments", "segments", "Segments stored."),
+        ("inserts", "inserts", "Segments that came into the tier."),
+        ("evictions", "evictions", "Segments that had to leave the tier to make room."),
+        ("rejections", "rejected", "Segments that did not fit the tier's budget."),
+        ("lost_segments", "lost", "Segments that the tier no longer had or that were broken."),
+    ):
+        values = {tier: getattr(one, field) for tier, one in stats.levels.items()}
+        yield MetricSample(f"store_{name}", meaning, values, "tier", counter=name not in ("bytes", "segments"))
     yield _counter("store_promotions", "Segments copied to a faster tier.", stats.promotions)
     yield _counter("store_demotions", "Segments that left memory for a slower tier.", stats.demotions)
     yield _counter("store_expirations", "Segments that outlived their time.", stats.expired)
@@ -101,12 +97,7 @@ def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]
     yield MetricSample(
         "store_lookups", "Prompt parts looked up, by whether anything was stored.", lookups, "result", True
     )
-    writes = {
-        "done": stats.writes_done,
-        "skipped": stats.writes_skipped,
-        "rejected": stats.writes_rejected,
-        "failed": stats.writes_failed,
-    }
+    writes = {result: getattr(stats, f"writes_{result}") for result in ("done", "skipped", "rejected", "failed")}
     yield MetricSample("store_writes", "Writes to slow tiers in the background.", writes, "result", True)
     yield from _tier_faults(store)
 
@@ -130,14 +121,8 @@ def shadow_samples(monitor: ShadowMonitor) -> Iterator[MetricSample]:
 
 def speculation_samples(counts: SpeculationCounts) -> Iterator[MetricSample]:
     """What became of prefills that were begun before the search had ended."""
-    events = {
-        "started": counts.started,
-        "terminated": counts.terminated,
-        "deferred": counts.deferred,
-        "matched": counts.matched,
-        "regenerated": counts.regenerated,
-        "late": counts.late,
-    }
+    names = ("started", "terminated", "deferred", "matched", "regenerated", "late")
+    events = {name: getattr(counts, name) for name in names}
     yield MetricSample("speculations", "Speculative prefills and requests by what happened.", events, "event", True)
 
 
@@ -186,6 +171,33 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _SHARE = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], Sequence[str]]] = {
+    "time_to_first_token_seconds": ("Seconds from arrival to the first token.", _TTFT_S, ("tenant", "method")),
+    "request_time_per_output_token_seconds": ("A request's mean seconds a token after its first.", _TPOT_S, ()),
+    "e2e_request_latency_seconds": ("Seconds from arrival to the last token.", _REQUEST_S, ("method",)),
+    "request_queue_time_seconds": ("Seconds from a request's arrival to the beginning of its prefill.", _PHASE_S, ()),
+    "request_lookup_time_seconds": ("Seconds to look up and plan.", _PHASE_S, ()),
+    "request_load_time_seconds": ("Seconds that prefill waited for stored KV (load delay).", _PHASE_S, ()),
+    "request_prefill_time_seconds": ("Seconds of prefill or weaving, without those.", _PHASE_S, ()),
+    "request_decode_time_seconds": ("Seconds from the first token to the last.", _PHASE_S, ()),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS, ()),
+    "request_generation_tokens": ("Tokens of an answer.", _TOKENS, ()),
+    "request_recompute_fraction": ("Share of a prompt's reused work that was done again.", _SHARE, ("method",)),
+}
+"""Meaning, buckets and labels by name; the label `tenant` is left out unless tenants may be named."""
+
+_COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "requests": ("Requests by how they ended.", ("tenant", "outcome")),
+    "request_success": ("Answers by why they ended.", ("finished_reason",)),
+    "prompt_tokens": ("Prompt tokens of answered requests.", ("tenant",)),
+    "prompt_tokens_by_source": ("Prompt tokens by what happened to them.", ("tenant", "method", "kv_source")),
+    "generation_tokens": ("Tokens of answers.", ("tenant",)),
+    "cache_queries": ("Tokens of instructions and chunks that were looked up.", ()),
+    "cache_hits": ("Of these, tokens taken from the store.", ("tier",)),
+    "request_lost_segments": ("Segments that were lost or late when a request was to read them.", ()),
+}
+
+
 class Outcome(StrEnum):
     """How a request ended."""
 
@@ -230,115 +242,73 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._tenants = None if tenants is None else frozenset(tenants)
-        self._make_histograms()
-        self._make_counters()
+        options: dict[str, Any] = {"registry": self.registry}
+        self._histograms = {
+            name: Histogram(PREFIX + name, meaning, self._labels(labels), buckets=buckets, **options)
+            for name, (meaning, buckets, labels) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, meaning, self._labels(labels), **options)
+            for name, (meaning, labels) in _COUNTERS.items()
+        }
         self.registry.register(SampleCollector(model, samples))
 
     def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
         """A request was answered in full."""
-        own, by_tenant = {"model_name": self._model}, self._by_tenant(tenant)
-        by_method = {**by_tenant, "method": report.method}
-        self._ttft.labels(**by_method).observe(report.ttft_s)
-        self._latency.labels(**own, method=report.method).observe(report.ttft_s + report.decode_s)
-        if report.new_tokens > 1:
-            self._tpot.labels(**own).observe(report.decode_s / (report.new_tokens - 1))
-        for name, seconds in (
+        method, answer_tokens = report.method, report.new_tokens
+        self._observe("time_to_first_token_seconds", report.ttft_s, tenant=tenant, method=method)
+        self._observe("e2e_request_latency_seconds", report.ttft_s + report.decode_s, method=method)
+        if answer_tokens > 1:
+            self._observe("request_time_per_output_token_seconds", report.decode_s / (answer_tokens - 1))
+        for phase, seconds in (
             ("queue", report.queue_s),
             ("lookup", report.lookup_s),
             ("load", report.load_s),
             ("prefill", report.weave_s),
             ("decode", report.decode_s),
         ):
-            self._phases[name].labels(**own).observe(seconds)
-        self._prompt_sizes.labels(**own).observe(report.prompt_tokens)
-        self._answer_sizes.labels(**own).observe(report.new_tokens)
+            self._observe(f"request_{phase}_time_seconds", seconds)
+        self._observe("request_prompt_tokens", report.prompt_tokens)
+        self._observe("request_generation_tokens", answer_tokens)
         if report.reused_tokens + report.recomputed_tokens:
-            self._recomputed.labels(**own, method=report.method).observe(report.recompute_fraction)
-        self._prompt_tokens.labels(**by_tenant).inc(report.prompt_tokens)
+            self._observe("request_recompute_fraction", report.recompute_fraction, method=method)
+        self._count("prompt_tokens", report.prompt_tokens, tenant=tenant)
         for kv_source, tokens in (
             ("prefix-exact", report.prefix_exact_tokens),
             ("reused", report.reused_tokens),
             ("recomputed", report.recomputed_tokens),
             ("computed", report.computed_tokens),
         ):
-            self._sources.labels(**by_method, kv_source=kv_source).inc(tokens)
-        self._new_tokens.labels(**by_tenant).inc(report.new_tokens)
-        self._successes.labels(**own, finished_reason=finish_reason).inc()
-        self._survived.labels(**own).inc(report.lost_segments)
-        self._observe_tiers(report)
+            self._count("prompt_tokens_by_source", tokens, tenant=tenant, method=method, kv_source=kv_source)
+        self._count("generation_tokens", answer_tokens, tenant=tenant)
+        self._count("request_success", 1, finished_reason=finish_reason)
+        self._count("request_lost_segments", report.lost_segments)
+        self._count("cache_queries", sum(chunk.tokens for chunk in report.chunks))
+        for chunk in report.chunks:
+            if chunk.tier is not None:
+                self._count("cache_hits", chunk.tokens, tier=chunk.tier)
         self.ended(Outcome.FINISHED, tenant=tenant)
 
     def ended(self, outcome: Outcome, *, tenant: str = "") -> None:
         """A request ended without its answer; `observe` calls this itself for those that have one."""
-        self._requests.labels(**self._by_tenant(tenant), outcome=outcome.value).inc()
+        self._count("requests", 1, tenant=tenant, outcome=outcome.value)
 
     def exposition(self) -> bytes:
         """All metrics as `CONTENT_TYPE`. Looks at every stored segment: call it in a thread, not in the event loop."""
         return generate_latest(self.registry)
 
-    def _observe_tiers(self, report: ReuseReport) -> None:
-        found: Tally[str] = Tally()
-        for chunk in report.chunks:
-            if chunk.tier is not None:
-                found[chunk.tier] += chunk.tokens
-        self._queries.labels(model_name=self._model).inc(sum(chunk.tokens for chunk in report.chunks))
-        for tier, tokens in found.items():
-            self._hits.labels(model_name=self._model, tier=tier).inc(tokens)
+    def _observe(self, name: str, value: float, **labels: str) -> None:
+        self._histograms[name].labels(**self._values(labels)).observe(value)
 
-    def _by_tenant(self, tenant: str) -> dict[str, str]:
-        own = {"model_name": self._model}
-        if self._tenants is not None:
-            own["tenant"] = tenant if tenant in self._tenants else OTHER_TENANT
-        return own
+    def _count(self, name: str, amount: float, **labels: str) -> None:
+        self._counters[name].labels(**self._values(labels)).inc(amount)
 
-    def _make_histograms(self) -> None:
-        by_tenant = self._tenant_labels
-        phases = {
-            "queue": "Seconds from a request's arrival to the beginning of its prefill.",
-            "lookup": "Seconds to look up and plan.",
-            "load": "Seconds that prefill waited for stored KV (load delay).",
-            "prefill": "Seconds of prefill or weaving, without those.",
-            "decode": "Seconds from the first token to the last.",
-        }
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token.", _TTFT_S, *by_tenant, "method"
-        )
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "A request's mean seconds a token after its first.", _TPOT_S
-        )
-        self._latency = self._histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", _REQUEST_S, "method"
-        )
-        self._phases = {
-            name: self._histogram(f"request_{name}_time_seconds", meaning, _PHASE_S) for name, meaning in phases.items()
-        }
-        self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._recomputed = self._histogram(
-            "request_recompute_fraction", "Share of a prompt's reused work that was done again.", _SHARE, "method"
-        )
+    def _labels(self, names: Iterable[str]) -> list[str]:
+        return ["model_name", *(name for name in names if name != "tenant" or self._tenants is not None)]
 
-    def _make_counters(self) -> None:
-        by_tenant = self._tenant_labels
-        self._requests = self._counter("requests", "Requests by how they ended.", *by_tenant, "outcome")
-        self._successes = self._counter("request_success", "Answers by why they ended.", "finished_reason")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.", *by_tenant)
-        self._sources = self._counter(
-            "prompt_tokens_by_source", "Prompt tokens by what happened to them.", *by_tenant, "method", "kv_source"
-        )
-        self._new_tokens = self._counter("generation_tokens", "Tokens of answers.", *by_tenant)
-        self._queries = self._counter("cache_queries", "Tokens of instructions and chunks that were looked up.")
-        self._hits = self._counter("cache_hits", "Of these, tokens taken from the store.", "tier")
-        self._survived = self._counter(
-            "request_lost_segments", "Segments that were lost or late when a request was to read them."
-        )
-
-    @property
-    def _tenant_labels(self) -> tuple[str, ...]:
-        return () if self._tenants is None else ("tenant",)
-
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(PREFIX + name, meaning, ("model_name", *labels), buckets=buckets, registry=self.registry)
-
-    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, meaning, ("model_name", *labels), registry=self.registry)
+    def _values(self, labels: dict[str, str]) -> dict[str, str]:
+        if self._tenants is None:
+            labels.pop("tenant", None)
+        elif labels.get("tenant", OTHER_TENANT) not in self._tenants:
+            labels.update(dict.fromkeys(labels.keys() & {"tenant"}, OTHER_TENANT))
+        return {"model_name": self._model, **labels}

@@ -299,7 +299,7 @@ cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
 @cache.get("", responses=error_responses(503))
 async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """What your answers reused so far; for admins also what the backend holds and does."""
-    shown: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
+    shown: dict[str, Any] = {"tenant": asdict(parts.answering.counts[tenant.name])}
     return {**shown, **await in_thread(parts.backend.stats)} if tenant.admin else shown
 
 

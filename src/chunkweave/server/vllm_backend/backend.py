@@ -3,13 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.ordering.ordering import ChunkOrder
@@ -23,7 +20,7 @@ from chunkweave.server.vllm_backend.answer import AnswerContext, VllmAnswer
 from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
 from chunkweave.server.vllm_backend.passthrough import Passthrough
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, chooser_for, load_tokenizer
-from chunkweave.server.vllm_backend.process import Launch, ProcessState, VllmFlags, VllmProcess
+from chunkweave.server.vllm_backend.process import VllmFlags, VllmProcess
 from chunkweave.server.vllm_backend.reports import ReportInbox
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
@@ -53,17 +50,10 @@ _UNSUPPORTED = ("kv_transfer_params", "prompt_embeds", "suffix", "use_beam_searc
 class VllmBackend:
     """One or several vLLM servers with the connector. `fleet` and `context` are there once it has started.
 
-    `tokenizer` and `transport` take the places of what is loaded and of the network, for tests.
+    `tokenizer` takes the place of what is loaded, for tests.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        flags: VllmFlags,
-        *,
-        tokenizer: TextTokenizer | None = None,
-        transport: Callable[[str], httpx.AsyncBaseTransport] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, flags: VllmFlags, *, tokenizer: TextTokenizer | None = None) -> None:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
         self.passthrough = Passthrough(self._started_fleet)
@@ -74,7 +64,6 @@ class VllmBackend:
         self._settings = settings
         self._flags = flags
         self._given_tokenizer = tokenizer
-        self._transport = transport
         self._upstreams: list[Upstream] = []
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
@@ -95,7 +84,7 @@ class VllmBackend:
             self._inbox = inbox = await _open_inbox()
             self.processes = [self._process(number, inbox) for number in range(settings.replicas)]
             urls = {process.name: process.url for process in self.processes}
-        self._upstreams = [Upstream(name, url, transport=self._transport_to(url)) for name, url in urls.items()]
+        self._upstreams = [Upstream(name, url) for name, url in urls.items()]
         fleet = Fleet(self._upstreams, self._settings)
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
@@ -110,7 +99,7 @@ class VllmBackend:
             preparer.conversations,
             preparer.chooser.record is not None,
             self._check,
-            samples=[lambda: fleet_samples(fleet, self._restarts(), self.context.retries)],
+            samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries)],
             more_metrics=self._metrics,
             replicas=len(fleet.replicas),
             speculate=settings.speculate,
@@ -177,8 +166,8 @@ class VllmBackend:
             "n": body.n,
             "stop_token_ids": sorted(stops),
         }
-        if prepared.salt:
-            upstream["cache_salt"] = prepared.salt
+        if prepared.request.cache_salt:
+            upstream["cache_salt"] = prepared.request.cache_salt
         logprobs, shadow = body.alternatives, self.context.shadow
         if shadow is not None and prepared.weaves:
             logprobs = max(logprobs or 0, shadow.alternatives)
@@ -198,9 +187,6 @@ class VllmBackend:
         found = {replica.name: text for replica, text in zip(up, texts, strict=True) if isinstance(text, str)}
         return labelled(found).encode()
 
-    def _restarts(self) -> dict[str, int]:
-        return {process.name: process.restarts for process in self.processes}
-
     async def _start_servers(self, fleet: Fleet) -> None:
         if not self.processes:
             await asyncio.gather(*(self._until_up(one) for one in self._upstreams))
@@ -209,7 +195,7 @@ class VllmBackend:
                 self._watching.append(asyncio.create_task(_follow(one, fleet), name=f"watch {one.name}"))
             return
         for process in self.processes:
-            process.on_state = partial(_set_state, fleet, process.name)
+            process.on_change = partial(_set_up, fleet, process.name)
         await asyncio.gather(*(process.start() for process in self.processes))
 
     async def _until_up(self, upstream: Upstream) -> None:
@@ -227,13 +213,10 @@ class VllmBackend:
         settings, fleet = self._settings, self._settings.fleet
         secrets = settings.connector_environment()
         environment = {VARIABLE: inbox.path, **secrets, **fleet.environments().get(number, {})}
-        launch = Launch(
-            lambda port: self._flags.command(port, settings.connector_config()), environment, fleet.start_timeout_s
+        config = settings.connector_config()
+        return VllmProcess(
+            f"replica-{number}", lambda port: self._flags.command(port, config), environment, fleet.start_timeout_s
         )
-        return VllmProcess(f"replica-{number}", launch)
-
-    def _transport_to(self, url: str) -> httpx.AsyncBaseTransport | None:
-        return None if self._transport is None else self._transport(url)
 
     def _tokenizer(self) -> TextTokenizer:
         if self._given_tokenizer is not None:
@@ -279,6 +262,5 @@ async def _follow(upstream: Upstream, fleet: Fleet) -> None:
             fleet.down(upstream.name)
 
 
-def _set_state(fleet: Fleet, name: str, state: ProcessState) -> None:
-    with suppress(StopIteration):
-        (fleet.up if state is ProcessState.UP else fleet.down)(name)
+def _set_up(fleet: Fleet, name: str, up: bool) -> None:
+    (fleet.up if up else fleet.down)(name)

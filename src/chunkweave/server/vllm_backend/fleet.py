@@ -16,6 +16,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample
 from chunkweave.server.settings import Settings
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt
+from chunkweave.server.vllm_backend.process import VllmProcess
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import ChunkId
 
@@ -278,7 +279,7 @@ def labelled(expositions: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> Iterator[MetricSample]:
+def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) -> Iterator[MetricSample]:
     """What this server knows of its replicas."""
     for name, meaning, value in (
         ("up", "Whether a vLLM server answers.", lambda one: one.up),
@@ -290,7 +291,7 @@ def fleet_samples(fleet: Fleet, restarts: Mapping[str, int], retries: int) -> It
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=name == "requests")
-    if restarts:
+    if restarts := {one.name: one.restarts for one in processes}:
         yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
     yield MetricSample("request_retries", "Requests that were given to a second server.", {"": retries}, counter=True)
 

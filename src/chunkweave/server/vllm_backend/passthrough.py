@@ -64,9 +64,11 @@ class Passthrough:
         return PassedThrough(self._fleet(), request, _salted(request.url.path, raw, body, tenant))
 
     async def _any(self, request: Request, tenant: OfTenant) -> Response:
-        """Whatever vLLM serves, as it serves it."""
+        """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
         path = request.url.path
-        refuse_unless_allowed(path, tenant)
+        for_all = path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/")
+        if not (tenant.admin or for_all):
+            raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
         raw = await request.body()
         body = _parsed(raw) if path.startswith("/v1/") and raw else None
         return PassedThrough(self._fleet(), request, _salted(path, raw, body, tenant))
@@ -79,17 +81,6 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return body if isinstance(body, dict) else None
-
-
-def refuse_unless_allowed(path: str, tenant: Tenant) -> None:
-    """Where there are tenants, only what keeps them apart is for all of them.
-
-    Raises:
-        HttpError: 403, this is for admins.
-    """
-    if tenant.admin or path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/"):
-        return
-    raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
 
 
 def _salted(path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:

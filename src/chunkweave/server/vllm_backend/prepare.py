@@ -28,7 +28,7 @@ _NO_REUSE = "full"
 class PreparedPrompt:
     """A request with its parts, in the order in which they were given, and the method that was chosen for it.
 
-    `room` are the tokens that its answer may have. `salt` is the whole cache salt, the tenant's in it.
+    `room` are the tokens that its answer may have.
     """
 
     request: Request
@@ -36,7 +36,6 @@ class PreparedPrompt:
     order: ChunkOrder
     choice: MethodChoice
     room: int
-    salt: str
     turn: TurnUnderWay | None = None
 
     @property
@@ -100,7 +99,7 @@ class PromptPreparer:
             )
         order = self._usual_order if request.order is None else ChunkOrder.parse(request.order)
         room = min(room, request.sampling.max_new_tokens)
-        return PreparedPrompt(request, prompt, order, choice, room, request.cache_salt, turn)
+        return PreparedPrompt(request, prompt, order, choice, room, turn)
 
     def end(self, prepared: PreparedPrompt, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
         """Keep a complete answer for its conversation, if it is one's; `prompt` is as it was computed.

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -118,29 +117,8 @@ _LINES = 30
 _MOST_PAUSE_S = 60.0
 
 
-class ProcessState(StrEnum):
-    """How a server does."""
-
-    STARTING = "starting"
-    UP = "up"
-    DOWN = "down"
-    ENDED = "ended"
-
-
 class VllmStartError(ModelError):
     """A vLLM server ended before it answered; the message has what it said last."""
-
-
-OnState = Callable[[ProcessState], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a server is started: `command` by port, and what its environment has beside ours."""
-
-    command: Callable[[int], Sequence[str]]
-    environment: Mapping[str, str]
-    start_timeout_s: float
 
 
 class VllmProcess:
@@ -149,14 +127,23 @@ class VllmProcess:
     It is a session of its own, so that its workers end with it and Ctrl-C at a terminal reaches this server alone.
     """
 
-    def __init__(self, name: str, launch: Launch) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        start_timeout_s: float,
+    ) -> None:
+        """`command` makes the command line for a port; `environment` is joined to ours."""
         self.name = name
-        self.state = ProcessState.DOWN
         self.restarts = 0
-        self.port = free_port()
-        self._launch = launch
-        self.on_state: OnState | None = None
-        """Called with each state as it begins."""
+        self.port = _free_port()
+        self.on_change: Callable[[bool], None] | None = None
+        """Called when it answers, or no longer does."""
+        self._up = False
+        self._command = command
+        self._environment = environment
+        self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._said: deque[str] = deque(maxlen=_LINES)
         self._tasks: list[asyncio.Task[None]] = []
@@ -166,11 +153,6 @@ class VllmProcess:
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Of the API server; None while there is none."""
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start it, wait until it answers, and watch it from then on.
@@ -188,15 +170,14 @@ class VllmProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end()
-        self._enter(ProcessState.ENDED)
+        self._set_up(False)
 
     async def _start_once(self) -> None:
-        self._enter(ProcessState.STARTING)
         command = [
             sys.executable,
             "-m",
             "chunkweave.server.vllm_backend.parent_death_signal",
-            *self._launch.command(self.port),
+            *self._command(self.port),
         ]
         self._said.clear()
         self._process = await asyncio.create_subprocess_exec(
@@ -204,17 +185,17 @@ class VllmProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **self._launch.environment},
+            env={**os.environ, **self._environment},
             start_new_session=True,
         )
         reading = asyncio.create_task(self._read(self._process), name=f"log of {self.name}")
         self._tasks = [*(task for task in self._tasks if not task.done()), reading]
         try:
-            await self._answers(time.monotonic() + self._launch.start_timeout_s)
+            await self._answers(time.monotonic() + self._start_timeout_s)
         except BaseException:
             await self._end()
             raise
-        self._enter(ProcessState.UP)
+        self._set_up(True)
 
     async def _answers(self, until_s: float) -> None:
         assert self._process is not None, "it was started"
@@ -223,7 +204,7 @@ class VllmProcess:
                 if await self._healthy(client):
                     return
                 if time.monotonic() > until_s:
-                    raise VllmStartError(f"{self.name} does not answer after {self._launch.start_timeout_s:g} s")
+                    raise VllmStartError(f"{self.name} does not answer after {self._start_timeout_s:g} s")
                 await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_POLL_S)  # for its last lines
         said = "\n".join(self._said) or "nothing"
@@ -235,7 +216,7 @@ class VllmProcess:
         while not self._ending:
             began = time.monotonic()
             await self._until_it_fails()
-            self._enter(ProcessState.DOWN)
+            self._set_up(False)
             await self._end()
             if time.monotonic() - began > _MOST_PAUSE_S:
                 pause_s = 1.0
@@ -249,7 +230,7 @@ class VllmProcess:
                     break
                 except VllmStartError as error:
                     logger.error("%s", error)
-                    self._enter(ProcessState.DOWN)
+                    self._set_up(False)
 
     async def _until_it_fails(self) -> None:
         assert self._process is not None, "it was started"
@@ -295,14 +276,14 @@ class VllmProcess:
         await process.wait()
         self._process = None
 
-    def _enter(self, state: ProcessState) -> None:
-        if state is not self.state:
-            self.state = state
-            if self.on_state is not None:
-                self.on_state(state)
+    def _set_up(self, up: bool) -> None:
+        if up is not self._up:
+            self._up = up
+            if self.on_change is not None:
+                self.on_change(up)
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A port of loopback that nobody listens on now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

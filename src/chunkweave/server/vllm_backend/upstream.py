@@ -46,13 +46,12 @@ class Upstream:
     vLLM aborts a request whose connection is closed.
     """
 
-    def __init__(self, name: str, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`transport` stands in for the network in tests."""
+    def __init__(self, name: str, url: str) -> None:
         self.name = name
         self.url = url
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill says nothing for a long time
-        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, transport=transport)
+        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
 
     async def close(self) -> None:
         """Close all connections."""
