@@ -137,7 +137,7 @@ class VllmProcess:
         """`command` makes the command line for a port; `environment` is joined to ours."""
         self.name = name
         self.restarts = 0
-        self.port = _free_port()
+        self.port = free_port()
         self.on_change: Callable[[bool], None] | None = None
         """Called when it answers, or no longer does."""
         self._up = False
@@ -283,7 +283,7 @@ class VllmProcess:
                 self.on_change(up)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port of loopback that nobody listens on now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
