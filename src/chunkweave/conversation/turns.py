@@ -29,10 +29,10 @@ class NextTurn:
     those that are there already, or were given twice.
     """
 
-    kept: tuple[PastTurn, ...] = ()
-    cut: int = 0
-    new: tuple[PromptPart, ...] = ()
-    not_sent: tuple[PromptPart, ...] = ()
+    kept: tuple[PastTurn, ...]
+    cut: int
+    new: tuple[PromptPart, ...]
+    not_sent: tuple[PromptPart, ...]
 
     @property
     def history(self) -> tuple[HistoryPart, ...]:

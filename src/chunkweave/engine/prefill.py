@@ -39,9 +39,8 @@ class Prefilled:
     over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
     it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
-    `loaded` are the segments that came from a slower tier.
-    `woven` are the reused parts that a conversation keeps as they were recomputed.
-    `lost_segments` is how many were planned with and could not be read.
+    `loaded` are the segments that came from a slower tier, `woven` the reused parts that a conversation keeps as they
+    were recomputed. `lost_segments` were planned with and could not be read.
     """
 
     prompt: Prompt
@@ -461,11 +460,7 @@ class PrefillJob:
     def _open(self, plan: Plan | None = None) -> None:
         options, model = self._options, self._context.model
         self.plan = plan or make_plan(
-            self._context,
-            self._prompt,
-            self._method,
-            given_up=self._given_up,
-            history=options.history,
+            self._context, self._prompt, self._method, given_up=self._given_up, history=options.history
         )
         self._sources = PlanSources(
             self._context.store,

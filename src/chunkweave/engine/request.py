@@ -92,7 +92,7 @@ def make_report(
     plan = prefilled.plan
     reused = plan.tokens(KVSource.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
-    arranged, content = arranged or Arranged(prefilled.prompt), content or NextTurn()
+    arranged = arranged or Arranged(prefilled.prompt)
     return ReuseReport(
         method=plan.method,
         prompt_tokens=plan.prompt_tokens,
@@ -118,10 +118,10 @@ def make_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
         order=arranged.ordering,
-        history_tokens=content.history_tokens,
-        chunks_not_sent=len(content.not_sent),
-        tokens_not_sent=sum(map(len, content.not_sent)),
-        turns_cut=content.cut,
+        history_tokens=0 if content is None else content.history_tokens,
+        chunks_not_sent=0 if content is None else len(content.not_sent),
+        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
+        turns_cut=0 if content is None else content.cut,
         lost_segments=prefilled.lost_segments,
     )
 
