@@ -350,7 +350,8 @@ def _refuse_out_of_range(one: Setting, value: Any) -> None:
     if one.least is not None and one.most is not None:
         fits, told = one.least <= value <= one.most, f"between {one.least} and {one.most}"
     elif one.least is not None:
-        fits, told = value >= one.least, f"at least {one.least}" if one.least else "a number from 0 on"
+        from_zero = "a number from 0 on" if one.plain is float else "a number that is not negative"
+        fits, told = value >= one.least, f"at least {one.least}" if one.least else from_zero
     elif one.above is not None:
         fits = value > one.above and (one.most is None or value <= one.most)
         told = f"above {one.above} and at most {one.most}" if one.most is not None else "positive"
