@@ -57,6 +57,20 @@ def test_the_second_question_reuses_the_chunks_of_the_first(pipeline):
     assert [chunk.kv_source for chunk in answer.report.chunks[1:]] == ["reused"] * 3
 
 
+def test_every_option_of_a_method_reaches_the_engine(pipeline):
+    pipeline.precompute()
+    options = {"method": "cacheblend", "recompute_ratio": 1.0, "check_layers": (2,)}
+    answer = pipeline.answer("The storm?", sampling=FEW, **options)
+    direct = pipeline.engine.generate(
+        "The storm?", [one.chunk for one in answer.retrieved], max_new_tokens=4, **options
+    )
+    assert answer.report.recompute_fraction == direct.report.recompute_fraction
+    with pytest.raises(UsageError, match="alpha"):
+        pipeline.answer("The storm?", sampling=FEW, method="cachecraft", alpha=-1.0)
+    with pytest.raises(UsageError, match="alpha"):
+        list(pipeline.stream("The storm?", sampling=FEW, method="cachecraft", alpha=-1.0))
+
+
 def test_a_stream_begins_with_the_chunks_and_ends_with_the_answer(pipeline):
     events = list(pipeline.stream("The storm?", sampling=FEW))
     assert events[0].retrieved == pipeline.corpus.search("The storm?", 3)
