@@ -46,7 +46,7 @@ class PromptBuilder:
         precompute. No chunks is plain generation.
 
         Raises:
-            UsageError: the question or a chunk is empty, or nothing at all was asked for.
+            UsageError: the question or a chunk is empty, or there is nothing at all.
         """
         parts = [*self.opening(system=system, cache_salt=cache_salt), *self.chunk_parts(chunks, cache_salt=cache_salt)]
         if question is not None:

@@ -1,4 +1,4 @@
-"""Puts the chunks of prompts in order, and counts what was asked for."""
+"""Puts the chunks of prompts in order, and counts requests for them."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -136,9 +136,9 @@ class Arranger:
         self._order = order
 
     def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
-        """The prompt with its chunks in order; from now on its request counts, or else once `count` is told.
+        """The prompt with its chunks in order. Its request counts from now on, or when `count` is called.
 
-        What nobody has asked for yet (a speculation) is arranged without being counted.
+        A speculative request is arranged without being counted.
         """
         free = (order or self._order) is ChunkOrder.FREE
         first, last = _chunks_before_the_question(prompt)

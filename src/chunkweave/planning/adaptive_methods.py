@@ -60,7 +60,7 @@ class LoadAwareMethod:
         return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
 
     def _head_s(self, plan: Plan, num_layers: int, load_s: float) -> float:
-        """Until the question has been asked: as long as its layers take to load, or to compute."""
+        """Seconds of the question's own pass: as long as its layers take to load, or to compute."""
         share = plan.head_share(num_layers)
         if not share:
             return 0.0

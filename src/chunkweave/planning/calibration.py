@@ -44,7 +44,7 @@ class Quality(StrEnum):
 
 
 SHARES: dict[Quality, float] = {Quality.BALANCED: 0.98, Quality.FAST: 0.95}
-"""Share of full prefill's F1 that an approximate target keeps, unless the calibration was told otherwise."""
+"""Share of full prefill's F1 that an approximate target keeps, unless the calibration sets another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class CalibrationRecord:
     """A finished calibration: what was measured, how, and what came out.
 
     It holds for the model of `fingerprint` (weights and dtype) and says something about questions like those of
-    `dataset`. `reuse` is what every method was told beside its parameter. `warm` is how the store was filled.
+    `dataset`. `reuse` is the configuration of every method beside its parameter. `warm` is how the store was filled.
     """
 
     fingerprint: str

@@ -229,7 +229,7 @@ class StorageDevice:
 class LoadingChoice:
     """What the controller decided, with the delays that it expects in seconds.
 
-    `head_s` passes before recomputation begins: where the question is asked first, about layers that must be in.
+    `head_s` passes before recomputation begins: where the question is computed first, over layers that must be loaded.
     """
 
     ratio: float
@@ -309,9 +309,9 @@ def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float],
 def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]], head_start_s: float = 0.0) -> float:
     """The same over several passes, each of which may end early: a layer is loaded once, and waited for once.
 
-    >>> staged_s([1.0, 1.0, 1.0], [[0.5, 0.5, 0.5], [2.0, 2.0, 2.0]])  # asked about all layers, then recomputed
+    >>> staged_s([1.0, 1.0, 1.0], [[0.5, 0.5, 0.5], [2.0, 2.0, 2.0]])  # the question over all layers, then recomputed
     9.5
-    >>> staged_s([1.0, 1.0, 1.0], [[0.5], [2.0, 2.0, 2.0]])  # asked about the first: the rest loads meanwhile
+    >>> staged_s([1.0, 1.0, 1.0], [[0.5], [2.0, 2.0, 2.0]])  # the question over the first: the rest loads meanwhile
     7.5
     """
     loaded_s = [total - head_start_s for total in accumulate(layer_load_s)]

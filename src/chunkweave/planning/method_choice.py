@@ -1,4 +1,4 @@
-"""Which method answers a request: what was asked for, what a calibration found, or the exact one."""
+"""Which method answers a request: the one it names, the calibrated one, or the exact one."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from chunkweave.planning.calibration import CalibrationRecord, Quality
 from chunkweave.planning.method import METHODS, RATIO, parameter_of
 
 EXACT_METHOD = "prefix"
-"""What answers unless something else was asked for or calibrated: nothing can go wrong with it."""
+"""What answers unless another method is named or calibrated: it is exact."""
 
 EXACT_METHODS = ("full", EXACT_METHOD)
 """Methods that reuse nothing but exact prefixes."""
@@ -21,7 +21,7 @@ class Why(StrEnum):
     """What a method was chosen for."""
 
     EXACT = "exact"
-    """Nothing approximate was asked for, or none reaches the quality that was."""
+    """No approximate method was requested, or none reaches the requested quality."""
     CALIBRATED = "calibrated"
     ASKED_FOR = "asked for"
     SWITCHED_OFF = "switched off"
@@ -107,7 +107,7 @@ class MethodRequest:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """A method, what it is told, and why it was chosen."""
+    """A method, its configuration, and why it was chosen."""
 
     method: str
     reuse: ReuseConfig

@@ -107,7 +107,7 @@ class RecomputeScore:
     tokens: int
     """That many they are."""
     coverage: float = 1.0
-    """Share of the tokens before the part that were before it then too, 0 to 1. Enters nothing unless asked to."""
+    """Share of the tokens before the part that were before it then too, 0 to 1. Used with `use_coverage` only."""
 
     @property
     def impact(self) -> float:
@@ -190,7 +190,7 @@ class Pass:
 class Plan:
     """The KV sources of all parts and the passes that finish the prompt's KV cache.
 
-    `raised_to` is the value of the method's budget where the loading controller set it above what was asked for.
+    `raised_to` is the value of the method's budget where the loading controller set it above the configured one.
     """
 
     method: str
@@ -203,7 +203,7 @@ class Plan:
         return self.parts[-1].span.stop if self.parts else 0
 
     def head_share(self, num_layers: int) -> float:
-        """Share of the layers that must be in, and asked about, before the pass that all others wait for can begin."""
+        """Share of the layers that must be loaded, and watched, before the pass that recomputes can begin."""
         first = self.passes[0]
         return 0.0 if first.depth is None else first.depth / num_layers
 

@@ -374,5 +374,5 @@ class BatchingConfig:
 
     @property
     def tokens_of_speculations(self) -> int:
-        """Tokens in a step of speculations: what was asked for, and no more than in any other step."""
+        """Tokens in a step of speculations, at most those of any other step."""
         return self.step_tokens if self.speculation_tokens is None else min(self.step_tokens, self.speculation_tokens)

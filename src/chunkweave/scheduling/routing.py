@@ -23,7 +23,7 @@ _WEAVES = ChunkId("weaves")
 
 
 def waiting_path(path: Sequence[ChunkId], *, weaves: bool) -> Path:
-    """A prompt's path as a queue over `ReplicaContents` is to be told of it."""
+    """A prompt's path as it enters a queue over `ReplicaContents`."""
     return (_WEAVES, *path) if weaves else tuple(path)
 
 
@@ -65,7 +65,7 @@ class ReplicaContents:
         """Tokens of a prompt's stored parts that need not be computed, at most.
 
         Of an exact request these are its longest exact prefix, of one that `weaves` also every other chunk that is
-        there in any company.
+        stored in any context.
         """
         exact = self.tree.match(path).nodes
         woven = sum(
@@ -80,15 +80,15 @@ class ReplicaContents:
         """
         exact = True
         for place, (chunk, size) in enumerate(zip(path, tokens, strict=True)):
-            here = tuple(path[: place + 1])
-            if exact and (here, True) in self._segments:
-                self._segments.move_to_end((here, True))
+            prefix = tuple(path[: place + 1])
+            if exact and (prefix, True) in self._segments:
+                self._segments.move_to_end((prefix, True))
             elif weaves and chunk in self._of_chunk:
                 exact = False
                 latest = next(reversed(self._of_chunk[chunk]))  # which one is read only the replica knows: a guess
                 self._segments.move_to_end(latest)
             elif exact:
-                self._add(here, size, exact=True)
+                self._add(prefix, size, exact=True)
             else:
                 self._add((chunk,), size, exact=False)
         while self._tokens > self._budget_tokens and self._segments:

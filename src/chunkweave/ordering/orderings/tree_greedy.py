@@ -47,16 +47,16 @@ def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[Chu
     best_tokens = visited = 0
     pending = [(place, best, 0, sum(tokens_of.values()))]
     while pending and visited < MOST_NODES:
-        here, path, tokens, left_tokens = pending.pop()
+        node, path, tokens, left_tokens = pending.pop()
         if tokens + left_tokens <= best_tokens:
             continue
         visited += 1
         if tokens > best_tokens:
             best, best_tokens = path, tokens
-        for key, node in here.children_among(last_first):
+        for key, child in node.children_among(last_first):
             if key not in path:
                 more = tokens_of[key]
-                pending.append((node, (*path, key), tokens + more, left_tokens - more))
+                pending.append((child, (*path, key), tokens + more, left_tokens - more))
     return [own[key] for key in best]
 
 

@@ -22,7 +22,7 @@ from chunkweave.store.records import AttentionProfile
 from chunkweave.types import Geometry, Span, joined
 
 _LATER = (PartKind.CHUNK, PartKind.TURN)
-"""What is computed after the question was asked where it is not stored."""
+"""Parts that, where they are not stored, are computed after the first pass."""
 
 
 class QueryAware:

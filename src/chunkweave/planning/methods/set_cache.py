@@ -1,4 +1,4 @@
-"""`set-cache`: the longest stored prefix whose chunks are all here, in whatever order (Cache-Craft §5.1.4)."""
+"""`set-cache`: the longest stored prefix whose chunks are all in this prompt, in any order (Cache-Craft §5.1.4)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ class SetCache:
             left.setdefault(link.chunk_id, []).append(link)
         parts: list[PartPlan] = []
         for entry in lookup.parts:
-            here = left.get(entry.part.id, []) if entry.part.id is not None else []
-            record = here.pop(0) if here else None
+            chain = left.get(entry.part.id, []) if entry.part.id is not None else []
+            record = chain.pop(0) if chain else None
             reused = record and PartPlan(entry.part, entry.span, KVSource.REUSED, record.id)
             parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
         return one_pass(self.name, parts)
