@@ -57,7 +57,7 @@ def create_app(service: Service) -> FastAPI:
     else:
         app.include_router(passthrough.router)  # comes last: it takes every path
     without_key = None if passthrough is None else routes.WITHOUT_KEY
-    app.add_middleware(Gate, service=service, limits=service.settings.limits, but=without_key)
+    app.add_middleware(Gate, service=service, but=without_key)
     return app
 
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chunkweave.errors import UsageError
 from chunkweave.server.errors import HttpError
 from chunkweave.server.observability import request_id_of, serving
-from chunkweave.server.settings import LimitSettings, ListenSettings
+from chunkweave.server.settings import ListenSettings
 
 if TYPE_CHECKING:
     from chunkweave.server.service import Service
@@ -221,14 +221,12 @@ class Gate:
     goes into `request.state.tenant`.
     """
 
-    def __init__(
-        self, app: ASGIApp, service: "Service", limits: LimitSettings, *, but: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: "Service", *, but: Collection[str] | None = None) -> None:
         self._app = app
         self._service = service
         self._but = but
-        self._max_body_bytes = limits.max_body_bytes
-        self._max_upload_bytes = limits.max_upload_bytes
+        self._max_body_bytes = service.settings.limits.max_body_bytes
+        self._max_upload_bytes = service.settings.limits.max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""

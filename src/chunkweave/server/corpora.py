@@ -7,8 +7,9 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,10 @@ def _refuse_known(corpus: Corpus, documents: Sequence[CorpusDocument]) -> None:
 
 
 def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:
-    return CorpusChange(
-        added=tuple(one for change in changes for one in change.added),
-        replaced=tuple(one for change in changes for one in change.replaced),
-        unchanged=tuple(one for change in changes for one in change.unchanged),
-        gone=tuple(one for change in changes for one in change.gone),
+    parts = (
+        tuple(chain.from_iterable(getattr(change, one.name) for change in changes)) for one in fields(CorpusChange)
     )
+    return CorpusChange(*parts)
 
 
 def _remove_folder(folder: Path | None) -> None:
