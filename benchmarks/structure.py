@@ -5,7 +5,7 @@
 Imports are read from the code, not by importing it: any import counts, inside functions and under TYPE_CHECKING too,
 and so does a module's dotted name in a string (lazy registries). `__init__` modules, registered plug-ins
 (`planning/methods`, `ordering/orderings`, `store/policies`) and CLI commands are not counted among the modules with
-one importer.
+one importer: a module of `cli` that only `cli/app.py` imports holds commands.
 """
 
 import argparse
@@ -44,14 +44,6 @@ def imported(tree: ast.Module, known: dict[str, Path]) -> set[str]:
     return names & known.keys()
 
 
-def is_command(tree: ast.Module) -> bool:
-    """Whether a module of `cli` registers a command: it is imported for that alone."""
-    decorators = (one for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for one in node.decorator_list)
-    return any(
-        isinstance(one, ast.Call) and ast.unparse(one.func).endswith((".command", ".callback")) for one in decorators
-    )
-
-
 def measure(source: Path) -> dict[str, object]:
     """All counts, with the modules that stand behind them."""
     known = modules(source)
@@ -66,7 +58,7 @@ def measure(source: Path) -> dict[str, object]:
         name
         for name, path in known.items()
         if any(f"/{folder}/" in path.as_posix() for folder in PLUGINS)
-        or ("/cli/" in path.as_posix() and is_command(trees[name]))
+        or ("/cli/" in path.as_posix() and importers[name] == {"chunkweave.cli.app"})
     }
     rooms = known.keys() - inits
     single = sorted(name for name in rooms - exempt if len(importers[name]) == 1)

@@ -48,7 +48,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and company.",
+    help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
 app.command()(ask)
 app.command()(chat)
