@@ -137,7 +137,9 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
     """Rows of all orderings, and sizes."""
     requested = requests(arguments.requests, arguments.k, arguments.documents, arguments.zipf, arguments.seed)
     rows = []
-    for ordering in ORDERINGS:
+    for ordering in sorted(
+        ORDERINGS, key=lambda name: name != "original"
+    ):  # what the others are held against comes first
         taken = list(parts(ordering, requested, arguments.window))[arguments.requests // 5 :]
         row: dict[str, Any] = {"ordering": ordering}
         row |= {name: summary([one[name] for one in taken]) for name in taken[0]}
