@@ -188,7 +188,7 @@ class ComputeConfig:
 
 
 class FocusReading(StrEnum):
-    """How the focused chunks are told from the others (Cache-Craft, Algorithm 1)."""
+    """How the focused chunks are separated from the others (Cache-Craft, Algorithm 1)."""
 
     AS_PRINTED = "as-printed"
     LARGEST_GAP = "largest-gap"
@@ -304,7 +304,7 @@ class QueryConfig:
 @configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
-    """What a reuse method may be told; each takes what concerns it.
+    """Parameters of reuse methods; each takes those that concern it.
 
     A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
     (where CacheBlend compares fresh with cached KV) and `alpha` (Cache-Craft's scale of the share of a chunk that is

@@ -90,8 +90,8 @@ def ask(
         base = Request("", (), system, sampling, order=order)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
-            told = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
-            output.finish({"model": model.name, "answers": told})
+            summary = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
+            output.finish({"model": model.name, "answers": summary})
             return
         if precompute:
             precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
@@ -138,13 +138,13 @@ def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explai
 
 def answer_dict(question: str, answer: "Answer", *, explain: bool = False) -> dict[str, Any]:
     """One answer as JSON."""
-    told = {
+    summary = {
         "question": question,
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
         "report": answer.report.as_dict(),
     }
-    return {**told, "plan": answer.explanation.as_dict()} if explain else told
+    return {**summary, "plan": answer.explanation.as_dict()} if explain else summary
 
 
 def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -214,18 +214,18 @@ async def _aloud(
     output.show_text("\n\n")
     shown = explanation(found.answer.explanation, found.report) if explain else reuse_summary(found.report)
     output.show(shown, _search_line(found), "")
-    told = {"question": question, **found.as_dict()}
-    return {**told, "plan": found.answer.explanation.as_dict()} if explain else told
+    summary = {"question": question, **found.as_dict()}
+    return {**summary, "plan": found.answer.explanation.as_dict()} if explain else summary
 
 
 def _search_line(found: "RagAnswer") -> str:
     """How long the search took, and how much of it was hidden."""
-    told = found.pipelining
-    assert told is not None, "it was asked to speculate"
-    ended = "the last one was right" if told.matched else "none was right"
+    ahead = found.pipelining
+    assert ahead is not None, "it was asked to speculate"
+    ended = "the last one was right" if ahead.matched else "none was right"
     return (
-        f"search {found.search_s * 1e3:.1f} ms, {told.overlap_s * 1e3:.1f} ms of it behind prefill "
-        f"({told.started} speculations{f', {ended}' if told.started else ''}); first token after {found.ttft_s:.3f} s"
+        f"search {found.search_s * 1e3:.1f} ms, {ahead.overlap_s * 1e3:.1f} ms of it behind prefill "
+        f"({ahead.started} speculations{f', {ended}' if ahead.started else ''}); first token after {found.ttft_s:.3f} s"
     )
 
 

@@ -44,8 +44,8 @@ def warm(
 ) -> None:
     """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
 
-    Cut the documents as `ask` is told to, or it finds other chunks. Exit code 1 if a chunk is not on disk afterwards:
-    the disk or its budget is too small, or not writable.
+    Cut the documents with the same options as `ask`, or it finds other chunks. Exit code 1 if a chunk is not on disk
+    afterwards: the disk or its budget is too small, or not writable.
     """
     paths = [*(documents.docs or []), *(more_docs or [])]
     if not paths:

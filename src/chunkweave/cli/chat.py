@@ -110,11 +110,11 @@ def _answer(
     assert answer is not None, "the last event of a stream carries the answer"
     output.show_text("\n")
     output.show(token_line(answer.report), conversation_line(answer.report), times(answer.report), "")
-    told = answer_dict(question, answer)
+    summary = answer_dict(question, answer)
     if output.json:
-        sys.stdout.write(json.dumps(told, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(summary, ensure_ascii=False, allow_nan=False) + "\n")
         sys.stdout.flush()
-    return told
+    return summary
 
 
 def _nearest(folder: Path, top_k: int | None) -> ChunksFor:

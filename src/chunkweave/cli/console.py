@@ -122,8 +122,8 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
 
 def token_line(report: ReuseReport) -> str:
     """One line: the method, why and how it was set, and tokens by KV source."""
-    told = [f"{name} {value:g}" for name, value in report.parameters.items()]
-    how = ", ".join([*told, *([report.why] if report.why else [])])
+    summary = [f"{name} {value:g}" for name, value in report.parameters.items()]
+    how = ", ".join([*summary, *([report.why] if report.why else [])])
     return (
         f"{report.method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
         f"{report.prefix_exact_tokens} prefix-exact, {report.reused_tokens} reused, "

@@ -124,7 +124,7 @@ def search(
             cost = f"{stage.distances} distances, {stage.extra_distances} of them extra"
             output.show(f"stage {stage.number} of {len(found)}: {seconds(stage.seconds)}, {cost}")
         output.show(retrieved_table(stage.chunks))
-    told = [
+    summary = [
         {
             "stage": stage.number,
             "seconds": stage.seconds,
@@ -134,7 +134,7 @@ def search(
         }
         for stage in found
     ]
-    output.finish({"question": question, "retrieved": [one.as_dict() for one in found[-1].chunks], "stages": told})
+    output.finish({"question": question, "retrieved": [one.as_dict() for one in found[-1].chunks], "stages": summary})
 
 
 @app.command()
@@ -211,8 +211,8 @@ def ingest(
     with status("building the index"):
         opened.build_index()
     counts = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
-    told = ", ".join(f"{len(ids)} {name}" for name, ids in counts.items())
-    output.show(f"{told}; the corpus has {opened.num_documents} documents in {len(opened)} chunks", "")
+    summary = ", ".join(f"{len(ids)} {name}" for name, ids in counts.items())
+    output.show(f"{summary}; the corpus has {opened.num_documents} documents in {len(opened)} chunks", "")
     settings = {
         "corpus": str(corpus),
         "embedder": opened.embedder.name,

@@ -202,9 +202,9 @@ def _option_kind(one: Setting) -> Any:
     return kind | None if kind in (bool, Path) or numbers_alone else str | None
 
 
-def warn(told: str) -> None:
+def warn(message: str) -> None:
     """A line on stderr that somebody should read."""
-    stderr().print(f"[yellow]{escape(told)}[/yellow]", soft_wrap=True)
+    stderr().print(f"[yellow]{escape(message)}[/yellow]", soft_wrap=True)
 
 
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:

@@ -382,8 +382,8 @@ def _say_what_would_be_done(
         f"{questions} questions x {len(labels)} (with full prefill) = {total} answers, of which {done} are there",
         escape(f"the record would be written to {place}"),
     )
-    told: dict[str, Any] = {"file": str(place), "questions": questions, "points": points}
-    output.finish({"dry_run": True, **told, "answers": total, "answers_there": done})
+    summary: dict[str, Any] = {"file": str(place), "questions": questions, "points": points}
+    output.finish({"dry_run": True, **summary, "answers": total, "answers_there": done})
 
 
 def _make_folders(place: Path, cache_dir: Path | None) -> None:

@@ -134,7 +134,7 @@ serve = with_settings(_serve)
 vllm_serve = with_settings(_vllm_serve, Backend.VLLM, without=("model", "backend"))
 
 
-config_app = typer.Typer(no_args_is_help=True, help="Show what `chunkweave serve` would be told, and by what.")
+config_app = typer.Typer(no_args_is_help=True, help="Show the settings of `chunkweave serve` and where they come from.")
 
 
 @config_app.command("show")
@@ -157,10 +157,10 @@ def show(*, resolved: Resolved, json: Json = False, out: Out = None) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         value = row["value"]
-        told = "" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        summary = "" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         origin = str(row["origin"])
         table.add_row(
-            str(row["name"]), escape(told), origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"
+            str(row["name"]), escape(summary), origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"
         )
     output.show(table)
     output.finish({"settings": rows})

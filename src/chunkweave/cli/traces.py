@@ -91,8 +91,8 @@ def simulate(
         "equal_sizes": replayed.equal_sizes,
         "cost_model": {"kv_bytes_per_token": cost.kv_bytes_per_token, "tier_bytes_per_s": cost.tier_bytes_per_s},
     }
-    told = {"trace": replayed.name, "model": model, **asdict(source)}
-    output.finish(BenchmarkResult("simulation", options.command_line(), seed, told, rows, more).as_dict())
+    summary = {"trace": replayed.name, "model": model, **asdict(source)}
+    output.finish(BenchmarkResult("simulation", options.command_line(), seed, summary, rows, more).as_dict())
 
 
 def _part_of(report: Report, number: int, count: int) -> Report:

@@ -108,7 +108,7 @@ class CorpusSettings:
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """What is told of the server's work."""
+    """Logs, traces and metrics of the server."""
 
     log_form: LogForm = setting(LogForm.PLAIN, "How log lines look: plain or json.")
     log_level: str = setting("INFO", "Least level that is logged: DEBUG, INFO, WARNING or ERROR.")
