@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.config import ReuseConfig
+from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.planning.method import METHODS, make_method
+from chunkweave.planning.method import METHODS, asks_again, make_method, needs_profiles, reads_question
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
@@ -87,6 +87,27 @@ def test_each_methods_choice():
     drawn = plan("random", lookup, recompute_ratio=0.1)
     assert drawn.passes[0].required_tokens == 5 + 5
     assert drawn != plan("random", lookup, recompute_ratio=0.1, seed=1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_called_as_its_file_is(name):
+    assert make_method(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("declared", "config", "names"),
+    [
+        (needs_profiles, ReuseConfig(), {"cachecraft", "h2o"}),
+        (needs_profiles, ReuseConfig(query=QueryConfig(mixed_share=0.5)), {"cachecraft", "h2o", "query"}),
+        (needs_profiles, ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)), {"cachecraft", "h2o", "query"}),
+        (reads_question, ReuseConfig(), {"cachecraft", "query"}),
+        (reads_question, ReuseConfig(focus=False), {"query"}),
+        (asks_again, ReuseConfig(), set()),
+        (asks_again, ReuseConfig(query=QueryConfig(rounds=2)), {"query"}),
+    ],
+)
+def test_methods_declare_what_they_need(declared, config, names):
+    assert {name for name in METHODS if declared(name, config)} == names
 
 
 def test_a_ratio_of_nothing_costs_nothing():

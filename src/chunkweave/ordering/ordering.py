@@ -121,5 +121,5 @@ def make_ordering(name: str) -> Ordering:
     Raises:
         UnknownMethodError: no such ordering; the message lists those there are.
     """
-    ordering: Ordering = plugin(orderings, name, "ordering").ORDERING()
+    ordering: Ordering = plugin(orderings, name, "ordering", "ORDERING")()
     return ordering

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from chunkweave.config import DeviationFactor, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.planning import methods
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.plugins import plugin, plugin_names
@@ -61,7 +61,11 @@ ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
 
 
 class ReuseMethod(Protocol):
-    """Decides what of a prompt is taken from the store and which tokens are computed at which layers."""
+    """Decides what of a prompt is taken from the store and which tokens are computed at which layers.
+
+    A method may also have `needs_profiles`, `reads_question` and `asks_again`, each a class attribute or, where it
+    depends on the configuration, a property; left out they are False. The functions of these names say what they mean.
+    """
 
     @property
     def name(self) -> str:
@@ -85,7 +89,7 @@ def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
     Raises:
         UnknownMethodError: no such method; the message lists those there are.
     """
-    method: ReuseMethod = plugin(methods, name, "reuse method").METHOD(config or ReuseConfig())
+    method: ReuseMethod = plugin(methods, name, "reuse method", "METHOD")(config or ReuseConfig())
     return method
 
 
@@ -189,7 +193,7 @@ def reads_question(method: str, reuse: ReuseConfig) -> bool:
     >>> reads_question("query", ReuseConfig()), reads_question("cacheblend", ReuseConfig())
     (True, False)
     """
-    return method == "query" or (method == "cachecraft" and reuse.focus)
+    return _declares(method, reuse, "reads_question")
 
 
 def asks_again(method: str, reuse: ReuseConfig) -> bool:
@@ -200,7 +204,7 @@ def asks_again(method: str, reuse: ReuseConfig) -> bool:
     >>> asks_again("query", ReuseConfig())
     False
     """
-    return method == "query" and reuse.query.rounds > 1
+    return _declares(method, reuse, "asks_again")
 
 
 def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
@@ -209,9 +213,11 @@ def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     >>> needs_profiles("h2o", ReuseConfig()), needs_profiles("query", ReuseConfig())
     (True, False)
     """
-    if method == "query":
-        return reuse.query.factor is DeviationFactor.STORED or reuse.query.mixed_share > 0.0
-    return method in ("cachecraft", "h2o")
+    return _declares(method, reuse, "needs_profiles")
+
+
+def _declares(method: str, reuse: ReuseConfig, attribute: str) -> bool:
+    return bool(getattr(make_method(method, reuse), attribute, False))
 
 
 def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLookup:

@@ -87,10 +87,10 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None, **options
     Raises:
         UnknownMethodError: there is no policy of that name.
     """
-    module = plugin(policies, name, "eviction policy")
-    if prefill_s is not None and "prefill_s" in signature(module.POLICY).parameters:
+    build = plugin(policies, name, "eviction policy", "POLICY")
+    if prefill_s is not None and "prefill_s" in signature(build).parameters:
         options["prefill_s"] = prefill_s
-    policy: EvictionPolicy = module.POLICY(**options)
+    policy: EvictionPolicy = build(**options)
     return policy
 
 

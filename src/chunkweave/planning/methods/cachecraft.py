@@ -43,9 +43,15 @@ class CacheCraft:
 
     name = "cachecraft"
     budget = ALPHA_BUDGET
+    needs_profiles = True
 
     def __init__(self, config: ReuseConfig) -> None:
         self._config = config
+
+    @property
+    def reads_question(self) -> bool:
+        """Where chunks that the question does not attend to are stopped."""
+        return self._config.focus
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the chosen tokens, which may stop where the question does not look."""

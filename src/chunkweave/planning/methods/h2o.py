@@ -20,6 +20,7 @@ class HeavyHitters:
 
     name = "h2o"
     budget = RATIO_BUDGET
+    needs_profiles = True
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -37,11 +37,22 @@ class QueryAware:
 
     name = "query"
     budget = RATIO_BUDGET
+    reads_question = True
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio
         self._query = config.query
         self._check_layer = config.check_layers[0]
+
+    @property
+    def needs_profiles(self) -> bool:
+        """Where dependence on the old context counts as evidence."""
+        return self._query.factor is DeviationFactor.STORED or self._query.mixed_share > 0.0
+
+    @property
+    def asks_again(self) -> bool:
+        """With two rounds."""
+        return self._query.rounds > 1
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """A pass that watches the question, and one or two over what it read; one in all where nothing is chosen."""
