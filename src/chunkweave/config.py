@@ -72,7 +72,9 @@ class RequestDefaults:
     """What a request gets that does not say."""
 
     method: str | None = setting(
-        None, "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix."
+        None,
+        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        plugins="chunkweave.planning.methods",
     )
     quality: str | None = setting(
         None,
@@ -95,7 +97,7 @@ class StoreConfig:
     host_budget_bytes: int = setting(
         4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes"), least=0
     )
-    policy: str = setting("lru", "Eviction policy, such as lru, lfu, gdsf or pgdsf.")
+    policy: str = setting("lru", "Eviction policy.", plugins="chunkweave.store.policies")
     device_budget_bytes: int = setting(
         0,
         "Most accelerator memory for stored segments; 0 keeps them on the host.",

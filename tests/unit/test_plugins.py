@@ -32,5 +32,5 @@ def test_modules_are_plugins_but_for_those_that_several_share(package):
 
 
 def test_a_module_without_its_constant_is_told_what_it_lacks(package):
-    with pytest.raises(UsageError, match="some_plugins.unfinished has no POLICY"):
+    with pytest.raises(UsageError, match="unfinished has no POLICY"):
         plugin(package, "unfinished", "policy", "POLICY")

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -11,10 +12,14 @@ import typer
 
 from chunkweave.cli.app import app
 from chunkweave.config import Backend
-from chunkweave.errors import UsageError
+from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.ordering import orderings
+from chunkweave.planning import methods
+from chunkweave.plugins import plugin_names
 from chunkweave.server.requests import ReuseField
 from chunkweave.server.settings import GROUPS, resolve, server_settings
 from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
+from chunkweave.store import policies
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from settings_page import PAGE, settings_table
@@ -165,6 +170,27 @@ def test_options_say_what_their_setting_says(command: str):
         assert option.default is None, "what is not given is for the other sources to say"
         assert option.show_default == (one.text(default) if default not in (None, "", False, ()) else False)
         assert name not in NO_SETTINGS.get(command, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "package"),
+    [
+        *((command, "method", methods) for command in ("ask", "serve", "vllm-serve")),
+        *((command, "policy", policies) for command in ("ask", "serve", "vllm-serve", "simulate", "analyze")),
+        *((command, "ordering", orderings) for command in ("ask", "serve", "vllm-serve")),
+        ("analyze", "orderings", orderings),
+        *((command, "methods", methods) for command in ("bench ttft", "bench quality", "calibrate")),
+    ],
+)
+def test_the_help_lists_the_plugins_that_an_option_may_name(command: str, name: str, package: ModuleType):
+    assert ", ".join(plugin_names(package)) in dict(options(COMMANDS[command]))[name].help
+
+
+@pytest.mark.parametrize("name", ["method", "policy", "ordering"])
+def test_a_plugin_that_there_is_not_is_refused_before_a_server_starts(name: str):
+    for backend in Backend:
+        with pytest.raises(UnknownMethodError, match="'biggest'; there are: "):
+            resolve({name: "biggest"}, {}, backend=backend)
 
 
 @pytest.mark.parametrize(("command", "backend"), [("serve", None), ("vllm-serve", Backend.VLLM)])

@@ -18,6 +18,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
 from chunkweave.eval.summaries import TtftRow, TtftSample, summarize
+from chunkweave.planning import methods as reuse_methods
 
 if TYPE_CHECKING:
     from chunkweave.chunking.prompt import Prompt
@@ -97,7 +98,11 @@ def ttft(
     *,
     model: TimedModelOptions,
     methods: Annotated[
-        str, typer.Option(help="Reuse methods, separated by commas; `full` is always added as the reference.")
+        str,
+        typer.Option(
+            help="Reuse methods, separated by commas; `full` is always added as the reference. There are: "
+            f"{options.listed(reuse_methods)}."
+        ),
     ] = "prefix,full-reuse,cacheblend",
     reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     chunks: Annotated[int, typer.Option(help="Chunks of a prompt.")] = 6,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, get_args, get_origin, get_type_hints
 
 import typer
@@ -19,6 +20,7 @@ from chunkweave.cli.console import status, stderr
 from chunkweave.config import ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.plugins import plugin_names
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
@@ -42,6 +44,11 @@ def kept(store: StoreConfig) -> dict[str, Any]:
 def command_line() -> str:
     """The command as it was called, for a result that others read: URLs come without user, password and options."""
     return shlex.join(["chunkweave", *(_URL.sub(lambda url: without_secrets(url[0]), word) for word in sys.argv[1:])])
+
+
+def listed(plugins: ModuleType) -> str:
+    """The names of a package's plug-ins, for a help text."""
+    return ", ".join(plugin_names(plugins))
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.results import Measured, Measurements, check_writable
 from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
+from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.calibration import (
     PARTIAL_FILE,
     SHARES,
@@ -102,7 +103,7 @@ def quality(
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
-            "colon: `cachecraft:no-focus`."
+            f"colon: `cachecraft:no-focus`. There are: {options.listed(reuse_methods)}."
         ),
     ] = "cacheblend,epic,random",
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
@@ -218,9 +219,10 @@ def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
 class _TargetOptions:
     """What is to be reached, and which points are measured for it."""
 
-    methods: Annotated[str, typer.Option(help="Methods to choose from, separated by commas.")] = (
-        "cachecraft,cacheblend,query"
-    )
+    methods: Annotated[
+        str,
+        typer.Option(help=f"Methods to choose from, separated by commas. There are: {options.listed(reuse_methods)}."),
+    ] = "cachecraft,cacheblend,query"
     target: Annotated[float, typer.Option(help="Share of full prefill's F1 that `balanced` keeps.")] = SHARES[
         Quality.BALANCED
     ]

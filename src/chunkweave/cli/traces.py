@@ -13,7 +13,9 @@ from chunkweave.cli.console import Output, Report, progress, seconds, size, stat
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import BenchmarkResult
+from chunkweave.ordering import orderings as chunk_orderings
 from chunkweave.settings import parse_bytes
+from chunkweave.store import policies
 
 if TYPE_CHECKING:
     from chunkweave.eval.chunk_order import Overlap, PathCache, Savings
@@ -34,7 +36,9 @@ def simulate(
             "or a generated workload: mmlu-like, zipf."
         ),
     ],
-    policy: Annotated[str, typer.Option(help="Eviction policies, separated by commas.")] = "pgdsf,gdsf,lru,lfu",
+    policy: Annotated[
+        str, typer.Option(help=f"Eviction policies, separated by commas. There are: {options.listed(policies)}.")
+    ] = "pgdsf,gdsf,lru,lfu",
     budget: Annotated[str, typer.Option(help="Memory for segments; several sizes separated by commas.")] = "2GiB",
     device_budget: Annotated[
         str | None, typer.Option(help="A faster tier above it, of that size: what it evicts goes into --budget.")
@@ -169,7 +173,11 @@ def analyze(
         typer.Option(help="A request trace (JSONL, ours or Mooncake's), or a data set (MuSiQue or SQuAD JSON, JSONL)."),
     ],
     orderings: Annotated[
-        str, typer.Option(help="Chunk orders, separated by commas; `oracle` knows all requests.")
+        str,
+        typer.Option(
+            help="Chunk orders, separated by commas; `oracle` knows all requests. The others are: "
+            f"{options.listed(chunk_orderings)}."
+        ),
     ] = "original,frequency,tree-greedy,oracle",
     top_k: Annotated[int | None, typer.Option(min=1, help="Take only so many chunks of each request.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
@@ -180,7 +188,9 @@ def analyze(
     budget_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens that the cache holds, evicted by --policy; unlimited if left out.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Eviction policy, with --budget-tokens.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help=f"Eviction policy, with --budget-tokens. There are: {options.listed(policies)}.")
+    ] = "lru",
     seed: options.Seed = 0,
     *,
     output: Output,

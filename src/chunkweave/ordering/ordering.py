@@ -56,8 +56,9 @@ class OrderingConfig:
 
     ordering: str = setting(
         "frequency",
-        "How a free order is chosen: frequency, tree-greedy or original.",
+        "How a free order is chosen.",
         places=_OWN_ENGINE | {Place.VLLM},
+        plugins="chunkweave.ordering.orderings",
     )
     window: int = setting(
         1000,

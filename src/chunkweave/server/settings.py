@@ -30,6 +30,7 @@ from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import SERVERS, Place, Setting, Unit, configuration, setting, settings_of, spelled
+from chunkweave.store.eviction import make_policy
 from chunkweave.tiers.blobs import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         make_ordering(self.ordering.ordering)
+        make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         if self.requests.method is not None:
             checked_method(self.requests.method)
