@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from chunkweave.planning.method import METHODS, RATIO, parameter_of
 from chunkweave.planning.plan import KVSource
 from chunkweave.testing import TOY_FAMILIES, toy_model
 from tests.integration.weaving import BOS, Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
+WITH_RATIO = [name for name in METHODS if parameter_of(name) == RATIO]
 FP32 = 1e-4
 BF16 = 0.12
 """bfloat16 has 8 bits of precision: two orders of computing the same sum differ by about 0.4 % a layer."""
@@ -41,7 +43,7 @@ def test_prefix_equals_full_for_every_split_point(bench, held):
     close(torch.log_softmax(woven.logits, -1), bench.log_probs(prompt, "full"))
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "epic", "random"])
+@pytest.mark.parametrize("method", WITH_RATIO)
 @pytest.mark.parametrize("missing", [(), (1,), (0, 3)])
 def test_ratio_one_equals_full(bench, method, missing):
     prompt = make_prompt(SIZES, system=6)
@@ -57,7 +59,7 @@ def test_gradual_filtering_at_ratio_one_equals_full(bench):
     close(bench.log_probs(prompt, "cacheblend", ratio=1.0, check_layers=(1, 2, 3)), bench.own_log_probs(prompt))
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "epic", "random"])
+@pytest.mark.parametrize("method", WITH_RATIO)
 def test_ratio_zero_equals_full_reuse(bench, method):
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
