@@ -20,30 +20,12 @@ from docs_tables import markdown_table, put_into_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
-from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
+from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import bundled_examples
-from chunkweave.eval.quality import QualityConfig
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.summaries import TtftRow, summarize
 from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, make_workload, measure, woven_prefill
-from chunkweave.planning.method import ReuseMethod, make_method
-
-LAYER_2 = "cacheblend:layer-2"
-
-
-def methods_of(labels: list[str]) -> dict[str, ReuseMethod]:
-    """Methods by labels such as `query@0.05`, `cacheblend:layer-2@0.02`, `cachecraft@1`, `full-reuse`."""
-    made: dict[str, ReuseMethod] = {}
-    for label in labels:
-        name, _, value = label.partition("@")
-        if name == LAYER_2:
-            made[label] = make_method("cacheblend", ReuseConfig(recompute_ratio=float(value), check_layers=(2,)))
-            continue
-        values = (float(value),) if value else ()
-        found = QualityConfig((name,), ratios=values, alphas=values).contenders()
-        made[label] = next(method for key, method in found.items() if key == label)
-    return made
 
 
 def cheapest_labels(study: Path, setting: str) -> list[str]:
@@ -74,7 +56,7 @@ def main() -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     labels = [*(cheapest_labels(arguments.study, arguments.setting) if arguments.study else ()), *arguments.contenders]
-    methods = methods_of(list(dict.fromkeys([REFERENCE, "full-reuse", *labels])))
+    methods = make_contenders([REFERENCE, "full-reuse", *labels])
     sizes = {"chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens, "questions": arguments.questions}
     config = TtftConfig((), **sizes, seed=arguments.seed, hf_reference=False)
     with Engine.load_shape(arguments.shape, dtype=arguments.dtype) as engine:

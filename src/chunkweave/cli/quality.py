@@ -103,7 +103,8 @@ def quality(
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
-            f"colon: `cachecraft:no-focus`. There are: {options.listed(reuse_methods)}."
+            "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
+            f"There are: {options.listed(reuse_methods)}."
         ),
     ] = "cacheblend,epic,random",
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import label_of, make_contenders
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import answer_questions
 from chunkweave.eval.results import Measured, Measurements, commit, versions
@@ -22,7 +23,7 @@ from chunkweave.planning.calibration import (
     Quality,
     choose_target,
 )
-from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
+from chunkweave.planning.method import ALPHA, ReuseMethod, parameter_of
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3; 0 recomputes nothing."""
@@ -59,9 +60,10 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         if not self.methods:
             raise UsageError("there is no method to calibrate")
-        for name, method in self.contenders().items():
-            if name != REFERENCE and parameter_of(method.name) is None:
-                raise UsageError(f"{method.name} has no parameter to calibrate")
+        for method in self.methods:
+            if parameter_of(method) is None:
+                raise UsageError(f"{method} has no parameter to calibrate")
+        self.contenders()
         if not all(0.0 < share <= 1.0 for share in self.shares.values()):
             raise UsageError("a target is a share of full prefill's F1: above 0 and at most 1")
         if self.shares[Quality.FAST] > self.shares[Quality.BALANCED]:
@@ -74,12 +76,8 @@ class CalibrationConfig:
 
     def contenders(self) -> dict[str, ReuseMethod]:
         """Full prefill and every point of the grid, by its label."""
-        made = {REFERENCE: make_method(REFERENCE)}
-        for method, value in self.grid():
-            parameter = parameter_of(method)
-            changes: dict[str, Any] = {} if parameter is None else {parameter: value}
-            made[label(method, value)] = make_method(method, replace(self.reuse, **changes))
-        return made
+        ratios, alphas = (sorted(set(values)) for values in (self.ratios, self.alphas))
+        return make_contenders((REFERENCE, *self.methods), ratios, alphas, self.reuse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +86,6 @@ class Origin:
 
     dataset: str
     command: str = ""
-
-
-def label(method: str, value: float) -> str:
-    """How a point is called among the measurements."""
-    return f"{method}@{value:g}"
 
 
 def settings_of(engine: Engine, examples: Sequence[Example], config: CalibrationConfig) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def make_record(
         UsageError: full prefill answers nothing right, so that a share of it means nothing.
     """
     full = measurements.of(REFERENCE)
-    points = curve(full, {point: measurements.of(label(*point)) for point in config.grid()})
+    points = curve(full, {point: measurements.of(label_of(*point)) for point in config.grid()})
     return CalibrationRecord(
         fingerprint=engine.loaded.fingerprint,
         model=engine.loaded.name,

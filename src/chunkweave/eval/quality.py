@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import Combine, DeviationFactor, FocusReading, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example, alone_prompts
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.summaries import QualitySample
@@ -22,60 +23,7 @@ from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.base import LayerwiseModel
-from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
-
-QUERY_SETTINGS: dict[str, dict[str, Any]] = {
-    "last": {"tail": 1},
-    "whole": {"tail": None},
-    "all-layers": {"layers": WatchedLayers.ALL},
-    "late": {"layers": WatchedLayers.LATE},
-    "third": {"layers": WatchedLayers.FIRST_THIRD},
-    "head-sum": {"over_heads": Combine.SUM},
-    "head-max": {"over_heads": Combine.MAX},
-    "token-sum": {"over_tokens": Combine.SUM},
-    "token-max": {"over_tokens": Combine.MAX},
-    "layer-sum": {"over_layers": Combine.SUM},
-    "layer-max": {"over_layers": Combine.MAX},
-    "no-factor": {"factor": DeviationFactor.NONE},
-    "stored": {"factor": DeviationFactor.STORED},
-    "measured": {"factor": DeviationFactor.MEASURED},
-    "first-token": {"first_tokens": 1},
-    "mixed": {"mixed_share": 0.25},
-    "two-rounds": {"rounds": 2},
-}
-
-_LAYERS, _TAIL = "layers=", "tail="
-PATTERNS = (f"{_LAYERS}1+2", f"{_TAIL}4")
-"""Settings with numbers of one's own: the watched layers, and how many of the question's last tokens are watched."""
-
-
-def query_setting(name: str) -> dict[str, Any] | None:
-    """The fields of `QueryConfig` that a setting stands for; None if it is no setting of `query`.
-
-    Raises:
-        UsageError: the numbers of a setting are none.
-    """
-    if not name.startswith((_LAYERS, _TAIL)):
-        return QUERY_SETTINGS.get(name)
-    key, _, text = name.partition("=")
-    try:
-        numbers = tuple(int(number) for number in text.split("+"))
-    except ValueError as error:
-        raise UsageError(f"not a setting: {name!r}; write for example {PATTERNS[0]} or {PATTERNS[1]}") from error
-    return {key: numbers if name.startswith(_LAYERS) else numbers[0]}
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "no-focus": {"focus": False},
-    "printed": {"focus_reading": FocusReading.AS_PRINTED},
-    "no-cci": {"use_cci": False},
-    "no-overlap": {"use_overlap": False},
-    "coverage": {"use_coverage": True},
-    "layer-2": {"check_layers": (2,)},
-}
-"""Settings that may follow a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`.
-
-Those of `query` are in `QUERY_SETTINGS`."""
+from chunkweave.planning.method import ReuseMethod, make_method
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""
@@ -85,7 +33,7 @@ TOGETHER = 16
 class QualityConfig:
     """Contenders are every method at every value of its parameter: ratios, alphas or none.
 
-    A method may carry `SETTINGS` after colons.
+    A method may carry settings after colons and a value of its own: see `eval.contenders`.
     """
 
     methods: tuple[str, ...] = ("full", "prefix", "full-reuse", "cacheblend", "epic", "random")
@@ -101,34 +49,10 @@ class QualityConfig:
 
         Raises:
             UnknownMethodError: a method does not exist.
-            UsageError: a ratio is outside [0, 1], an alpha below 0, or a setting unknown.
+            UsageError: a ratio is outside [0, 1], an alpha below 0, a setting unknown, or a value for a method without.
         """
-        made: dict[str, ReuseMethod] = {}
-        for spec in dict.fromkeys(("full", "full-reuse", *self.methods)):
-            name, *settings = spec.split(":")
-            usual: dict[str, Any] = {"check_layers": self.check_layers, "seed": self.seed}
-            reuse = ReuseConfig(**{**usual, **_settings(settings)})
-            parameter = parameter_of(name)
-            if parameter is None:
-                made[spec] = make_method(name, reuse)
-                continue
-            for value in self.alphas if parameter == ALPHA else self.ratios:
-                changed: dict[str, Any] = {parameter: value}
-                made[f"{spec}@{value:g}"] = make_method(name, replace(reuse, **changed))
-        return made
-
-
-def _settings(names: Sequence[str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    of_query: dict[str, Any] = {}
-    for name in names:
-        query = query_setting(name)
-        if query is None and name not in SETTINGS:
-            there_are = ", ".join((*SETTINGS, *QUERY_SETTINGS, *PATTERNS))
-            raise UsageError(f"unknown setting {name!r} of a method; there are: {there_are}")
-        fields |= SETTINGS.get(name, {})
-        of_query |= query or {}
-    return {**fields, "query": replace(QueryConfig(), **of_query)} if of_query else fields
+        reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
+        return make_contenders(("full", "full-reuse", *self.methods), self.ratios, self.alphas, reuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,89 @@
+import subprocess
+import sys
+
+import pytest
+
+from chunkweave.config import Combine, ReuseConfig
+from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.eval.contenders import QUERY_SETTINGS, make_contenders
+
+
+def test_each_method_comes_at_each_value_of_its_own_parameter():
+    specs = ("full", "full-reuse", "prefix", "cacheblend", "cachecraft", "full")
+    assert list(make_contenders(specs, ratios=(0.1, 0.2), alphas=(0.5, 1.0))) == [
+        "full",
+        "full-reuse",
+        "prefix",
+        "cacheblend@0.1",
+        "cacheblend@0.2",
+        "cachecraft@0.5",
+        "cachecraft@1",
+    ]
+
+
+def test_a_value_after_an_at_is_the_only_one():
+    made = make_contenders(("cacheblend@0.05", "cachecraft:no-focus@2", "random"), ratios=(0.1, 0.2), alphas=(0.5,))
+    assert list(made) == ["cacheblend@0.05", "cachecraft:no-focus@2", "random@0.1", "random@0.2"]
+    assert made["cacheblend@0.05"]._ratio == 0.05
+    assert made["cachecraft:no-focus@2"]._config.alpha == 2.0
+
+
+def test_the_name_of_a_row_stands_for_that_row_alone():
+    rows = list(make_contenders(("full", "cachecraft:no-focus", "query:last"), ratios=(0.1, 0.2), alphas=(0.5, 1.0)))
+    assert list(make_contenders(rows)) == rows
+
+
+def test_settings_follow_a_colon():
+    made = make_contenders(("cachecraft:no-focus:no-cci",))
+    assert made["cachecraft:no-focus:no-cci@1"]._config.focus is False
+    assert made["cachecraft:no-focus:no-cci@1"]._config.use_cci is False
+
+
+def test_a_setting_wins_over_what_all_are_told():
+    reuse = ReuseConfig(check_layers=(3,), seed=7)
+    made = make_contenders(("cacheblend", "cacheblend:layer-2", "cachecraft"), reuse=reuse)
+    assert made["cacheblend@0.15"]._check_layers == (3,)
+    assert made["cacheblend:layer-2@0.15"]._check_layers == (2,)
+    assert made["cachecraft@1"]._config.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        ("cachecraft:loud", UsageError, "no-focus"),
+        ("magic:no-focus", UnknownMethodError, "cacheblend"),
+        ("prefix@0.1", UsageError, "write prefix instead"),
+        ("cacheblend@much", UsageError, "not a number"),
+        ("cacheblend@", UsageError, "not a number"),
+        ("cacheblend@1.5", UsageError, "recompute_ratio"),
+        ("cachecraft@nan", UsageError, "alpha"),
+    ],
+)
+def test_what_stands_for_no_contender_is_refused(spec, error, said):
+    with pytest.raises(error, match=said):
+        make_contenders((spec,))
+
+
+def test_settings_of_query_add_up():
+    made = make_contenders(("query:last:layers=1+2:head-max:tail=3",))
+    query = made["query:last:layers=1+2:head-max:tail=3@0.15"]._query
+    assert (query.tail, query.layers, query.over_heads) == (3, (1, 2), Combine.MAX)
+
+
+@pytest.mark.parametrize("name", sorted(QUERY_SETTINGS))
+def test_every_setting_of_query_is_one(name):
+    made = make_contenders((f"query:{name}",))
+    assert list(made) == [f"query:{name}@0.15"]
+    told = made[f"query:{name}@0.15"]._query
+    assert {field: getattr(told, field) for field in QUERY_SETTINGS[name]} == QUERY_SETTINGS[name]
+
+
+@pytest.mark.parametrize("setting", ["layers=", "layers=a", "layers=2+1", "tail=0", "tail=x"])
+def test_settings_with_odd_numbers_are_refused(setting):
+    with pytest.raises(UsageError):
+        make_contenders((f"query:{setting}",))
+
+
+def test_they_are_made_without_torch():
+    code = "import sys, chunkweave.eval.contenders; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
