@@ -16,9 +16,10 @@ import typer
 from rich.markup import escape
 
 from chunkweave.chunking.documents import Document, read_documents
-from chunkweave.cli.console import status, stderr
+from chunkweave.cli.console import progress, status, stderr
 from chunkweave.config import ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.plugins import plugin_names
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
@@ -280,6 +281,8 @@ class ModelOptions:
 
     def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
+        if self.model.model is not None:
+            dequantize_once(self.model.model)
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
@@ -288,6 +291,20 @@ class ModelOptions:
             if self.model.model is not None:
                 return Engine.load(self.model.model, **where, **options)
             return Engine.load_shape(self.model.shape or "", **where, seed=self.weights_seed, **options)
+
+
+def dequantize_once(model: str) -> None:
+    """Dequantize the GGUF file that `model` stands for, behind a progress bar, unless that was done before.
+
+    Raises:
+        ModelError: it cannot be read, kept, or driven.
+    """
+    file = gguf_file(model)
+    if file is None or dequantized_folder(file) is not None:
+        return
+    warn(f"dequantizing {file.name}: once, it is kept in {models_folder()}")
+    with progress(f"dequantizing {file.name}") as report:
+        dequantize(file, report)
 
 
 def _quiet_transformers() -> None:

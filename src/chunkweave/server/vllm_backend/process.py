@@ -12,18 +12,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from chunkweave.errors import ModelError, UsageError
+from chunkweave.models.gguf import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
 
-BUNDLED_READER = "reader"
 CONNECTOR = "ChunkweaveConnector"
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -75,10 +74,12 @@ class VllmFlags:
 
     @property
     def source(self) -> str:
-        """The folder or hub name that vLLM loads: of the bundled model its folder."""
-        if self.model == BUNDLED_READER and not Path(self.model).exists():
-            return str(Path(str(files("chunkweave") / "assets" / "reader")))
-        return self.model
+        """The folder or hub name that vLLM loads: of `reader` and `smollm2` their folders, of a GGUF file its own.
+
+        That of a GGUF file is made when it is asked for first, which takes a while.
+        """
+        folder = checkpoint_folder(self.model)
+        return self.model if folder == Path(self.model) else str(folder)
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class VllmFlags:
         served = self.value("--served-model-name")
         if served is not None:
             return served
-        return Path(self.source).name if Path(self.source).is_dir() else self.model
+        return Path(self.model).name if Path(self.model).exists() else self.model
 
     @property
     def tokenizer(self) -> str:

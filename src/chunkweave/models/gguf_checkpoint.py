@@ -1,0 +1,398 @@
+"""A checkpoint folder in Hugging Face format out of a GGUF file: configuration, tokenizer and weights.
+
+Made here rather than by transformers' reader: that holds all weights in float32 at once, passes over the BOS token and
+over long-context RoPE factors, and splits text as GPT-2 does where it does not know the file's rule.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
+
+_SHARD_BYTES = 4 << 30
+_FAMILIES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+"""By `general.architecture`; Mistral's files say `llama`."""
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
+    """Write config, tokenizer and bfloat16 weights of `file` into `folder`, which exists and is empty.
+
+    One tensor is in memory in float32 at a time, and at most one shard in bfloat16.
+
+    Raises:
+        ModelNotFoundError: the file is cut off or damaged.
+        UnsupportedModelError: an architecture, tokenizer or tensor type that is not known here.
+        OSError: a file cannot be written.
+    """
+    try:
+        reader = gguf.GGUFReader(file)
+        fields = _Fields({name: field.contents() for name, field in reader.fields.items()})
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise ModelNotFoundError(f"{file} is cut off or damaged, get it again ({error})") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(fields, tensors)
+    names = _names(config, tensors)
+    tokenizer = _tokenizer(fields)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _write_weights(folder, _weights(config, tensors, names), len(names), progress)
+
+
+class _Fields(dict[str, Any]):
+    """A file's metadata. Keys of the architecture are asked for without its name."""
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture"))
+
+    def own(self, name: str, default: Any = None) -> Any:
+        """The value of `<architecture>.<name>`; without a default it has to be there."""
+        key = f"{self.architecture}.{name}"
+        if key not in self and default is None:
+            raise ModelNotFoundError(f"the GGUF file has no {key}: it is damaged, or no language model")
+        return self.get(key, default)
+
+
+def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a model that can be driven.
+
+    Raises:
+        UnsupportedModelError: another architecture, or a feature that is not known here.
+    """
+    architecture = fields.architecture
+    if architecture not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"GGUF files of architecture {architecture!r} are not supported, only of Llama, Mistral, Qwen2 and Qwen3 "
+            f"({', '.join(_FAMILIES)})"
+        )
+    if fields.get("split.count", 0) > 1:
+        raise UnsupportedModelError(
+            f"the GGUF file is one of {fields['split.count']} parts: merge them with `llama-gguf-split --merge`"
+        )
+    if fields.own("expert_count", 0):
+        raise UnsupportedModelError("GGUF files with experts (MoE) are not supported")
+    heads, kv_heads = fields.own("attention.head_count"), fields.own("attention.head_count_kv", -1)
+    hidden = fields.own("embedding_length")
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        raise UnsupportedModelError("GGUF files with another number of heads in each layer are not supported")
+    head_dim = fields.own("attention.key_length", hidden // heads)
+    if fields.own("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError("GGUF files with values of another width than keys are not supported")
+    if fields.own("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModelError("GGUF files with partial rotary embedding are not supported")
+    kind: Callable[..., PreTrainedConfig] = _FAMILIES[architecture]
+    config = kind(
+        architectures=[_FAMILIES[architecture].__name__.replace("Config", "ForCausalLM")],
+        hidden_size=hidden,
+        intermediate_size=fields.own("feed_forward_length"),
+        num_hidden_layers=fields.own("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads if kv_heads < 0 else kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_written(fields.own("attention.layer_norm_rms_epsilon")),
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        max_position_embeddings=fields.own("context_length"),
+        rope_parameters=_rope(fields, tensors, head_dim),
+        tie_word_embeddings="output.weight" not in tensors,
+        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=_end_ids(fields),
+        pad_token_id=fields.get("tokenizer.ggml.padding_token_id"),
+    )
+    config.dtype = torch.bfloat16
+    return config
+
+
+def _written(value: float) -> float:
+    """A float32 as it was written in decimal: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _end_ids(fields: _Fields) -> int | list[int] | None:
+    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    found = list(dict.fromkeys(end for end in ends if end is not None))
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """RoPE's base and scaling, as Hugging Face's configurations have them."""
+    base = _written(fields.own("rope.freq_base", 10000.0))
+    scaling = fields.own("rope.scaling.type", "none")
+    if _ROPE_FACTORS in tensors:
+        return {"rope_theta": base, **_llama3_scaling(tensors[_ROPE_FACTORS].data, base, head_dim)}
+    if scaling == "none":
+        return {"rope_type": "default", "rope_theta": base}
+    if scaling not in ("linear", "yarn"):
+        raise UnsupportedModelError(f"GGUF files with RoPE scaling {scaling!r} are not supported")
+    values = {"rope_type": scaling, "rope_theta": base, "factor": _written(fields.own("rope.scaling.factor"))}
+    if scaling == "yarn":
+        values["original_max_position_embeddings"] = fields.own("rope.scaling.original_context_length")
+    return values
+
+
+def _llama3_scaling(factors: np.ndarray, base: float, head_dim: int) -> dict[str, Any]:
+    """The setting of Llama 3's RoPE that these factors, which a file keeps instead, come from.
+
+    Raises:
+        UnsupportedModelError: they come from another one.
+    """
+    scaling = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    context = 8192
+    wavelengths = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((context / wavelengths - 1.0) / 3.0, 0.0, 1.0)
+    if factors.shape != smooth.shape or not np.allclose(
+        1 / ((1 - smooth) / scaling["factor"] + smooth), factors, rtol=1e-3
+    ):
+        raise UnsupportedModelError("GGUF files with RoPE factors other than Llama 3's are not supported")
+    return {"rope_type": "llama3", **scaling, "original_max_position_embeddings": context}
+
+
+def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """The parameter that each tensor is, by its name in the file.
+
+    Raises:
+        UnsupportedModelError: tensors and parameters are not the same.
+    """
+    build: Callable[..., Any] = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        wanted = {name: tuple(value.shape) for name, value in build(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    found = {name: _parameter(name) for name in tensors if name != _ROPE_FACTORS}
+    unknown = [name for name, parameter in found.items() if parameter not in wanted]
+    missing = wanted.keys() - found.values()
+    if unknown or missing:
+        raise UnsupportedModelError(
+            f"the GGUF file is not that of a {config.model_type} model: unknown tensors {sorted(unknown)[:4]}, "
+            f"missing {sorted(missing)[:4]}"
+        )
+    for name, parameter in found.items():
+        shape = tuple(int(size) for size in reversed(tensors[name].shape))
+        if shape != wanted[parameter]:
+            raise UnsupportedModelError(f"{name} of the GGUF file is {shape}, not {wanted[parameter]}")
+    return found
+
+
+def _parameter(name: str) -> str:
+    """A tensor's name in Hugging Face's models, "" for one that is not known.
+
+    >>> _parameter("blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{kind}"
+    in_layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if in_layer is None or in_layer[2] not in _IN_LAYER:
+        return ""
+    return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{kind}"
+
+
+def _weights(config: Any, tensors: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, parameter in names.items():
+        tensor = tensors[name]
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(f"{name} of the GGUF file is of an unsupported type: {error}") from error
+        permuted = heads.get(name.split(".")[-2]) if config.model_type == "llama" else None
+        if permuted is not None:
+            values = _halves(values, permuted)
+        yield parameter, torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+
+
+def _halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from pairs that are rotated together to halves, as Hugging Face's Llama has them."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _write_weights(
+    folder: Path, weights: Iterator[tuple[str, torch.Tensor]], count: int, progress: Callable[[int, int], None]
+) -> None:
+    """Write safetensors files of some `_SHARD_BYTES` each, with an index if there are several."""
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    shard_bytes = 0
+    progress(0, count)
+    for done, (name, tensor) in enumerate(weights, start=1):
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
+        if shard_bytes >= _SHARD_BYTES or done == count:
+            save_file(shard, folder / f"model-{len(shards)}", metadata={"format": "pt"})
+            shards.append(list(shard))
+            shard, shard_bytes = {}, 0
+        progress(done, count)
+    places = [f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)]
+    for number, place in enumerate(places if len(shards) > 1 else ["model.safetensors"]):
+        (folder / f"model-{number}").replace(folder / place)
+    if len(shards) > 1:
+        index = {name: place for place, names in zip(places, shards, strict=True) for name in names}
+        text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "gpt-2": _GPT2_SPLIT,
+    "smollm": _GPT2_SPLIT,  # after every digit was set apart
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "tekken": _TEKKEN_SPLIT,
+}
+"""How text is split before BPE, by `tokenizer.ggml.pre`: each model's own rule."""
+_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+"""Of these files llama.cpp puts BOS first where they do not say."""
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+"""A word that is a token is that token, whatever the merges give."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+"""Kinds of `tokenizer.ggml.token_type`."""
+
+
+def _tokenizer(fields: _Fields) -> PreTrainedTokenizerFast:
+    """The tokenizer that a file describes, with its chat template.
+
+    Raises:
+        UnsupportedModelError: of another kind than byte-level BPE and SentencePiece's BPE, or with an unknown split.
+    """
+    kind = fields.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(f"GGUF files with a tokenizer of kind {kind!r} are not supported")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens, kinds)
+    for token, one in zip(tokens, kinds, strict=True):
+        if one in (_UNKNOWN, _CONTROL):
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False)])
+        elif one == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    named = {
+        f"{ours}_token": tokens[number]
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (number := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None
+    }
+    usual = kind == "llama" or fields.get("tokenizer.ggml.pre") in _WITH_BOS
+    if fields.get("tokenizer.ggml.add_bos_token", usual) and "bos_token" in named:
+        bos = named["bos_token"]
+        number = fields["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, number)]
+        )
+    build: Callable[..., Any] = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = build(
+        tokenizer_object=tokenizer,
+        model_max_length=fields.own("context_length"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+    made.chat_template = fields.get("tokenizer.chat_template")
+    return made
+
+
+def _byte_level(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
+    pre = fields.get("tokenizer.ggml.pre")
+    if pre not in _SPLITS:
+        raise UnsupportedModelError(
+            f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not known here; known are "
+            f"{', '.join(_SPLITS)}"
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *([pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []),
+            pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(fields: _Fields, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    model = BPE(
+        vocab=vocabulary,
+        merges=_merges(tokens, fields["tokenizer.ggml.scores"], kinds),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    first = fields.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if first else [replace])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(content=" ", left=1)] if first else []),
+        ]
+    )
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """SentencePiece's merges: any two tokens that together are one, those of the highest score first."""
+    normal = {token: number for number, token in enumerate(tokens) if kinds[number] == _NORMAL}
+    found = []
+    for token, number in normal.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in normal and pair[1] in normal]
+        pairs.sort(key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        found += [(-scores[number], pair) for pair in pairs]
+    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
