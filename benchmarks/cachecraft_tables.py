@@ -32,8 +32,7 @@ from rich.console import Console
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.calibration import digest_of
-from chunkweave.eval.datasets import Example, alone_prompts
+from chunkweave.eval.datasets import Example, alone_prompts, digest_of
 from chunkweave.eval.quality import QualityConfig, answer_questions
 from chunkweave.eval.results import (
     BenchmarkResult,

@@ -105,6 +105,10 @@ class PromptBuilder:
         text_ids = self._tokenizer.encode(self._template.question_text(question))
         return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
 
+    def answer_ids(self, answer: str) -> tuple[int, ...]:
+        """An answer as the model would write it behind a prompt, without the token that ends it."""
+        return tuple(self._tokenizer.encode(answer if self._tail_ids else f" {answer}"))
+
     @cached_property
     def turn_break_ids(self) -> tuple[int, ...]:
         """What stands between an answer and the next turn.

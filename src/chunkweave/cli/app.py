@@ -15,6 +15,7 @@ from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
+from chunkweave.cli.fidelity import fidelity
 from chunkweave.cli.profile import advise, profile
 from chunkweave.cli.quality import calibrate, quality
 from chunkweave.cli.serve import config_app, keys_app, serve, vllm_serve
@@ -63,6 +64,7 @@ _FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("serve", context_settings=_FOR_VLLM)(serve)
 app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
 bench.app.command()(quality)
+bench.app.command()(fidelity)
 for change in (clear, warm, pin, unpin, export):
     cache.app.command()(change)
 app.add_typer(bench.app, name="bench")

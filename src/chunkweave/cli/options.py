@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Warm = Annotated[str, typer.Option(help="`alone`, or `queries:N` by N earlier requests.")]
+Warm = Annotated[
+    str, typer.Option(help="Chunks computed `alone`, behind the `instruction`, or by N earlier requests: `queries:N`.")
+]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 

@@ -1,6 +1,5 @@
 """Calibration: quality by method and parameter on one set of questions, and the record that follows from it."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import label_of, make_contenders
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.datasets import Example, digest_of
 from chunkweave.eval.quality import answer_questions
 from chunkweave.eval.results import Measured, Measurements, commit, versions
 from chunkweave.eval.scores import f1, mean_interval, ratio_interval
@@ -103,16 +102,6 @@ def settings_of(engine: Engine, examples: Sequence[Example], config: Calibration
         "versions": versions(),
         "commit": commit(),
     }
-
-
-def digest_of(examples: Sequence[Example]) -> str:
-    """BLAKE2b-128 of the questions, their chunks and answers, in order: 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for example in examples:
-        for text in (example.question, *(chunk.text for chunk in example.chunks), *example.answers):
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
 
 
 def check_prompts(engine: Engine, examples: Sequence[Example]) -> None:

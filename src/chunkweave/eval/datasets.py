@@ -1,6 +1,8 @@
 """Questions with their passages: data sets from files, the bundled one, and prompts of a given size out of them."""
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -13,6 +15,8 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.documents import read_documents
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.retrieval.embedders import HashedNgramEmbedder
+from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk
 
 _Read = TypeVar("_Read")
@@ -236,6 +240,73 @@ def bundled_examples(count: int, *, seed: int = 0) -> list[Example]:
     return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in chosen]
 
 
+def digest_of(examples: Sequence[Example]) -> str:
+    """BLAKE2b-128 of the questions, their chunks and answers, in order: 32 hex digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        for text in (example.question, *(chunk.text for chunk in example.chunks), *example.answers):
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_SENTENCE_WORDS = range(10, 41)
+"""Words of a sentence that is asked for: enough that its beginning tells which one is meant."""
+
+
+def document_examples(
+    chunks: Sequence[Chunk], *, chunks_each: int, count: int, seed: int, questions: Sequence[str] = ()
+) -> list[Example]:
+    """Questions over one's own documents, each with the chunks that are nearest to it, shuffled with `seed`.
+
+    Without `questions`, `count` sentences are drawn: the beginning of one is given, and how it goes on is the answer
+    that counts as right; its chunk is among those given. Nearest is by the bundled embedder (hashed n-grams).
+
+    Raises:
+        UsageError: there are too few chunks, or too few sentences of 10 to 40 words.
+    """
+    if len(chunks) < chunks_each:
+        raise UsageError(f"the documents make {len(chunks)} chunks, but {chunks_each} a prompt are asked for")
+    rng = Random(seed)
+    asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
+    asked += [] if questions else _sentences(chunks, count, rng)
+    embedder = HashedNgramEmbedder()
+    index = FlatIndex(embedder.dimension)
+    index.add(embedder.embed_documents([chunk.text for chunk in chunks]))
+    examples = []
+    for question, answer, own in asked:
+        near = [int(row) for row in index.search(embedder.embed_query(question), chunks_each).rows]
+        if own is not None and own not in near:
+            near[-1] = own
+        rng.shuffle(near)
+        answers = (answer,) if answer else ()
+        examples.append(Example(question, tuple(chunks[row] for row in near), answers))
+    return examples
+
+
+def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
+    """`count` questions for sentences, the rest of each sentence, and the place of its chunk."""
+    whole = [
+        (words, place)
+        for place, chunk in enumerate(chunks)
+        for sentence in _SENTENCE_END.split(chunk.text)
+        if len(words := sentence.split()) in _SENTENCE_WORDS
+    ]
+    if len(whole) < count:
+        raise UsageError(
+            f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are to be asked for; give more "
+            "documents, fewer questions, or questions of your own"
+        )
+    for words, place in rng.sample(whole, count):
+        half = len(words) // 2
+        yield (
+            f'How does this sentence of the passages go on: "{" ".join(words[:half])} ..."',
+            " ".join(words[half:]),
+            place,
+        )
+
+
 class PromptMaker:
     """Builds the prompts of a benchmark over one data set.
 
@@ -297,8 +368,12 @@ class PromptMaker:
         return self._passages[place:] + self._passages[:place]
 
 
-def alone_prompts(prompt: Prompt) -> list[Prompt]:
-    """For each stored part of `prompt` the prompt that computes it alone: after START, with nothing before it."""
+def alone_prompts(prompt: Prompt, *, behind_instruction: bool = False) -> list[Prompt]:
+    """For each stored part of `prompt` the prompt that computes it alone: after START, with nothing before it.
+
+    With `behind_instruction` a chunk comes after START and SYSTEM.
+    """
     start = tuple(part for part in prompt.parts if part.kind is PartKind.START)
     stored = {part.id: part for part in prompt.parts if part.id is not None}
-    return [Prompt((*start, part)) for part in stored.values()]
+    system = [part for part in stored.values() if part.kind is PartKind.SYSTEM] if behind_instruction else []
+    return [Prompt((*start, *(() if part in system else system), part)) for part in stored.values()]

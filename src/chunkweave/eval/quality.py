@@ -16,14 +16,14 @@ from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import Example, alone_prompts
+from chunkweave.eval.datasets import Example
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.summaries import QualitySample
-from chunkweave.eval.ttft import Progress, Warmth
+from chunkweave.eval.ttft import Progress, Warmth, prefill_and_store
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.base import LayerwiseModel
-from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method import ReuseMethod
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""
@@ -103,14 +103,12 @@ def answer_questions(
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
     earlier, measured = examples[: warm.queries], examples[warm.queries :]
-    full = make_method("full")
     for example in earlier:
-        engine.runner.store_new(engine.runner.prefill(_prompt(engine, example), full))
+        prefill_and_store(engine, _prompt(engine, example))
     for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
         if wanted:
             prompt = _prompt(engine, example)
-            if not warm.queries:
-                _warm_chunks(engine, prompt, full)
+            warm.prepare(engine, prompt)
             labels = list(wanted)
             for first in range(0, len(labels), TOGETHER):
                 some = {label: wanted[label] for label in labels[first : first + TOGETHER]}
@@ -121,12 +119,6 @@ def answer_questions(
 
 def _prompt(engine: Engine, example: Example) -> Prompt:
     return engine.builder.build(example.question, example.chunks)
-
-
-def _warm_chunks(engine: Engine, prompt: Prompt, full: ReuseMethod) -> None:
-    for part in alone_prompts(prompt):
-        if not any(record.alone for record in engine.store.lookup(part).parts[-1].variants):
-            engine.runner.store_new(engine.runner.prefill(part, full))
 
 
 def _answers(
@@ -147,28 +139,38 @@ def _answers(
 
 def greedy_answers(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[str]:
     """Decode several prefilled prompts together, greedily, each until a stop token; the texts without it."""
+    return [answer_text(engine, tokens) for tokens in greedy_tokens(engine, prefilled, max_new_tokens)]
+
+
+def answer_text(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Decoded tokens as text, without the stop token that may end them."""
+    tokenizer = engine.loaded.tokenizer
+    ended = token_ids[:-1] if token_ids and token_ids[-1] in tokenizer.stop_ids else token_ids
+    return tokenizer.decode(list(ended)).strip()
+
+
+def greedy_tokens(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[list[int]]:
+    """Decode several prefilled prompts together, greedily; the tokens of each up to a stop token, and with it.
+
+    The caches have room for `max_new_tokens`.
+    """
     stop_ids = engine.loaded.tokenizer.stop_ids
     answers: list[list[int]] = [[] for _ in prefilled]
     active = list(range(len(prefilled)))
     logits = torch.stack([one.logits for one in prefilled])
-    for _ in range(max_new_tokens):
-        tokens = logits.argmax(-1).tolist()
-        active = [i for i, token in zip(active, tokens, strict=True) if not _ended(answers[i], token, stop_ids)]
-        if not active or len(answers[active[0]]) == max_new_tokens:
+    for step in range(max_new_tokens):
+        if step:
+            logits = engine.runner.decode(
+                [prefilled[i].cache for i in active],
+                [answers[i][-1] for i in active],
+                [len(prefilled[i].prompt) + step - 1 for i in active],
+            )
+        for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+            answers[i].append(token)
+        active = [i for i in active if answers[i][-1] not in stop_ids]
+        if not active:
             break
-        logits = engine.runner.decode(
-            [prefilled[i].cache for i in active],
-            [answers[i][-1] for i in active],
-            [len(prefilled[i].prompt) + len(answers[i]) - 1 for i in active],
-        )
-    return [engine.loaded.tokenizer.decode(answer).strip() for answer in answers]
-
-
-def _ended(answer: list[int], token: int, stop_ids: frozenset[int]) -> bool:
-    if token in stop_ids:
-        return True
-    answer.append(token)
-    return False
+    return answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,78 @@ class Measurements(Generic[ResultT]):
             self.path.write_text(whole + "\n", encoding="utf-8")
 
 
+class QuestionLog:
+    """What was measured of each finished question, in memory and, a line each, in a file if there is one.
+
+    The first line has the settings, and what was `found` out before the first question; a run under the same settings
+    goes on from the file. Nothing is ever replaced.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        """Take over what `path` holds for these `settings`; a last line that was cut off is measured again.
+
+        Raises:
+            UsageError: the file cannot be read, or was measured under other settings; the message names them.
+        """
+        self.path = path
+        self.found: dict[str, Any] | None = None
+        self._settings = json.loads(json.dumps(settings))
+        self._lines: dict[int, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __contains__(self, question: int) -> bool:
+        return question in self._lines
+
+    def of(self, key: str) -> list[Any]:
+        """What each finished question has under `key`, in the order of the questions."""
+        return [self._lines[question][key] for question in sorted(self._lines)]
+
+    def begin(self, found: dict[str, Any]) -> None:
+        """Keep what was found out beforehand; a second time is an error."""
+        assert self.found is None, "a measurement begins once"
+        self.found = found
+        self._write({"settings": self._settings, "found": found})
+
+    def add(self, question: int, measured: dict[str, Any]) -> None:
+        """Keep a finished question, on disk before this returns.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        line = {"question": question, "commit": commit(), **measured}
+        self._write(line)
+        self._lines[question] = line
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UsageError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def _read(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8")
+            whole, _, cut_off = text.rpartition("\n")
+            first, *rest = [json.loads(line) for line in whole.split("\n") if line] or [None]
+            lines = {int(line["question"]): line for line in rest}
+            before, found = (first["settings"], first["found"]) if first else (self._settings, None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} does not hold finished questions ({error}); name another file") from error
+        if before != self._settings:
+            differ = sorted(key for key in {*before, *self._settings} if before.get(key) != self._settings.get(key))
+            raise UsageError(f"{path} was measured under other settings ({', '.join(differ)}); name another file")
+        self.found, self._lines = found, lines
+        if cut_off:
+            path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+
+
 def drop_page_cache(paths: Iterable[Path]) -> None:
     """Make the system read these files from their device next time, where it can be asked to.
 

@@ -92,7 +92,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over questions and the 2.5th and 97.5th percentile of its bootstrap distribution."""
+    """A mean (or median) over questions and the 2.5th and 97.5th percentile of its bootstrap distribution."""
 
     mean: float
     low: float
@@ -117,6 +117,15 @@ def ratio_interval(values: Sequence[float], references: Sequence[float], *, seed
     means = _resampled_means(pairs, seed)
     means = means[means[:, 1] > 0.0]
     return _interval(float(pairs[:, 0].mean() / pairs[:, 1].mean()), means[:, 0] / means[:, 1])
+
+
+def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Percentile bootstrap of a median, which stands in for the mean; `values` is not empty."""
+    data = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    return _interval(
+        float(np.median(data)), np.median(data[rng.integers(0, len(data), (RESAMPLES, len(data)))], axis=1)
+    )
 
 
 def _resampled_means(data: np.ndarray, seed: int) -> np.ndarray:

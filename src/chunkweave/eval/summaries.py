@@ -1,14 +1,14 @@
 """What the samples of quality and TTFT benchmarks say: one row a contender, and the quality plot. Imports no torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.eval.scores import mean_interval
+from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval
 from chunkweave.metrics import ReuseReport
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
@@ -232,8 +232,185 @@ def _averages(
     return {name: average(getattr(report, name) for report in reports) for name in names} if reports else {}
 
 
-def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals; a PNG at `path`.
+@dataclass(frozen=True, slots=True)
+class FidelitySample:
+    """One contender on one question, beside full prefill.
+
+    `kl` has the divergence of its next-token distribution from full prefill's, D_KL(full || contender) in nats, and
+    `agrees` whether both expect the same token most, at each position of full prefill's continuation; both are empty
+    where the prompt is another one. `answer_nll` is in nats a token of the first right answer. `identical` says whether
+    the continuation came out as full prefill's when it was decoded freely, `f1` what that text is worth.
+    """
+
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
+    answer_nll: float | None
+    identical: bool | None
+    f1: float | None
+    ttft_s: float
+    flops_limit: float
+    recompute_fraction: float | None
+    prompt_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, numbers as exact as they are worth."""
+        rounded = {"kl": [float(f"{kl:.4g}") for kl in self.kl], "agrees": [int(agrees) for agrees in self.agrees]}
+        return {**asdict(self), **rounded}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "FidelitySample":
+        """What `as_dict` gave."""
+        agrees = tuple(bool(agrees) for agrees in data["agrees"])
+        return cls(**{**data, "kl": tuple(data["kl"]), "agrees": agrees})
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityRow:
+    """One contender over all questions; a value is None where it is not defined.
+
+    `kl` and `agreement` are means over questions of the mean over positions, `kl_p90` is over all positions.
+    `kl_of_full_reuse` is the mean divergence over that of full KV reuse: what is left of its error. `speedup` is the
+    median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full` and
+    `f1_minus_full` are paired by question, so are their intervals, and those of all others resample questions too:
+    2.5th and 97.5th percentile of 2000 bootstrap samples. `value` is what its parameter was set to, if it was fitted.
+    """
+
+    method: str
+    questions: int
+    kl: float | None = None
+    kl_low: float | None = None
+    kl_high: float | None = None
+    kl_p90: float | None = None
+    kl_of_full_reuse: float | None = None
+    kl_of_full_reuse_low: float | None = None
+    kl_of_full_reuse_high: float | None = None
+    agreement: float | None = None
+    agreement_low: float | None = None
+    agreement_high: float | None = None
+    identical: float | None = None
+    decoded: int = 0
+    answer_nll: float | None = None
+    answer_nll_minus_full: float | None = None
+    answer_nll_minus_full_low: float | None = None
+    answer_nll_minus_full_high: float | None = None
+    f1: float | None = None
+    f1_minus_full: float | None = None
+    f1_minus_full_low: float | None = None
+    f1_minus_full_high: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    flops_limit: float | None = None
+    limit_share: float | None = None
+    ttft_s: float | None = None
+    recompute_fraction: float | None = None
+    prompt_tokens: float | None = None
+    value: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def summarize_fidelity(
+    samples: Sequence[Mapping[str, FidelitySample]], values: Mapping[str, float | None] | None = None
+) -> list[FidelityRow]:
+    """One row a contender, in the order of the first question's; every question has all of them.
+
+    `values` has the fitted parameters by row; contenders that have none (None) get a row without anything measured.
+    """
+    fitted = values or {}
+    measured = [_fidelity_row(label, samples, fitted.get(label)) for label in (samples[0] if samples else ())]
+    return [*measured, *(FidelityRow(label, 0) for label, value in fitted.items() if value is None)]
+
+
+def _fidelity_row(label: str, samples: Sequence[Mapping[str, FidelitySample]], value: float | None) -> FidelityRow:
+    own, full = [one[label] for one in samples], [one["full"] for one in samples]
+    pairs = list(zip(own, full, strict=True))
+    compared = [one for one in own if one.kl]
+    reused = [fmean(one["full-reuse"].kl) for one in samples if one[label].kl]
+    divergences = [fmean(one.kl) for one in compared]
+    kl = mean_interval(divergences) if compared else None
+    left = ratio_interval(divergences, reused) if compared and any(reused) else None
+    agreement = mean_interval([fmean(one.agrees) for one in compared]) if compared else None
+    identical = [one.identical for one in own if one.identical is not None]
+    nll = [(a.answer_nll, b.answer_nll) for a, b in pairs if a.answer_nll is not None and b.answer_nll is not None]
+    nll_lead = mean_interval([a - b for a, b in nll]) if nll else None
+    f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
+    f1_lead = mean_interval([a - b for a, b in f1]) if f1 else None
+    speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
+    limit = median(one.flops_limit for one in own)
+    fractions = [one.recompute_fraction for one in own if one.recompute_fraction is not None]
+    return FidelityRow(
+        label,
+        len(own),
+        *_ends(kl),
+        percentile([kl for one in compared for kl in one.kl], 0.9) if compared else None,
+        *_ends(left),
+        *_ends(agreement),
+        identical=fmean(identical) if identical else None,
+        decoded=len(identical),
+        answer_nll=fmean(a for a, _ in nll) if nll else None,
+        answer_nll_minus_full=nll_lead.mean if nll_lead else None,
+        answer_nll_minus_full_low=nll_lead.low if nll_lead else None,
+        answer_nll_minus_full_high=nll_lead.high if nll_lead else None,
+        f1=fmean(a for a, _ in f1) if f1 else None,
+        f1_minus_full=f1_lead.mean if f1_lead else None,
+        f1_minus_full_low=f1_lead.low if f1_lead else None,
+        f1_minus_full_high=f1_lead.high if f1_lead else None,
+        speedup=speedup.mean,
+        speedup_low=speedup.low,
+        speedup_high=speedup.high,
+        flops_limit=limit,
+        limit_share=speedup.mean / limit,
+        ttft_s=median(one.ttft_s for one in own),
+        recompute_fraction=fmean(fractions) if fractions else None,
+        prompt_tokens=fmean(one.prompt_tokens for one in own),
+        value=value,
+    )
+
+
+def _ends(interval: Interval | None) -> tuple[float | None, float | None, float | None]:
+    return (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)
+
+
+def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
+    """Mean divergence against speed-up, a line a method from least to most recomputation; a PNG at `path`.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    figure, axes = _figure()
+    by_name = {row.method: row for row in rows if row.kl is not None and row.speedup is not None}
+    lines: dict[str, list[FidelityRow]] = defaultdict(list)
+    for row in by_name.values():
+        if row.method not in ("full", "full-in-slices"):
+            lines[row.method.partition("@")[0]].append(row)
+    for name, points in lines.items():
+        points.sort(key=lambda row: row.recompute_fraction or 0.0)
+        kl = [(row.kl or 0.0, row.kl_low or 0.0, row.kl_high or 0.0) for row in points]
+        axes.errorbar(
+            [row.speedup for row in points],
+            [mean for mean, _, _ in kl],
+            yerr=[[mean - low for mean, low, _ in kl], [high - mean for mean, _, high in kl]],
+            marker="o",
+            capsize=2,
+            linewidth=1.5,
+            label=name,
+        )
+    if "full-in-slices" in by_name:
+        axes.axhline(by_name["full-in-slices"].kl, color="black", linewidth=1, label="noise floor: full in slices")
+    axes.set_yscale("log")
+    axes.set_xlabel("first token, times sooner than full prefill (median over questions)")
+    axes.set_ylabel("mean KL(full prefill || method), nats")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png")
+
+
+def _figure() -> tuple[Any, Any]:
+    """An empty figure and its axes.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -245,7 +422,16 @@ def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
         raise UsageError("plots need matplotlib: pip install 'chunkweave[bench]'") from error
     figure = Figure(figsize=(7.2, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    return figure, figure.add_subplot()
+
+
+def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
+    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals; a PNG at `path`.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    figure, axes = _figure()
     lines: dict[str, list[QualityRow]] = defaultdict(list)
     for row in rows:
         lines[row.method.partition("@")[0]].append(row)

@@ -18,6 +18,7 @@ from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
 from chunkweave.eval.summaries import TtftSample
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.store.records import segment_id
 
 REFERENCE = "full"
 """What speed-ups are measured against; always among the contenders."""
@@ -33,28 +34,52 @@ Progress = Callable[[int, int], None]
 class Warmth:
     """How the store is filled before anything is measured.
 
-    `queries=0`: the system part and every chunk computed alone. Else by that many earlier requests of the data set,
-    prefilled in full and stored as a request's chunks are: each in its own context.
+    `queries=0`: the system part, and every chunk computed by itself, with nothing before it or `behind_instruction`.
+    Else by that many earlier requests of the data set, prefilled in full and stored as a request's chunks are: each in
+    its own context.
     """
 
     queries: int = 0
+    behind_instruction: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone` or `queries:N`.
+        """From `alone`, `instruction` or `queries:N`.
 
         Raises:
-            UsageError: neither of them.
+            UsageError: none of them.
         """
-        if text == "alone":
-            return cls()
+        if text in ("alone", "instruction"):
+            return cls(behind_instruction=text == "instruction")
         kind, _, count = text.partition(":")
         if kind != "queries" or not count.isdecimal() or int(count) < 1:
-            raise UsageError(f"not a way to warm the store: {text!r}; write alone or queries:N with N from 1 on")
+            raise UsageError(
+                f"not a way to warm the store: {text!r}; write alone, instruction or queries:N with N from 1 on"
+            )
         return cls(int(count))
 
     def __str__(self) -> str:
-        return f"queries:{self.queries}" if self.queries else "alone"
+        if self.queries:
+            return f"queries:{self.queries}"
+        return "instruction" if self.behind_instruction else "alone"
+
+    def prepare(self, engine: Engine, prompt: Prompt) -> None:
+        """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
+
+        Nothing where earlier requests fill the store.
+        """
+        if self.queries:
+            return
+        with engine.store.lease(engine.store.lookup(prompt)):
+            for part in alone_prompts(prompt, behind_instruction=self.behind_instruction):
+                wanted, context = part.parts[-1].id, part.contexts()[-1]
+                if wanted is not None and segment_id(wanted, context) not in engine.store:
+                    prefill_and_store(engine, part)
+
+
+def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
+    """Prefill in full and keep every part as it was computed."""
+    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +117,11 @@ Contender = Callable[[Prompt], Prefilled | None]
 """Brings a prompt to its first token and waits for it; returns what a report can be made of, if anything."""
 
 
-def woven_prefill(runner: Runner, method: ReuseMethod) -> Contender:
-    """A reuse method on our own layer loop. Nothing is captured, so nothing can be stored."""
+def woven_prefill(runner: Runner, method: ReuseMethod, *, new_tokens: int = 0) -> Contender:
+    """A reuse method on our own layer loop, with room for `new_tokens`. Nothing is captured, so nothing is stored."""
 
     def first_token(prompt: Prompt) -> Prefilled:
-        prefilled = runner.prefill(prompt, method, capture=False)
+        prefilled = runner.prefill(prompt, method, new_tokens=new_tokens, capture=False)
         prefilled.logits.argmax().item()
         return prefilled
 
@@ -149,8 +174,9 @@ def measure(
     """Warm the store, run every contender once uncounted, then yield samples question by question.
 
     Contenders alternate within each question and take turns in going first. A question's samples come together, so
-    that leaving early keeps whole questions. With `alone`, a question's chunks are warmed right before it is measured:
-    so a budget that holds one prompt is enough, and no contender finds chunks evicted that another found.
+    that leaving early keeps whole questions. Unless earlier requests warm the store, a question's chunks are warmed
+    right before it is measured: so a budget that holds one prompt is enough, and no contender finds chunks evicted that
+    another found.
     `contenders` by the names of their rows take the place of the config's.
 
     Raises:
@@ -165,11 +191,10 @@ def measure(
             progress(next(finished), total)
 
     for prompt in workload.earlier:
-        _store(engine, prompt)
+        prefill_and_store(engine, prompt)
         step()
     for index, prompt in enumerate(workload.measured):
-        if not workload.earlier:
-            _warm_alone(engine, prompt)
+        config.warm.prepare(engine, prompt)
         if index == 0:
             for name in names:
                 contenders[name](prompt)
@@ -191,18 +216,6 @@ def make_contenders(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
         else woven_prefill(engine.runner, make_method(name, reuse))
         for name in config.contenders()
     }
-
-
-def _warm_alone(engine: Engine, prompt: Prompt) -> None:
-    """Compute those parts of the prompt alone that are not stored; those that are stay while room is made."""
-    with engine.store.lease(engine.store.lookup(prompt)):
-        for part in alone_prompts(prompt):
-            if not engine.store.lookup(part).parts[-1].variants:
-                _store(engine, part)
-
-
-def _store(engine: Engine, prompt: Prompt) -> None:
-    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE)))
 
 
 def _sample(engine: Engine, index: int, name: str, contender: Contender, prompt: Prompt) -> TtftSample:

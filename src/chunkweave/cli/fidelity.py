@@ -1,0 +1,287 @@
+"""`chunkweave bench fidelity`: how close reuse methods come to full prefill of the same model, without labels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.bench import BenchmarkRun
+from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
+from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.errors import UsageError
+from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
+from chunkweave.eval.results import QuestionLog, check_writable
+from chunkweave.eval.summaries import FidelityRow, FidelitySample, plot_fidelity, summarize_fidelity
+from chunkweave.planning import methods as reuse_methods
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave.eval.fidelity import FidelityConfig, Task
+    from chunkweave.eval.quality import Deviation
+
+_DOCUMENT_CHUNK_TOKENS = 256
+"""Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Which questions are asked over which chunks."""
+
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option("--docs", help="Your own documents: text file or folder of them; repeatable."),
+    ] = None
+    questions_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --docs: your questions, one a line; without it the documents' own sentences are asked for."
+        ),
+    ] = None
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help="MuSiQue, SQuAD 1.1 or JSONL file; bundled documents if neither this nor --docs is given."),
+    ] = None
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
+    chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of every chunk; 0 leaves passages as they are.")] = 0
+    warm: options.Warm = "alone"
+
+    def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
+        """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
+
+        Raises:
+            DocumentError: a file cannot be read.
+            UsageError: options do not go together, or there are too few questions.
+        """
+        if self.docs and self.dataset is not None:
+            raise UsageError("give either --docs or --dataset")
+        if self.questions_file is not None and not self.docs:
+            raise UsageError("--questions-file needs --docs, the documents that the questions are about")
+        count = self.questions + earlier
+        if self.docs:
+            every = self._over_documents(engine, count, seed)
+        elif self.dataset is not None:
+            every = load_dataset(self.dataset, squad_chunks=self.chunks, seed=seed)
+        else:
+            every = bundled_examples(count, seed=seed)
+        if len(every) < count:
+            raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
+        return every, Random(seed).sample(every, count)
+
+    def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
+        cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
+        chunks = cut.chunks(engine, cut.read(self.docs or []))
+        if self.questions_file is None:
+            return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
+        text = read_text(self.questions_file, "list of questions")
+        asked = [line.strip() for line in text.splitlines() if line.strip()]
+        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
+
+    @property
+    def about(self) -> str:
+        """What the questions are about."""
+        if self.docs:
+            return ", ".join(path.name for path in self.docs)
+        return self.dataset.name if self.dataset is not None else "bundled documents"
+
+
+@with_blocks
+def fidelity(
+    *,
+    model: TimedModelOptions,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Reuse methods, separated by commas; `full`, `full-reuse` and a noise floor are added. Settings "
+            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {options.listed(reuse_methods)}."
+        ),
+    ] = "prefix,epic,cacheblend,query",
+    recompute_fraction: Annotated[
+        str,
+        typer.Option(
+            help="Shares of the reused tokens x layers, separated by commas: each method gets the ratio or alpha by "
+            "which it recomputes that much, dense first layers included. Instead of --recompute-ratio and --alpha."
+        ),
+    ] = "",
+    recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
+    alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1",
+    check_layers: options.CheckLayers = "1",
+    asked: PromptOptions,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")
+    ] = 16,
+    free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
+    deviations: Annotated[
+        int, typer.Option(min=0, help="Questions on which KV and attention deviation are measured by layer.")
+    ] = 0,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
+    ] = None,
+    store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
+    plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
+    output: Output,
+) -> None:
+    """How close reuse methods come to full prefill, and how much sooner: your model, your documents, no labels."""
+    for path in (plot, samples):
+        if path is not None:
+            check_writable(path)
+    model.named()
+    model.bound_threads()
+    from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
+    from chunkweave.eval.ttft import Warmth
+
+    config = FidelityConfig(
+        methods=options.names(methods),
+        ratios=tuple(options.numbers(recompute_ratio, "--recompute-ratio")),
+        alphas=tuple(options.numbers(alpha, "--alpha")),
+        reuse=ReuseConfig(check_layers=options.whole_numbers(check_layers, "--check-layers"), seed=model.seed),
+        fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
+        warm=Warmth.parse(asked.warm),
+        chunks=asked.chunks,
+        chunk_tokens=0 if asked.docs else asked.chunk_tokens,
+        new_tokens=new_tokens,
+        free=free,
+    )
+    with model.open(store=store) as engine:
+        every, drawn = asked.examples(engine, model.seed, config.warm.queries)
+        tasks = make_tasks(engine, every, drawn, config)
+        earlier, measured = tasks[: config.warm.queries], tasks[config.warm.queries :]
+        origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
+        whole = {**asdict(config), "warm": str(config.warm), **origin}
+        log = QuestionLog(samples, {**whole, "seed": model.seed, **_measured_with(engine, drawn)})
+        if len(log):
+            stderr().print(f"{len(log)} questions are there already")
+        strayed: dict[str, list[Deviation]] = {}
+        found: list[Mapping[str, FidelitySample]] = [_samples(line) for line in log.of("contenders")]
+        run = BenchmarkRun(
+            "fidelity",
+            engine,
+            whole,
+            model.seed,
+            summarize=lambda: summarize_fidelity(found, log.found),
+            table=lambda rows, shown: fidelity_table(rows, shown),
+            more=lambda: _more(log, strayed),
+            draw=lambda rows: None if plot is None else plot_fidelity(rows, plot, _title(whole)),
+        )
+        with run.reported(output, found):
+            with progress("warming") as report:
+                warm_by_earlier(engine, earlier, report)
+            _measure(engine, measured, config, log, found)
+            _measure_deviations(engine, measured[:deviations], config, log, strayed)
+
+
+def _measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
+    """What a question's result depends on beside the options."""
+    import torch
+
+    model = engine.loaded.model
+    return {
+        "fingerprint": engine.loaded.fingerprint,
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "examples": digest_of(drawn),
+    }
+
+
+def _samples(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
+    return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
+
+
+def _measure(
+    engine: "Engine",
+    tasks: "Sequence[Task]",
+    config: "FidelityConfig",
+    log: QuestionLog,
+    found: list[Mapping[str, FidelitySample]],
+) -> None:
+    from chunkweave.eval.fidelity import fitted_values, measure_fidelity
+
+    if log.found is None:
+        with progress("fitting recompute fractions") as report:
+            log.begin(fitted_values(engine, tasks, config, report))
+    open_questions = [index for index in range(len(tasks)) if index not in log]
+    contenders = config.contenders(log.found or {})
+    with progress("measuring") as report:
+        measured = measure_fidelity(engine, tasks, contenders, config, skip=log.__contains__, progress=report)
+        for index, samples in zip(open_questions, measured, strict=True):
+            found.append(samples)
+            log.add(index, {"contenders": {label: one.as_dict() for label, one in samples.items()}})
+
+
+def _measure_deviations(
+    engine: "Engine",
+    tasks: "Sequence[Task]",
+    config: "FidelityConfig",
+    log: QuestionLog,
+    strayed: "dict[str, list[Deviation]]",
+) -> None:
+    from chunkweave.eval.quality import deviation_from
+
+    with progress("measuring deviations") as report:
+        for done, task in enumerate(tasks, start=1):
+            config.warm.prepare(engine, task.prompt)
+            contenders = config.contenders(log.found or {})
+            full = engine.runner.prefill(task.prompt, contenders.pop("full"), capture=False)
+            for label, method in contenders.items():
+                woven = engine.runner.prefill(task.prompt, method, capture=False)
+                strayed.setdefault(label, []).append(deviation_from(full, woven, engine.loaded.model))
+            report(done, len(tasks))
+
+
+def _more(log: QuestionLog, strayed: "dict[str, list[Deviation]]") -> dict[str, Any]:
+    from chunkweave.eval.quality import mean_deviation
+
+    deviation = {label: mean_deviation(found) for label, found in strayed.items()}
+    return {"commits": sorted({commit for commit in log.of("commit") if commit}), "deviation": deviation}
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    size = f"{config['chunk_tokens']} tokens" if config["chunk_tokens"] else "whole passages"
+    return f"{config['model']} on {config['dataset']}: {config['chunks']} x {size}, chunks computed: {config['warm']}"
+
+
+def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Table:
+    """Contenders: how close to full prefill, how much sooner, at what recomputation."""
+    most = max((row.questions for row in rows), default=0)
+    tokens = next((row.prompt_tokens for row in rows if row.prompt_tokens is not None), 0.0)
+    caption = (
+        f"{most} questions, {tokens:.0f} tokens a prompt, {config['device']}, {config['dtype']}, threads: "
+        f"{config['threads']}. KL: D(full || method) in nats over its own {config['new_tokens']} tokens, mean "
+        "(95 % bootstrap by question) and 90th percentile; left: of full reuse's.\nTop-1: both expect the same token. "
+        "Same: answers decoded freely that come out as full prefill's. NLL: of the first right answer, nats a token, "
+        "minus full prefill's. Speed-up: median of full / method; limit: the same if time were FLOPs."
+    )
+    return table_of(
+        rows,
+        ("method", lambda row: row.method),
+        ("KL", lambda row: _number(row.kl, ".4f")),
+        ("95 %", lambda row: _between(row.kl_low, row.kl_high, ".4f")),
+        ("p90", lambda row: _number(row.kl_p90, ".3f")),
+        ("left", lambda row: _number(row.kl_of_full_reuse, ".0%")),
+        ("top-1", lambda row: _number(row.agreement, ".1%")),
+        ("same", lambda row: _number(row.identical, ".0%")),
+        ("NLL", lambda row: _number(row.answer_nll_minus_full, "+.3f")),
+        ("95 %", lambda row: _between(row.answer_nll_minus_full_low, row.answer_nll_minus_full_high, "+.3f")),
+        ("F1", lambda row: _number(row.f1, ".3f")),
+        ("TTFT", lambda row: "-" if row.ttft_s is None else seconds(row.ttft_s)),
+        ("speed-up", lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x"),
+        ("limit", lambda row: "-" if row.flops_limit is None else f"{row.flops_limit:.2f}x"),
+        ("recomp.", lambda row: _number(row.recompute_fraction, ".1%")),
+        title=_title(config),
+        caption=caption,
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _between(low: float | None, high: float | None, form: str) -> str:
+    return "-" if low is None or high is None else f"{format(low, form)}..{format(high, form)}"

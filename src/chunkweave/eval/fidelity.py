@@ -1,0 +1,373 @@
+"""How close reuse methods come to full prefill of the same model on the same prompts. Needs no labels.
+
+Full prefill answers each question greedily. Those tokens are fed to every contender, and its next-token distribution
+is compared with full prefill's at each of them; the time to the first token is taken in the same run. Where the data
+set has answers, how likely they are is compared too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from statistics import fmean
+
+import torch
+from torch.nn import functional
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
+from chunkweave.engine.engine import Engine
+from chunkweave.engine.prefill import PrefillOptions
+from chunkweave.engine.request import Durations, make_report
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import make_contenders
+from chunkweave.eval.datasets import Example, PromptMaker
+from chunkweave.eval.quality import TOGETHER, answer_text, greedy_tokens
+from chunkweave.eval.scores import f1
+from chunkweave.eval.summaries import FidelitySample
+from chunkweave.eval.ttft import Contender, Progress, Warmth, prefill_and_store, woven_prefill
+from chunkweave.metrics import ReuseReport
+from chunkweave.models.base import LayerwiseModel
+from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
+
+REFERENCE = "full"
+"""The contender that the others are compared with."""
+
+FULL_REUSE = "full-reuse"
+
+SLICED = "full-in-slices"
+"""Full prefill once more, `SLICE_TOKENS` at a time: as far from full prefill as arithmetic alone takes one."""
+
+SLICE_TOKENS = 256
+
+MOST_ALPHA = 64.0
+"""Where the search for an alpha ends: far beyond the 3 of Cache-Craft's Figure 20."""
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityConfig:
+    """What is measured.
+
+    Contenders are full prefill, full KV reuse, the noise floor, and the methods as `make_contenders` makes them; with
+    `fractions` a method has those values of its parameter that make its mean recompute fraction that, instead of
+    `ratios` and `alphas`. Chunks have `chunk_tokens` tokens (0: passages stay whole). `new_tokens` bounds the
+    continuation; answers are decoded freely on the first `free` questions.
+    """
+
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...] = (DEFAULT_RECOMPUTE_RATIO,)
+    alphas: tuple[float, ...] = (1.0,)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    fractions: tuple[float, ...] = ()
+    warm: Warmth = field(default_factory=Warmth)
+    chunks: int = 6
+    chunk_tokens: int = 0
+    new_tokens: int = 16
+    free: int = 40
+    fit_questions: int = 4
+
+    def __post_init__(self) -> None:
+        if not all(0.0 < fraction <= 1.0 for fraction in self.fractions):
+            raise UsageError("a recompute fraction is above 0 and at most 1")
+        if self.new_tokens < 1:
+            raise UsageError(f"new_tokens must be at least 1, not {self.new_tokens}")
+        if self.free < 0 or self.fit_questions < 1:
+            raise UsageError(
+                f"free must not be negative and fit_questions at least 1, not {self.free}, {self.fit_questions}"
+            )
+        self.contenders({})
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """The methods, with their settings, whose values are found by `fitted_values`."""
+        return tuple(spec for spec in self.methods if self.fractions and "@" not in spec and _parameter(spec))
+
+    def contenders(self, values: Mapping[str, float | None]) -> dict[str, ReuseMethod]:
+        """The methods by the names of their rows, full prefill and full reuse first; `values` are the fitted ones.
+
+        Raises:
+            UnknownMethodError: a method does not exist.
+            UsageError: a value is out of range, or a setting unknown.
+        """
+        fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self.methods) if spec not in self.fitted]
+        made = make_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
+        found = {label: self.at(label.rpartition("@")[0], x) for label, x in values.items() if x is not None}
+        return {**made, **found}
+
+    def at(self, spec: str, value: float) -> ReuseMethod:
+        """A method with its settings at one value of its parameter."""
+        return next(iter(make_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
+
+
+def _parameter(spec: str) -> str | None:
+    return parameter_of(spec.partition(":")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question: its prompt, the tokens of the first answer that counts as right, and all those answers."""
+
+    prompt: Prompt
+    answer_ids: tuple[int, ...]
+    answers: tuple[str, ...]
+
+
+def make_tasks(
+    engine: Engine, examples: Sequence[Example], drawn: Sequence[Example], config: FidelityConfig
+) -> list[Task]:
+    """The drawn examples as they are asked; passages that one lacks come from all `examples`.
+
+    Raises:
+        UsageError: the data set has too little text.
+        PromptTooLongError: a prompt does not fit the model's context.
+    """
+    maker = PromptMaker(
+        examples,
+        engine.builder,
+        engine.loaded.fingerprint,
+        chunks=config.chunks,
+        chunk_tokens=config.chunk_tokens,
+    )
+    tasks = []
+    for example in drawn:
+        prompt = maker.prompt(example)
+        answer_ids = engine.builder.answer_ids(example.answers[0]) if example.answers else ()
+        engine.runner.room_for_new_tokens(prompt)
+        tasks.append(Task(prompt, answer_ids, example.answers))
+    return tasks
+
+
+def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress | None = None) -> None:
+    """Prefill earlier requests in full and store them."""
+    for done, task in enumerate(earlier, start=1):
+        prefill_and_store(engine, task.prompt)
+        if progress is not None:
+            progress(done, len(earlier))
+
+
+def fitted_values(
+    engine: Engine, tasks: Sequence[Task], config: FidelityConfig, progress: Progress | None = None
+) -> dict[str, float | None]:
+    """For each method and each of the config's fractions the value of its parameter, by its row's name.
+
+    None where a method cannot recompute so little (CacheBlend's first layers are dense), or so much. Measured to within
+    3 % of the fraction, or as near as eight trials come, on the first `fit_questions` prompts; on half of these where
+    the parameter is a ratio, which does not depend on what the prompts say.
+    """
+    specs = config.fitted
+    values: dict[str, float | None] = {}
+    total, finished = len(specs) * len(config.fractions), count(1)
+    for spec in specs:
+        by_alpha = _parameter(spec) == ALPHA
+        some = tasks[: config.fit_questions if by_alpha else (config.fit_questions + 1) // 2]
+        most = MOST_ALPHA if by_alpha else 1.0
+
+        @cache
+        def fraction_at(value: float, spec: str = spec, some: Sequence[Task] = tuple(some)) -> float:
+            method = config.at(spec, value)
+            return fmean(_fraction(engine, task, method, config) for task in some)
+
+        for fraction in sorted(config.fractions):
+            values[f"{spec}@{100 * fraction:g}%"] = solved(fraction_at, fraction, most=most)
+            if progress is not None:
+                progress(next(finished), total)
+    return values
+
+
+def _fraction(engine: Engine, task: Task, method: ReuseMethod, config: FidelityConfig) -> float:
+    config.warm.prepare(engine, task.prompt)
+    prefilled = engine.runner.prefill(task.prompt, method, capture=False)
+    return _report(engine, prefilled, 0.0).recompute_fraction
+
+
+def solved(rising: Callable[[float], float], wanted: float, *, most: float, tolerance: float = 0.03) -> float | None:
+    """The x in [0, most] where a rising function is `wanted`, or nearly; None if it never comes within a quarter of it.
+
+    Regula falsi (Illinois), at most eight steps.
+    """
+    tried: dict[float, float] = {}
+
+    def off(x: float) -> float:
+        tried[x] = rising(x) - wanted
+        return tried[x]
+
+    low, at_low = 0.0, off(0.0)
+    high = min(most, 2.0 * wanted if most <= 1.0 else 1.0)
+    while (at_high := off(high)) < 0.0 and high < most:
+        low, at_low, high = high, at_high, min(most, 2.0 * high)
+    for _ in range(8):
+        if min(map(abs, tried.values())) <= tolerance * wanted or not at_low < 0.0 < at_high:
+            break
+        x = high - at_high * (high - low) / (at_high - at_low)
+        if x in tried:
+            x = (low + high) / 2
+        if (found := off(x)) < 0.0:
+            low, at_low, at_high = x, found, at_high / 2
+        else:
+            high, at_high, at_low = x, found, at_low / 2
+    best = min(tried, key=lambda x: abs(tried[x]))
+    return best if abs(tried[best]) <= wanted / 4 else None
+
+
+def measure_fidelity(
+    engine: Engine,
+    tasks: Sequence[Task],
+    methods: Mapping[str, ReuseMethod],
+    config: FidelityConfig,
+    *,
+    skip: Callable[[int], bool] = lambda _: False,
+    progress: Progress | None = None,
+) -> Iterator[dict[str, FidelitySample]]:
+    """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
+
+    Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
+    measured stores nothing, so that all find the same.
+    """
+    runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
+    runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
+    labels = [REFERENCE, SLICED, *(label for label in methods if label != REFERENCE)]
+    warmed_up = False
+    for index, task in enumerate(tasks):
+        if not skip(index):
+            config.warm.prepare(engine, task.prompt)
+            if not warmed_up:
+                for label in labels:
+                    runs[label](task.prompt)
+                warmed_up = True
+            turn = index % len(labels)
+            order = [label for label in (*labels[turn:], *labels[:turn]) if label != REFERENCE]
+            found = _on_one(engine, task, runs, order, first=index % 2 == 0, free=index < config.free, config=config)
+            yield {label: found[label] for label in labels}
+        if progress is not None:
+            progress(index + 1, len(tasks))
+
+
+def _room(config: FidelityConfig) -> int:
+    return config.new_tokens + 1
+
+
+def _on_one(
+    engine: Engine,
+    task: Task,
+    runs: Mapping[str, Contender],
+    order: Sequence[str],
+    *,
+    first: bool,
+    free: bool,
+    config: FidelityConfig,
+) -> dict[str, FidelitySample]:
+    """One task: full prefill, timed beside the others, is run again where it comes last."""
+    full, full_s = _timed(runs[REFERENCE], task.prompt)
+    continuation = greedy_tokens(engine, [full], config.new_tokens)[0]
+    reference = log_probabilities(engine.loaded.model, full, continuation)
+    samples: dict[str, FidelitySample] = {}
+    for start in range(0, len(order), TOGETHER):
+        group = order[start : start + TOGETHER]
+        timed = {label: _timed(runs[label], task.prompt) for label in group}
+        texts: dict[str, list[int]] = {}
+        if free:
+            decoded = greedy_tokens(engine, [one for one, _ in timed.values()], config.new_tokens)
+            texts = dict(zip(timed, decoded, strict=True))
+        for label, (one, ttft_s) in timed.items():
+            samples[label] = _sample(engine, task, one, ttft_s, continuation, reference, texts.get(label))
+    if not first:
+        _, full_s = _timed(runs[REFERENCE], task.prompt)
+    text = continuation if free else None
+    samples[REFERENCE] = _sample(engine, task, full, full_s, continuation, reference, text)
+    return samples
+
+
+def _timed(contender: Contender, prompt: Prompt) -> tuple[Prefilled, float]:
+    started = time.perf_counter()
+    prefilled = contender(prompt)
+    ttft_s = time.perf_counter() - started
+    assert prefilled is not None, "every contender here gives a cache"
+    return prefilled, ttft_s
+
+
+def _sample(
+    engine: Engine,
+    task: Task,
+    one: Prefilled,
+    ttft_s: float,
+    continuation: Sequence[int],
+    reference: torch.Tensor,
+    decoded: list[int] | None,
+) -> FidelitySample:
+    model, report = engine.loaded.model, _report(engine, one, ttft_s)
+    own = log_probabilities(model, one, continuation)
+    divergence = (reference.exp() * (reference - own)).sum(-1).clamp(min=0.0)
+    nll = answer_nll(model, one, task.answer_ids) if task.answer_ids else None
+    text = None if decoded is None else answer_text(engine, decoded)
+    return FidelitySample(
+        kl=tuple(divergence.tolist()),
+        agrees=tuple((reference.argmax(-1) == own.argmax(-1)).tolist()),
+        answer_nll=nll,
+        identical=None if decoded is None else list(decoded) == list(continuation),
+        f1=None if text is None or not task.answers else max(f1(text, answer) for answer in task.answers),
+        ttft_s=ttft_s,
+        flops_limit=report.flops_limit,
+        recompute_fraction=report.recompute_fraction,
+        prompt_tokens=report.prompt_tokens,
+    )
+
+
+def _report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> ReuseReport:
+    return replace(make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0), chunks=())
+
+
+def sliced_prefill(runner: Runner, slice_tokens: int, *, new_tokens: int = 0) -> Contender:
+    """Full prefill that takes `slice_tokens` of the prompt at a time, as a batching engine may."""
+    full = make_method(REFERENCE)
+
+    @torch.inference_mode()
+    def first_token(prompt: Prompt) -> Prefilled:
+        with runner.start(prompt, full, PrefillOptions(new_tokens, capture=False)) as job:
+            while job.prefilled is None:
+                runner.step([], [(job, slice_tokens)])
+            job.prefilled.logits.argmax().item()
+            return job.prefilled
+
+    return first_token
+
+
+def log_probabilities(model: LayerwiseModel, prefilled: Prefilled, token_ids: Sequence[int]) -> torch.Tensor:
+    """What the model expects at each of `token_ids` when they follow the prompt: `[tokens, vocab]` in float64.
+
+    Row i is the distribution of token i given the prompt and the tokens before it; the cache is not changed.
+    """
+    rows = [prefilled.logits[None]]
+    if len(token_ids) > 1:
+        rows.append(continued(model, prefilled, token_ids[:-1]))
+    return functional.log_softmax(torch.cat(rows).double(), dim=-1)
+
+
+def answer_nll(model: LayerwiseModel, prefilled: Prefilled, answer_ids: Sequence[int]) -> float:
+    """Mean negative log-likelihood of the tokens of an answer that follows the prompt, in nats a token."""
+    expected = log_probabilities(model, prefilled, answer_ids)
+    wanted = torch.tensor(answer_ids, device=expected.device)
+    return -float(expected.gather(1, wanted[:, None]).mean())
+
+
+@torch.inference_mode()
+def continued(model: LayerwiseModel, prefilled: Prefilled, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits behind each of `token_ids` when they follow the prompt, `[tokens, vocab]`; the cache is not changed."""
+    device, tokens = prefilled.logits.device, len(prefilled.prompt)
+    positions = torch.arange(tokens, tokens + len(token_ids), device=device)
+    hidden = model.embed(torch.tensor(list(token_ids), device=device))
+    visible = torch.arange(tokens + len(token_ids), device=device) <= positions[:, None]
+    for layer in range(model.geometry.num_layers):
+        q, k, v = model.qkv(layer, hidden)
+        past_keys, past_values = prefilled.cache.view(layer, tokens)
+        keys, values = torch.cat((past_keys, model.rotate(k, positions))), torch.cat((past_values, v))
+        attended = functional.scaled_dot_product_attention(
+            model.rotate(q, positions).transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=visible,
+            enable_gqa=True,
+        )
+        hidden = model.finish(layer, hidden, attended[0].transpose(0, 1).reshape(len(token_ids), -1))
+    return model.logits(hidden)

@@ -1,0 +1,254 @@
+"""`bench fidelity`: the instrument against plain transformers, its rows, and a run that is put together of two."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import rotate_half
+
+from chunkweave import Chunk, Engine
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.errors import UsageError
+from chunkweave.eval.datasets import Example, document_examples
+from chunkweave.eval.fidelity import (
+    REFERENCE,
+    SLICED,
+    FidelityConfig,
+    fitted_values,
+    log_probabilities,
+    make_tasks,
+    measure_fidelity,
+    solved,
+)
+from chunkweave.eval.quality import greedy_tokens
+from chunkweave.eval.results import QuestionLog
+from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
+from chunkweave.eval.ttft import Warmth
+from chunkweave.planning.method import make_method
+from chunkweave.testing import toy_model
+from tests.integration.command_line import invoke
+
+NAMES = ("Ada", "Bo", "Cy", "Dee")
+EXAMPLES = [
+    Example(
+        f"Where is {name}?",
+        tuple(
+            Chunk(f"{one} lives at number {i}, behind the old mill on the road to Aldwick.", one)
+            for i, one in enumerate(NAMES)
+        ),
+        (f"number {place}",),
+    )
+    for place, name in enumerate(NAMES)
+]
+
+
+def _config(*methods: str, **changes: object) -> FidelityConfig:
+    return FidelityConfig(methods=methods, chunks=4, new_tokens=5, **changes)  # type: ignore[arg-type]
+
+
+# --- the independent reference -----------------------------------------------------------------------------------
+
+
+def _own_rope(model: torch.nn.Module, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[tokens, head_dim]`, from the definition of RoPE (RoFormer eq. 34)."""
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    theta = config.rope_parameters["rope_theta"]
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = (positions.double()[:, None] * frequencies).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def _shifted(model: torch.nn.Module, keys: torch.Tensor, by: int) -> torch.Tensor:
+    """Rotated keys `[heads, tokens, head_dim]` as they would be `by` positions later."""
+    cos, sin = _own_rope(model, torch.tensor([by]))
+    return keys * cos + rotate_half(keys) * sin
+
+
+def _cache_of(model: torch.nn.Module, token_ids: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    cache = DynamicCache()
+    model(torch.tensor([token_ids]), past_key_values=cache)
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+@torch.inference_mode()
+def _fully_reused(model: torch.nn.Module, prompt: Prompt) -> DynamicCache:
+    """Every stored part computed by itself behind START and moved to its place; all but the question is there."""
+    start = tuple(token for part in prompt.parts if part.kind == "start" for token in part.token_ids)
+    pieces = [_cache_of(model, start)] if start else []
+    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
+        if part.id is None:
+            continue
+        alone = [(k[:, len(start) :], v[:, len(start) :]) for k, v in _cache_of(model, (*start, *part.token_ids))]
+        pieces.append([(_shifted(model, k, span.start - len(start)), v) for k, v in alone])
+    cache = DynamicCache()
+    for layer, states in enumerate(zip(*pieces, strict=True)):
+        cache.update(torch.cat([k for k, _ in states], 1)[None], torch.cat([v for _, v in states], 1)[None], layer)
+    return cache
+
+
+@torch.inference_mode()
+def _expected(model: torch.nn.Module, prompt: Prompt, cache: DynamicCache, behind: list[int]) -> torch.Tensor:
+    """Log-probabilities at each of `behind`, from plain transformers over what `cache` holds of the prompt."""
+    rest = [*prompt.token_ids[cache.get_seq_length() :], *behind[:-1]]
+    logits = model(torch.tensor([rest]), past_key_values=cache).logits[0, -len(behind) :]
+    return logits.double().log_softmax(-1)
+
+
+def _agrees_with_transformers(engine: Engine, tasks: list, tokens: int) -> None:
+    model = engine.loaded.model.model
+    for task in tasks:
+        prompt = task.prompt
+        Warmth().prepare(engine, prompt)
+        full = engine.runner.prefill(prompt, make_method("full"), new_tokens=tokens, capture=False)
+        answer = greedy_tokens(engine, [full], tokens)[0]
+        reused = engine.runner.prefill(prompt, make_method("full-reuse"), new_tokens=tokens, capture=False)
+        ours = [log_probabilities(engine.loaded.model, one, answer) for one in (full, reused)]
+        theirs = [_expected(model, prompt, cache, answer) for cache in (DynamicCache(), _fully_reused(model, prompt))]
+        assert [row.argmax().item() for row in theirs[0]] == answer
+        kl_ours, kl_theirs = ((p.exp() * (p - q)).sum(-1) for p, q in (ours, theirs))
+        assert kl_theirs.max() > 1e-3, "full reuse is another thing than full prefill"
+        torch.testing.assert_close(kl_ours, kl_theirs, atol=1e-4, rtol=0)
+
+
+def test_divergence_of_full_reuse_is_that_of_plain_transformers_on_the_bundled_reader():
+    engine = Engine.load("reader", dtype="float32")
+    _agrees_with_transformers(engine, make_tasks(engine, EXAMPLES, EXAMPLES[:2], _config()), 8)
+
+
+def test_divergence_of_full_reuse_is_that_of_plain_transformers_on_smollm2():
+    from chunkweave.models.gguf import smollm2_file
+
+    if smollm2_file() is None:
+        pytest.skip("SmolLM2 is not installed")
+    engine = Engine.load("smollm2", dtype="float32")
+    _agrees_with_transformers(engine, make_tasks(engine, EXAMPLES, EXAMPLES[:2], _config()), 8)
+
+
+# --- what is measured --------------------------------------------------------------------------------------------
+
+
+def test_every_contender_is_compared_with_full_prefill_and_nothing_is_stored():
+    engine = Engine(toy_model())
+    config = _config("cacheblend@1", "prefix", "epic@0.2", free=2)
+    tasks = make_tasks(engine, EXAMPLES, EXAMPLES, config)
+    samples = list(measure_fidelity(engine, tasks, config.contenders({}), config))
+    assert len(samples) == len(EXAMPLES)
+    assert list(samples[0]) == [REFERENCE, SLICED, "full-reuse", "cacheblend@1", "prefix", "epic@0.2"]
+    assert all(record.alone for record in engine.store.records())
+    for number, one in enumerate(samples):
+        assert one[REFERENCE].kl == (0.0,) * len(one[REFERENCE].kl)
+        for exact in (REFERENCE, SLICED, "cacheblend@1", "prefix"):
+            assert max(one[exact].kl) < 1e-5
+            assert all(one[exact].agrees)
+            assert one[exact].identical is (True if number < 2 else None)
+        assert max(one["full-reuse"].kl) > 1e-4
+        assert one["full-reuse"].flops_limit > one["epic@0.2"].flops_limit > one[REFERENCE].flops_limit == 1.0
+    rows = {row.method: row for row in summarize_fidelity(samples)}
+    assert rows["full-reuse"].kl_of_full_reuse == 1.0
+    assert rows["prefix"].decoded == 2
+    assert rows["prefix"].identical == 1.0
+    assert rows[REFERENCE].speedup == 1.0
+    assert rows["epic@0.2"].answer_nll is not None
+
+
+def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reused():
+    for warm, context in ((Warmth(behind_instruction=True), 1), (Warmth(), 0)):
+        engine = Engine(toy_model())
+        config = _config(warm=warm, free=0)
+        tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:1], config)
+        list(measure_fidelity(engine, tasks, config.contenders({}), config))
+        chunks = [record for record in engine.store.records() if record.source]
+        assert {len(record.context) for record in chunks} == {context}
+        assert len(chunks) == len(NAMES)
+
+
+def test_a_value_is_found_for_each_recompute_fraction_or_none_where_a_method_cannot():
+    engine = Engine(toy_model())
+    config = _config("epic", "cacheblend", "cachecraft", "prefix", fractions=(0.02, 0.5), free=0)
+    tasks = make_tasks(engine, EXAMPLES, EXAMPLES, config)
+    values = fitted_values(engine, tasks, config)
+    assert set(values) == {f"{name}@{share}%" for name in ("epic", "cacheblend", "cachecraft") for share in (2, 50)}
+    assert values["cacheblend@2%"] is None, "its first layers are dense"
+    samples = list(measure_fidelity(engine, tasks, config.contenders(values), config))
+    rows = {row.method: row for row in summarize_fidelity(samples, values)}
+    assert rows["cacheblend@2%"].questions == 0
+    assert rows["cacheblend@2%"].kl is None
+    for name in ("epic", "cacheblend"):
+        assert rows[f"{name}@50%"].recompute_fraction == pytest.approx(0.5, rel=0.25)
+        assert rows[f"{name}@50%"].value == values[f"{name}@50%"]
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(0.3, 0.3), (0.05, None), (0.95, None)])
+def test_the_solver_stays_inside_what_a_method_can_do(wanted, found):
+    x = solved(lambda x: 0.0 if x == 0 else 0.1 + 0.4 * x, wanted, most=1.0)
+    assert (x is None) == (found is None)
+    if x is not None:
+        assert 0.1 + 0.4 * x == pytest.approx(wanted, rel=0.03)
+
+
+def test_questions_are_made_of_the_documents_own_sentences():
+    text = "The lighthouse of {0} was built by the council of {0} in the year of the great storm."
+    chunks = [Chunk(text.format(name), name) for name in ("Skerrow", "Aldwick", "Mire", "Tarn")]
+    examples = document_examples(chunks, chunks_each=2, count=3, seed=1)
+    assert len(examples) == 3
+    for example in examples:
+        begun = example.question.split('"')[1].removesuffix(" ...")
+        assert any(chunk.text == f"{begun} {example.answers[0]}" for chunk in example.chunks)
+        assert len(example.chunks) == 2
+    with pytest.raises(UsageError, match="4 sentences"):
+        document_examples(chunks, chunks_each=2, count=5, seed=1)
+    asked = document_examples(chunks, chunks_each=1, count=9, seed=1, questions=["Who built the lighthouse of Mire?"])
+    assert [(one.chunks[0].source, one.answers) for one in asked] == [("Mire", ())]
+
+
+# --- a run that is put together ----------------------------------------------------------------------------------
+
+
+def test_a_log_goes_on_and_refuses_other_settings(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    log = QuestionLog(path, {"model": "toy"})
+    log.begin({"epic@5%": 0.05})
+    log.add(1, {"contenders": {}})
+    with path.open("a") as file:
+        file.write('{"question": 2, "cut')
+    again = QuestionLog(path, {"model": "toy"})
+    assert again.found == {"epic@5%": 0.05}
+    assert 1 in again
+    assert 2 not in again
+    again.add(0, {"contenders": {"a": 1}})
+    assert QuestionLog(path, {"model": "toy"}).of("contenders") == [{"a": 1}, {}]
+    with pytest.raises(UsageError, match=r"other settings \(model\)"):
+        QuestionLog(path, {"model": "reader"})
+    path.write_text("what is this\n")
+    with pytest.raises(UsageError, match="does not hold finished questions"):
+        QuestionLog(path, {"model": "toy"})
+
+
+def test_samples_survive_their_file():
+    sample = FidelitySample((0.125, 0.0), (True, False), None, None, 0.5, 0.25, 3.0, 0.15, 100)
+    assert FidelitySample.from_dict(json.loads(json.dumps(sample.as_dict()))) == sample
+
+
+def test_the_command_measures_documents_and_goes_on_where_it_was(tmp_path: Path):
+    (tmp_path / "docs").mkdir()
+    for name in NAMES:
+        text = " ".join(
+            f"{name} keeps the {thing} of the town in the house behind the mill." for thing in ("keys", "maps")
+        )
+        (tmp_path / "docs" / f"{name}.txt").write_text(text)
+    samples = tmp_path / "samples.jsonl"
+    command = ["bench", "fidelity", "--model", "reader", "--docs", str(tmp_path / "docs"), "--chunks", "3"]
+    command += ["--methods", "epic", "--new-tokens", "3", "--free", "1", "--samples", str(samples), "--json"]
+    first = json.loads(invoke(*command, "--questions", 2).stdout)
+    assert [row["method"] for row in first["rows"]] == ["full", "full-in-slices", "full-reuse", "epic@0.15"]
+    lines = samples.read_text().splitlines()
+    samples.write_text("\n".join(lines[:2]) + "\n")
+    again = json.loads(invoke(*command, "--questions", 2).stdout)
+    assert [row["kl"] for row in again["rows"]] == pytest.approx([row["kl"] for row in first["rows"]], rel=1e-3)
+    assert samples.read_text().splitlines()[1] == lines[1]
+    refused = invoke(*command, "--questions", 3)
+    assert refused.exit_code == 2
+    assert "other settings (examples, questions)" in " ".join(refused.stderr.split())
