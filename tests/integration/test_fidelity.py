@@ -12,6 +12,7 @@ from chunkweave import Chunk, Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, document_examples
+from chunkweave.eval.decoding import decode_greedily
 from chunkweave.eval.fidelity import (
     REFERENCE,
     SLICED,
@@ -22,7 +23,6 @@ from chunkweave.eval.fidelity import (
     measure_fidelity,
     solved,
 )
-from chunkweave.eval.quality import greedy_tokens
 from chunkweave.eval.results import QuestionLog
 from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
 from chunkweave.eval.ttft import Warmth
@@ -103,11 +103,11 @@ def _agrees_with_transformers(engine: Engine, tasks: list, tokens: int) -> None:
         prompt = task.prompt
         Warmth().prepare(engine, prompt)
         full = engine.runner.prefill(prompt, make_method("full"), new_tokens=tokens, capture=False)
-        answer = greedy_tokens(engine, [full], tokens)[0]
+        answer = decode_greedily(engine, [full], tokens)[0].token_ids
         reused = engine.runner.prefill(prompt, make_method("full-reuse"), new_tokens=tokens, capture=False)
         ours = [log_probabilities(engine.loaded.model, one, answer) for one in (full, reused)]
         theirs = [_expected(model, prompt, cache, answer) for cache in (DynamicCache(), _fully_reused(model, prompt))]
-        assert [row.argmax().item() for row in theirs[0]] == answer
+        assert [row.argmax().item() for row in theirs[0]] == list(answer)
         kl_ours, kl_theirs = ((p.exp() * (p - q)).sum(-1) for p, q in (ours, theirs))
         assert kl_theirs.max() > 1e-3, "full reuse is another thing than full prefill"
         torch.testing.assert_close(kl_ours, kl_theirs, atol=1e-4, rtol=0)

@@ -16,6 +16,7 @@ from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import ModelOptions, Only, SeededModelOptions, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.datasets import Example, load_dataset
 from chunkweave.eval.results import Measured, Measurements, check_writable
 from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
@@ -104,7 +105,8 @@ def quality(
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
             "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
-            f"There are: {options.listed(reuse_methods)}."
+            f"There are: {options.listed(reuse_methods)}. Baselines that change the prompt: "
+            f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
         ),
     ] = "cacheblend,epic,random",
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
@@ -136,6 +138,7 @@ def quality(
         seed=model.seed,
     )
     config.contenders()
+    config.baselines()
     examples = asked.draw(model.seed, earlier=config.warm.queries, worlds=worlds)
     drawn = {"dataset": asked.dataset, "chunks": asked.chunks, "worlds": worlds, "kinds": asked.kinds}
     with model.open(store=store) as engine:
@@ -209,7 +212,7 @@ def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
         ("95 %", lambda row: f"{row.f1_minus_full_low:+.3f}..{row.f1_minus_full_high:+.3f}"),
         ("crossing F1", lambda row: "-" if row.crossing_f1 is None else f"{row.crossing_f1:.3f}"),
         ("gap closed", lambda row: "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"),
-        ("recomp. fraction", lambda row: f"{row.recompute_fraction:.3f}"),
+        ("recomp. fraction", lambda row: "-" if row.recompute_fraction is None else f"{row.recompute_fraction:.3f}"),
         ("TTFT", lambda row: seconds(row.ttft_s)),
         title=title,
         caption=caption,

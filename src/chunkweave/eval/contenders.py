@@ -72,6 +72,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 Those of `query` are in `QUERY_SETTINGS`."""
 
+PROMPT_BASELINES = ("map-reduce", "map-rerank", "compress")
+"""Contenders that change the prompt and reuse no KV of chunks: `eval.prompt_baselines` makes them."""
+
 
 def make_contenders(
     specs: Sequence[str],
@@ -95,7 +98,7 @@ def make_contenders(
     """
     made: dict[str, ReuseMethod] = {}
     for spec in specs:
-        written, at, value = spec.partition("@")
+        written, at, _ = spec.partition("@")
         name, *settings = written.split(":")
         parameter = parameter_of(name)
         configured = with_settings(reuse or ReuseConfig(), settings)
@@ -104,7 +107,7 @@ def make_contenders(
                 raise UsageError(f"{name} has no value that could be set: write {written} instead of {spec}")
             made[written] = make_method(name, configured)
             continue
-        values = (_number(value, spec),) if at else alphas if parameter == ALPHA else ratios
+        values = (value_of(spec),) if at else alphas if parameter == ALPHA else ratios
         for one in values:
             changed: dict[str, Any] = {parameter: one}
             made[label_of(written, one)] = make_method(name, replace(configured, **changed))
@@ -138,8 +141,13 @@ def with_settings(reuse: ReuseConfig, names: Sequence[str]) -> ReuseConfig:
     return replace(reuse, **changes, query=replace(reuse.query, **of_query))
 
 
-def _number(text: str, spec: str) -> float:
+def value_of(spec: str) -> float:
+    """The value after a specification's @.
+
+    Raises:
+        UsageError: there is no number.
+    """
     try:
-        return float(text)
+        return float(spec.partition("@")[2])
     except ValueError as error:
         raise UsageError(f"not a number after the @ of {spec!r}; write for example cacheblend@0.15") from error

@@ -24,7 +24,8 @@ from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example, PromptMaker
-from chunkweave.eval.quality import TOGETHER, answer_text, greedy_tokens
+from chunkweave.eval.decoding import answer_text, decode_greedily
+from chunkweave.eval.quality import TOGETHER
 from chunkweave.eval.scores import f1
 from chunkweave.eval.summaries import FidelitySample
 from chunkweave.eval.ttft import Contender, Progress, Warmth, prefill_and_store, woven_prefill
@@ -260,16 +261,16 @@ def _on_one(
 ) -> dict[str, FidelitySample]:
     """One task: full prefill, timed beside the others, is run again where it comes last."""
     full, full_s = _timed(runs[REFERENCE], task.prompt)
-    continuation = greedy_tokens(engine, [full], config.new_tokens)[0]
+    continuation = decode_greedily(engine, [full], config.new_tokens)[0].token_ids
     reference = log_probabilities(engine.loaded.model, full, continuation)
     samples: dict[str, FidelitySample] = {}
     for start in range(0, len(order), TOGETHER):
         group = order[start : start + TOGETHER]
         timed = {label: _timed(runs[label], task.prompt) for label in group}
-        texts: dict[str, list[int]] = {}
+        texts: dict[str, tuple[int, ...]] = {}
         if free:
-            decoded = greedy_tokens(engine, [one for one, _ in timed.values()], config.new_tokens)
-            texts = dict(zip(timed, decoded, strict=True))
+            decoded = decode_greedily(engine, [one for one, _ in timed.values()], config.new_tokens)
+            texts = {label: one.token_ids for label, one in zip(timed, decoded, strict=True)}
         for label, (one, ttft_s) in timed.items():
             samples[label] = _sample(engine, task, one, ttft_s, continuation, reference, texts.get(label))
     if not first:
@@ -292,9 +293,9 @@ def _sample(
     task: Task,
     one: Prefilled,
     ttft_s: float,
-    continuation: Sequence[int],
+    continuation: tuple[int, ...],
     reference: torch.Tensor,
-    decoded: list[int] | None,
+    decoded: tuple[int, ...] | None,
 ) -> FidelitySample:
     model, report = engine.loaded.model, _report(engine, one, ttft_s)
     own = log_probabilities(model, one, continuation)
@@ -305,7 +306,7 @@ def _sample(
         kl=tuple(divergence.tolist()),
         agrees=tuple((reference.argmax(-1) == own.argmax(-1)).tolist()),
         answer_nll=nll,
-        identical=None if decoded is None else list(decoded) == list(continuation),
+        identical=None if decoded is None else decoded == continuation,
         f1=None if text is None or not task.answers else max(f1(text, answer) for answer in task.answers),
         ttft_s=ttft_s,
         flops_limit=report.flops_limit,

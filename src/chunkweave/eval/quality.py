@@ -17,6 +17,8 @@ from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example
+from chunkweave.eval.decoding import answer_text, decode_greedily
+from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.summaries import QualitySample
 from chunkweave.eval.ttft import Progress, Warmth, prefill_and_store
@@ -33,7 +35,8 @@ TOGETHER = 16
 class QualityConfig:
     """Contenders are every method at every value of its parameter: ratios, alphas or none.
 
-    A method may carry settings after colons and a value of its own: see `eval.contenders`.
+    A method may carry settings after colons and a value of its own: see `eval.contenders`. Prompt baselines may be
+    among the methods.
     """
 
     methods: tuple[str, ...] = ("full", "prefix", "full-reuse", "cacheblend", "epic", "random")
@@ -52,7 +55,16 @@ class QualityConfig:
             UsageError: a ratio is outside [0, 1], an alpha below 0, a setting unknown, or a value for a method without.
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
-        return make_contenders(("full", "full-reuse", *self.methods), self.ratios, self.alphas, reuse)
+        methods, _ = split_baselines(self.methods, self.ratios)
+        return make_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
+
+    def baselines(self) -> dict[str, PromptBaseline]:
+        """The prompt baselines among the methods, by the name of their row.
+
+        Raises:
+            UsageError: a value is out of range, or given to a baseline without.
+        """
+        return split_baselines(self.methods, self.ratios)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +90,11 @@ def measure_quality(
         UnknownMethodError: a method does not exist.
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
-    contenders = config.contenders()
-    by_question = [contenders] * (len(examples) - config.warm.queries)
-    for answer in answer_questions(engine, examples, by_question, config.warm, config.max_new_tokens, progress):
+    by_question = [config.contenders()] * (len(examples) - config.warm.queries)
+    answers = answer_questions(
+        engine, examples, by_question, config.warm, config.max_new_tokens, progress, baselines=config.baselines()
+    )
+    for answer in answers:
         example = examples[config.warm.queries + answer.question]
         scores = best_scores(answer.text, example.answers)
         yield QualitySample(answer.question, example.kind, answer.contender, answer.text, scores, answer.report)
@@ -93,18 +107,23 @@ def answer_questions(
     warm: Warmth,
     max_new_tokens: int,
     progress: Progress | None = None,
+    *,
+    baselines: Mapping[str, PromptBaseline] | None = None,
 ) -> Iterator[GreedyAnswer]:
     """Warm the store with the first examples, then answer each of the rest with its own contenders.
 
     As `measure_quality`, without scores. `contenders` has one mapping a measured question; questions without any cost
-    nothing.
+    nothing. All others have the `baselines` too, behind their contenders.
 
     Raises:
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
     earlier, measured = examples[: warm.queries], examples[warm.queries :]
+    baselines = baselines or {}
     for example in earlier:
         prefill_and_store(engine, _prompt(engine, example))
+        for baseline in baselines.values():
+            baseline.warm(engine, _prompt(engine, example))
     for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
         if wanted:
             prompt = _prompt(engine, example)
@@ -113,6 +132,11 @@ def answer_questions(
             for first in range(0, len(labels), TOGETHER):
                 some = {label: wanted[label] for label in labels[first : first + TOGETHER]}
                 yield from _answers(engine, index, prompt, some, max_new_tokens)
+            for label, baseline in baselines.items():
+                if not warm.queries:
+                    baseline.warm(engine, prompt)
+                answer = baseline.answer(engine, prompt, max_new_tokens)
+                yield GreedyAnswer(index, label, answer.text, answer.report)
         if progress is not None:
             progress(index + 1, len(measured))
 
@@ -130,47 +154,11 @@ def _answers(
         started = time.perf_counter()
         prefilled.append(engine.runner.prefill(prompt, method, new_tokens=room, capture=False))
         times.append(time.perf_counter() - started)
-    texts = greedy_answers(engine, prefilled, room)
+    texts = [answer_text(engine, one.token_ids) for one in decode_greedily(engine, prefilled, room)]
     geometry = engine.loaded.model.geometry
     for label, one, ttft_s, text in zip(contenders, prefilled, times, texts, strict=True):
         report = make_report(one, geometry, Durations(ttft_s, 0.0, 0.0), 0)
         yield GreedyAnswer(index, label, text, replace(report, chunks=()))
-
-
-def greedy_answers(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[str]:
-    """Decode several prefilled prompts together, greedily, each until a stop token; the texts without it."""
-    return [answer_text(engine, tokens) for tokens in greedy_tokens(engine, prefilled, max_new_tokens)]
-
-
-def answer_text(engine: Engine, token_ids: Sequence[int]) -> str:
-    """Decoded tokens as text, without the stop token that may end them."""
-    tokenizer = engine.loaded.tokenizer
-    ended = token_ids[:-1] if token_ids and token_ids[-1] in tokenizer.stop_ids else token_ids
-    return tokenizer.decode(list(ended)).strip()
-
-
-def greedy_tokens(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[list[int]]:
-    """Decode several prefilled prompts together, greedily; the tokens of each up to a stop token, and with it.
-
-    The caches have room for `max_new_tokens`.
-    """
-    stop_ids = engine.loaded.tokenizer.stop_ids
-    answers: list[list[int]] = [[] for _ in prefilled]
-    active = list(range(len(prefilled)))
-    logits = torch.stack([one.logits for one in prefilled])
-    for step in range(max_new_tokens):
-        if step:
-            logits = engine.runner.decode(
-                [prefilled[i].cache for i in active],
-                [answers[i][-1] for i in active],
-                [len(prefilled[i].prompt) + step - 1 for i in active],
-            )
-        for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
-            answers[i].append(token)
-        active = [i for i in active if answers[i][-1] not in stop_ids]
-        if not active:
-            break
-    return answers
 
 
 @dataclass(frozen=True, slots=True)

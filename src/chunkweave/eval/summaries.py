@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval
 from chunkweave.metrics import ReuseReport
 
@@ -36,7 +37,8 @@ class QualityRow:
 
     `f1_low`/`f1_high` and the ends of `f1_minus_full` (paired by question) are bootstrap percentiles. `gap_closed` is
     the share of the crossing kinds' F1 between `full-reuse` (0) and `full` (1), None where full has no lead or no
-    question crosses. `f1_by_kind` are means. `recompute_fraction` is a mean, `ttft_s` a median.
+    question crosses. `f1_by_kind` are means. `recompute_fraction` is a mean (None for a prompt baseline: there
+    is none), `ttft_s` a median.
     """
 
     method: str
@@ -53,7 +55,7 @@ class QualityRow:
     not_worse: bool
     crossing_f1: float | None
     gap_closed: float | None
-    recompute_fraction: float
+    recompute_fraction: float | None
     ttft_s: float
     flops_limit: float
     f1_by_kind: dict[str, float] = field(default_factory=dict)
@@ -107,7 +109,9 @@ def _quality_row(
         not_worse=lead.low > NOT_WORSE,
         crossing_f1=crossing,
         gap_closed=_gap_closed(crossing, *ends),
-        recompute_fraction=fmean(sample.report.recompute_fraction for sample in samples),
+        recompute_fraction=None
+        if name.partition("@")[0] in PROMPT_BASELINES
+        else fmean(sample.report.recompute_fraction for sample in samples),
         ttft_s=median(sample.report.ttft_s for sample in samples),
         flops_limit=median(sample.report.flops_limit for sample in samples),
         f1_by_kind={kind: fmean(values) for kind, values in sorted(by_kind.items())},
@@ -428,21 +432,25 @@ def _figure() -> tuple[Any, Any]:
 def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
     """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals; a PNG at `path`.
 
+    Full prefill and prompt baselines, which have no such fraction, are horizontal.
+
     Raises:
         UsageError: matplotlib is not installed.
     """
     figure, axes = _figure()
     lines: dict[str, list[QualityRow]] = defaultdict(list)
+    baselines = [row for row in rows if row.recompute_fraction is None]
     for row in rows:
-        lines[row.method.partition("@")[0]].append(row)
+        if row not in baselines:
+            lines[row.method.partition("@")[0]].append(row)
     for name, points in lines.items():
-        points.sort(key=lambda row: row.recompute_fraction)
+        points.sort(key=lambda row: row.recompute_fraction or 0.0)
         if name in ("full", "prefix"):
             if name == "full":
                 axes.axhline(points[0].f1, color="black", linewidth=1, label="full prefill")
             continue
         axes.errorbar(
-            [row.recompute_fraction for row in points],
+            [row.recompute_fraction or 0.0 for row in points],
             [row.f1 for row in points],
             yerr=[[row.f1 - row.f1_low for row in points], [row.f1_high - row.f1 for row in points]],
             marker="o",
@@ -450,6 +458,8 @@ def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
             linewidth=1.5,
             label=name,
         )
+    for number, row in enumerate(baselines):
+        axes.axhline(row.f1, color=f"C{9 - number % 10}", linewidth=1, linestyle=":", label=row.method)
     axes.set_xlabel("recompute fraction (share of reused-chunk tokens x layers computed again)")
     axes.set_ylabel("F1")
     axes.set_title(title)
