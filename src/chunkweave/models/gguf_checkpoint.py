@@ -4,9 +4,11 @@ Made here rather than by transformers' reader: that holds all weights in float32
 over long-context RoPE factors, and splits text as GPT-2 does where it does not know the file's rule.
 """
 
+import errno
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -68,9 +71,15 @@ def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], No
     config = _config(fields, tensors)
     names = _names(config, tensors)
     tokenizer = _tokenizer(fields)
+    _make_sure_of_room(folder, torch.bfloat16.itemsize * sum(int(tensors[name].n_elements) for name in names))
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_weights(folder, _weights(config, tensors, names), len(names), progress)
+
+
+def _make_sure_of_room(folder: Path, needed_bytes: int) -> None:
+    if shutil.disk_usage(folder).free < needed_bytes:
+        raise OSError(errno.ENOSPC, f"{needed_bytes / 2**30:.2g} GiB are needed there")
 
 
 class _Fields(dict[str, Any]):
@@ -78,14 +87,16 @@ class _Fields(dict[str, Any]):
 
     @property
     def architecture(self) -> str:
-        return str(self.get("general.architecture"))
+        """Which family of models it is of, as llama.cpp names them."""
+        return str(self["general.architecture"])
 
     def own(self, name: str, default: Any = None) -> Any:
         """The value of `<architecture>.<name>`; without a default it has to be there."""
         key = f"{self.architecture}.{name}"
-        if key not in self and default is None:
-            raise ModelNotFoundError(f"the GGUF file has no {key}: it is damaged, or no language model")
-        return self.get(key, default)
+        return self[key] if default is None else self.get(key, default)
+
+    def __missing__(self, key: str) -> Any:
+        raise ModelNotFoundError(f"the GGUF file does not say its {key}: it holds no whole language model")
 
 
 def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
@@ -125,7 +136,7 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
         num_key_value_heads=heads if kv_heads < 0 else kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_written(fields.own("attention.layer_norm_rms_epsilon")),
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        vocab_size=_rows(tensors, "token_embd.weight"),
         max_position_embeddings=fields.own("context_length"),
         rope_parameters=_rope(fields, tensors, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
@@ -135,6 +146,12 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
     )
     config.dtype = torch.bfloat16
     return config
+
+
+def _rows(tensors: Mapping[str, Any], name: str) -> int:
+    if name not in tensors:
+        raise ModelNotFoundError(f"the GGUF file has no {name}: it holds no whole language model")
+    return int(tensors[name].shape[-1])
 
 
 def _written(value: float) -> float:
@@ -254,7 +271,7 @@ def _write_weights(
         shard[name] = tensor
         shard_bytes += tensor.nbytes
         if shard_bytes >= _SHARD_BYTES or done == count:
-            save_file(shard, folder / f"model-{len(shards)}", metadata={"format": "pt"})
+            _save(shard, folder / f"model-{len(shards)}")
             shards.append(list(shard))
             shard, shard_bytes = {}, 0
         progress(done, count)
@@ -265,6 +282,16 @@ def _write_weights(
         index = {name: place for place, names in zip(places, shards, strict=True) for name in names}
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file that others may read too, as they may the folder's other files."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        full = shutil.disk_usage(path.parent).free < sum(tensor.nbytes for tensor in tensors.values())
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+    path.chmod((path.parent / "config.json").stat().st_mode)
 
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
