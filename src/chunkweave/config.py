@@ -40,7 +40,7 @@ class ModelConfig:
 
     model: str | None = setting(
         None,
-        "Checkpoint folder in Hugging Face format, or `reader`, the bundled model.",
+        "Checkpoint folder in Hugging Face format, GGUF file, `smollm2`, or `reader`, the bundled model.",
         places=_OWN_ENGINE | {Place.VLLM},
     )
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")

@@ -10,7 +10,7 @@ ChunkweaveError
 │   ├── ConversationBusyError  the conversation's last question is still being answered: wait for it
 │   └── ConversationEndedError the conversation was idle for too long, or was closed: begin another
 ├── ModelError             the model cannot be used
-│   ├── ModelNotFoundError     no such folder, or files are missing or unreadable in it
+│   ├── ModelNotFoundError     no such folder or file, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
 ├── QueueFullError         too many requests wait: try again later
 ├── RequestEndedError      a request ended without its answer
@@ -70,7 +70,7 @@ class ModelError(ChunkweaveError):
 
 
 class ModelNotFoundError(ModelError):
-    """The model folder is missing, incomplete or unreadable."""
+    """The model's folder or file is missing, incomplete or unreadable, or cannot be kept where it is unpacked."""
 
 
 class UnsupportedModelError(ModelError):

@@ -16,12 +16,12 @@ from chunkweave.cli.corpus import AskedCorpus, TopK, how_many, open_corpus
 from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, with_blocks
 from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
 from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.models.gguf import BUNDLED_READER
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Conversation
 
-READER = "reader"
 _PROMPT = "> "
 
 ChunksFor = Callable[[str], Sequence[Chunk]]
@@ -51,7 +51,7 @@ def chat(
     """
     output = Output(as_json, out)
     if model.model.model is None and model.model.shape is None:
-        model = replace(model, model=replace(model.model, model=READER))
+        model = replace(model, model=replace(model.model, model=BUNDLED_READER))
     engine_options = how.options(store=store, conversations=limits)
     sampling = SamplingParams(max_new_tokens, temperature)
     if (corpus is not None and documents.docs) or (corpus is None and top_k is not None):

@@ -302,9 +302,13 @@ def dequantize_once(model: str) -> None:
         ModelError: it cannot be read, kept, or driven.
     """
     file = gguf_file(model)
-    if file is None or dequantized_folder(file) is not None:
+    if file is None:
         return
-    warn(f"dequantizing {file.name}: once, it is kept in {models_folder()}")
+    with status(f"reading {file.name}"):
+        made = dequantized_folder(file)
+    if made is not None:
+        return
+    stderr().print(escape(f"dequantizing {file.name}, once: the result is kept in {models_folder()}"), soft_wrap=True)
     with progress(f"dequantizing {file.name}") as report:
         dequantize(file, report)
 

