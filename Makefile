@@ -17,7 +17,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
+.PHONY: help demo test test-triton test-vllm lint checks results-check clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and Lla
 
 lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
 
+results-check: $(TEST_VENV)/.installed ## Result files say where they are from, and the documentation says what they say
+	$(TEST_VENV)/bin/python benchmarks/results_check.py
+
 checks:
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
@@ -49,10 +52,12 @@ checks:
 	$(TEST_VENV)/bin/lint-imports
 
 prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every bit of every file); writes docs/results/faults.txt
+	$(call stamp,$@) > faults.partial
 	CHUNKWEAVE_FAULT_RUNS=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
 		tests/integration/test_disk_faults.py tests/integration/test_remote_faults.py tests/integration/test_restart.py \
 		tests/integration/test_corpus_kills.py \
-		> docs/results/faults.txt || { cat docs/results/faults.txt; exit 1; }
+		>> faults.partial || { cat faults.partial; exit 1; }
+	mv faults.partial docs/results/faults.txt
 	tail -n 1 docs/results/faults.txt
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
@@ -62,8 +67,10 @@ prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page
 	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
 
 prove-server: $(TEST_VENV)/.installed ## 200 drawn requests, right and wrong, to every endpoint; writes docs/results/server-fuzz.txt
+	$(call stamp,$@) > server-fuzz.partial
 	CHUNKWEAVE_FUZZ_EXAMPLES=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
-		tests/server/test_fuzz.py > docs/results/server-fuzz.txt || { cat docs/results/server-fuzz.txt; exit 1; }
+		tests/server/test_fuzz.py >> server-fuzz.partial || { cat server-fuzz.partial; exit 1; }
+	mv server-fuzz.partial docs/results/server-fuzz.txt
 	tail -n 1 docs/results/server-fuzz.txt
 
 prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memory and descriptors watched; writes docs/results/soak.json
@@ -112,6 +119,8 @@ $(CLIENTS_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(CLIENTS_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[server,examples]' 'pytest>=8.4' 'httpx>=0.28'
 	touch $@
+
+stamp = $(TEST_VENV)/bin/python benchmarks/results_check.py --stamp 'make $(1)'
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

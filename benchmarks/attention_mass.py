@@ -20,10 +20,11 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -201,6 +202,23 @@ def arguments() -> argparse.Namespace:
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation: how well fewer layers and heads stand for all."""
+    heads = ["layers x heads", "of all", "*a/b*", "*at a place*", "*tokens*", "their 10th percentile", "slower"]
+    names = ("ratio", "ratio_at_a_place", "outward", "outward_p10")
+    rows = [row for row in result["rows"] if row.get("share") is not None]
+    cells = [
+        [
+            f"{row['layers']} x {row['heads']}",
+            f"{row['share']:.0%}",
+            *("-" if row[name] is None else f"{row[name]:.3f}" for name in names),
+            f"{row['slower']:+.0%}",
+        ]
+        for row in rows
+    ]
+    return {"attention-mass": markdown_table(heads, cells)}
 
 
 def main() -> None:

@@ -9,14 +9,16 @@ seconds from the first submission to the last answer, prefills included. Through
 
 import argparse
 import asyncio
+import shlex
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -54,11 +56,16 @@ def main() -> None:
     _show(table, arguments)
     if arguments.out is not None:
         config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
-        command = " ".join(["python", "benchmarks/batching.py", f"--shape {arguments.shape}"])
+        command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("batching", command, arguments.seed, config, rows, {})
         write_json(arguments.out, result.as_dict())
     if arguments.update_docs is not None:
-        put_into_page(arguments.update_docs, "throughput", markdown_table(HEADS, table))
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    return {"throughput": markdown_table(HEADS, _table(result["rows"]))}
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:

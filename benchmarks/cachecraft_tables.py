@@ -27,6 +27,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+from docs_tables import markdown_table, update_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
@@ -220,22 +221,21 @@ def flops_rows(engine: Engine, examples: Sequence[Example], alphas: Sequence[flo
     ]
 
 
-def markdown(result: Mapping[str, Any]) -> dict[str, str]:
-    """Every table by the name of its place in the document."""
-    name = "alone" if result["warm"] == str(Warmth()) else "queries"
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation."""
     heading = (
         f"{result['questions']} questions, `--warm {result['warm']}`, {result['found_share']:.0%} of tokens stored"
     )
     quality = ("method", "F1", "95 %", "minus `full`", "95 %", "gap closed", "recompute fraction", "FLOPs limit")
     equal = ("`cachecraft`", "recompute fraction", "baseline", "its fraction", "F1 difference", "95 %", "not below")
     made = {
-        f"quality-{name}": f"{heading}:\n\n" + _table(quality, map(_quality_row, result["quality"])),
-        f"ablation-{name}": _table(("", *quality[1:]), map(_ablation_row, result["ablation"])),
-        f"equal-{name}": _table(equal, map(_equal_row, result["equal_budget"])),
+        "quality": f"{heading}:\n\n" + markdown_table(quality, [_quality_row(row) for row in result["quality"]]),
+        "ablation": markdown_table(("", *quality[1:]), [_ablation_row(row) for row in result["ablation"]]),
+        "equal": markdown_table(equal, [_equal_row(row) for row in result["equal_budget"]]),
     }
     if "flops" in result:
         head = ("alpha", "method", "tokens recomputed", "FLOPs of `full`")
-        made["flops"] = _table(head, map(_flops_row, result["flops"]))
+        made["flops"] = markdown_table(head, [_flops_row(row) for row in result["flops"]])
     return made
 
 
@@ -273,22 +273,6 @@ def _flops_row(row: Mapping[str, Any]) -> list[str]:
     return [f"{row['alpha']:g}", f"`{row['contender']}`", f"{row['tokens']:.0%}", f"{row['of_full']:.1%}"]
 
 
-def _table(head: Sequence[str], rows: Any) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def update(path: Path, tables: Mapping[str, str]) -> None:
-    """Put each table between its marks, `<!-- begin NAME -->` and `<!-- end NAME -->`; without marks it is left out."""
-    text = path.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        if begin in text:
-            before, _, rest = text.partition(begin)
-            text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    path.write_text(text, encoding="utf-8")
-
-
 def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in text.split(","))
 
@@ -323,11 +307,10 @@ def main() -> None:
     command = shlex.join(["python", *sys.argv])
     written = BenchmarkResult("cachecraft-tables", command, arguments.seed, config, [], result)
     write_json(arguments.out, written.as_dict())
-    tables = markdown(result)
-    for name, table in tables.items():
+    for name, table in tables(result).items():
         Console().print(f"[bold]{name}[/bold]\n\n{table}\n", soft_wrap=True, highlight=False)
     if arguments.update_docs is not None:
-        update(arguments.update_docs, tables)
+        update_page(arguments.update_docs, arguments.out)
     run.measurements.discard()
 
 

@@ -19,11 +19,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from docs_tables import markdown_table
 from ordering_overhead import requests as zipf_requests
 from rich.console import Console
 from rich.table import Table
@@ -167,6 +168,21 @@ def main() -> None:
         more = {"bound_hit_rate": bound, "budget_tokens": budget, "contextpilot": "0.5.0"}
         result = BenchmarkResult("contextpilot-comparison", command, arguments.seed, config, rows, more)
         write_json(arguments.out, result.as_dict())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    heads = ["", "unlimited cache", f"{result['budget_tokens']:,} tokens, LRU", "time a request, median"]
+    cells = [
+        [
+            row["contender"],
+            *(f"{row[name]:.1%}" for name in ("unlimited_hit_rate", "limited_hit_rate")),
+            f"{row['order_median_s'] * 1e6:,.1f} us",
+        ]
+        for row in result["rows"]
+    ]
+    bound = f"No order can save more than {result['bound_hit_rate']:.1%}."
+    return {"contextpilot": f"{markdown_table(heads, cells)}\n\n{bound}"}
 
 
 def _show(rows: Sequence[dict[str, Any]], bound: float, requests: int, budget: int) -> None:

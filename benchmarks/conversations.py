@@ -18,16 +18,17 @@ each other; p is that of the paired t-test over turns, which the paper has.
 """
 
 import argparse
+import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -257,21 +258,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     field_of, workload = measure(arguments, loaded)
     rows = [row(one) for one in field_of]
     pairs = [comparison(field_of[i], field_of[i + 1]) for i in range(0, len(field_of), 2)]
-    tables = [_rows_table(rows), _pairs_table(pairs)]
     print(f"{workload['repeated_chunk_share']:.0%} of the chunks of a turn were there already")
-    for heads, cells in tables:
+    for heads, cells in (_rows_table(rows), _pairs_table(pairs)):
         _show(heads, cells)
-    if arguments.update_docs is not None:
-        name = "conversations" if arguments.model else "conversations-ttft"
-        share = f"{workload['repeated_chunk_share']:.0%} of the retrieved chunks were there already."
-        text = "\n\n".join([share, *(markdown_table(heads, cells) for heads, cells in tables)])
-        put_into_page(arguments.update_docs, name, text)
     if arguments.out is not None:
         origin = {name: str(value) for name, value in vars(arguments).items()} | {"warm": "alone"}
         more = {"workload": workload, "deduplication": pairs}
-        command = " ".join(["python", "benchmarks/conversations.py", *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join(["python", "benchmarks/conversations.py", *(sys.argv[1:] if argv is None else argv)])
         result = BenchmarkResult("conversations", command, arguments.seed, origin, rows, more)
         write_json(arguments.out, result.as_dict())
+    if arguments.update_docs is not None:
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation, as one."""
+    share = f"{result['workload']['repeated_chunk_share']:.0%} of the retrieved chunks were there already."
+    both = (markdown_table(*_rows_table(result["rows"])), markdown_table(*_pairs_table(result["deduplication"])))
+    return {"conversations": "\n\n".join([share, *both])}
 
 
 def _rows_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

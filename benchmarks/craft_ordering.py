@@ -17,13 +17,13 @@ A contender is a method, an ordering behind `+`, and a threshold of promotion or
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from craft_serving import Contender, close, contenders, dataset_requests, row, serve_all, zipf_worlds
-from docs_tables import markdown_table, put_into_page
+from docs_tables import command_block, markdown_table, update_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
@@ -153,7 +153,7 @@ def combination(
     }
 
 
-def table(part: str, rows: Sequence[dict[str, Any]], more: dict[str, Any]) -> str:
+def table(part: str, rows: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> str:
     """Markdown of one part's rows."""
     if part == "savings":
         heads = ["order", "stored from count", "tokens saved", "of all documents'", "requests found whole"]
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", nargs=2, metavar=("PAGE", "MARKER"))
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out)
@@ -238,8 +238,13 @@ def main() -> None:
         result = BenchmarkResult(f"craft-{arguments.part}", command, arguments.seed, config, rows, more)
         write_json(arguments.out, result.as_dict())
     if arguments.update_docs is not None:
-        page, marker = arguments.update_docs
-        put_into_page(Path(page), marker, f"    {command}\n\n{shown}")
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation, below its command."""
+    shown = table(result["config"]["part"], result["rows"], result)
+    return {"craft": f"{command_block(result['command'])}\n\n{shown}"}
 
 
 if __name__ == "__main__":

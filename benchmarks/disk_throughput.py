@@ -19,12 +19,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -191,6 +192,34 @@ def codec_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation."""
+    heads = ["codec", "sequential", "layer-wise, unchecked", "checked and decoded, 1 thread"]
+    heads.append(f"checked and decoded, {result['config']['loaders']} threads")
+    shares = ("unchecked_over_sequential", "one_thread_over_sequential", "loaders_over_sequential")
+    read = [
+        [
+            f"`{row['method']}`",
+            f"{row['sequential_bytes_per_s'] / 1e6:.0f} MB/s",
+            *(f"{row[name]:.2f}" for name in shares),
+        ]
+        for row in result["rows"]
+    ]
+    coded = [
+        [
+            f"`{row['codec']}`",
+            row["kv"],
+            f"{row['bytes_per_raw_byte']:.3f}",
+            f"{row['relative_l2']:.4f}",
+            f"{row['max_abs']:.2g}",
+            f"{row['max_abs_kv']:.2g}",
+        ]
+        for row in result["codecs"]
+    ]
+    code_heads = ["codec", "input", "bytes per raw byte", "relative L2 error", "largest error", "largest value"]
+    return {"disk-throughput": markdown_table(heads, read), "codecs": markdown_table(code_heads, coded)}
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:

@@ -7,12 +7,15 @@ paragraph is among the k best. Seconds are for embedding all paragraphs and all 
 """
 
 import argparse
+import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -59,9 +62,17 @@ def main() -> None:
         table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     if arguments.out is not None:
-        config = {"dataset": arguments.dataset.name, "embedders": arguments.embedders}
-        command = f"python benchmarks/embedders.py --dataset {arguments.dataset.name} --embedders {arguments.embedders}"
+        sizes = {"questions": len(questions), "paragraphs": len(paragraphs)}
+        config = {"dataset": arguments.dataset.name, "embedders": arguments.embedders, **sizes}
+        command = shlex.join(["python", *sys.argv])
         write_json(arguments.out, BenchmarkResult("embedders", command, 0, config, rows, {}).as_dict())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    heads = ["embedder", "first", *(f"best {rank}" for rank in RANKS[1:])]
+    cells = [[f"`{row['embedder']}`", *(f"{row[f'recall_at_{rank}']:.3f}" for rank in RANKS)] for row in result["rows"]]
+    return {"embedders": markdown_table(heads, cells)}
 
 
 if __name__ == "__main__":

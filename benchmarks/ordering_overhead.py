@@ -12,13 +12,14 @@ import shlex
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -182,6 +183,17 @@ def main() -> None:
         command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("ordering-overhead", command, arguments.seed, config, rows, {"memory": more})
         write_json(arguments.out, result.as_dict())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation: medians in microseconds, and what is held in memory."""
+    steps = {name: name for name in ("reorder", "lookup", "update", "together")} | {"arrange": "whole `arrange` call"}
+    cells = [[f"`{row['ordering']}`", *(f"{row[s]['p50_s'] * 1e6:.1f}" for s in steps)] for row in result["rows"]]
+    memory = result["memory"]
+    table = f"{memory['table_bytes'] / 1e6:.2f} MB for {memory['table_chunks']:,} chunks"
+    tree = f"{memory['tree_bytes'] / 1e6:.1f} MB for {memory['tree_nodes']:,} nodes"
+    shown = markdown_table(["ordering", *steps.values()], cells)
+    return {"ordering-overhead": f"{shown}\n\nTable: {table}; tree: {tree}."}
 
 
 if __name__ == "__main__":

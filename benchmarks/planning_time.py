@@ -12,9 +12,12 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -98,6 +101,14 @@ def main() -> None:
         config = {name: str(value) for name, value in vars(arguments).items()}
         command = shlex.join(["python", *sys.argv])
         write_json(arguments.out, BenchmarkResult("planning-time", command, arguments.seed, config, rows, {}).as_dict())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    cells = [
+        [row["step"], *(f"{row[name] * 1e3:.3f} ms" for name in ("median_s", "least_s"))] for row in result["rows"]
+    ]
+    return {"planning-time": markdown_table(["step", "median", "least"], cells)}
 
 
 if __name__ == "__main__":

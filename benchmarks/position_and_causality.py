@@ -11,7 +11,7 @@ those of `chunkweave bench quality`.
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -91,6 +92,19 @@ def main() -> None:
         command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("position-and-causality", command, arguments.seed, origin, rows, {})
         write_json(arguments.out, result.as_dict())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation: F1, and that of the kinds that cross passages."""
+    found = {row["method"]: f"{row['f1']:.3f} ({row['crossing_f1']:.3f})" for row in result["rows"]}
+    methods = [name for name in found if name != "full" and "," not in name]
+    heads = ["F1 (crossing kinds)", *(f"`{name}`" for name in methods)]
+    cells = [
+        ["positions not corrected", *(found[f"{name}, positions not corrected"] for name in methods)],
+        ["positions corrected", *(found[name] for name in methods)],
+        ["`full`", *[found["full"]] * len(methods)],
+    ]
+    return {"position-and-causality": markdown_table(heads, cells)}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import command_block, markdown_table, update_page
 from query_ttft import methods_of
 from rich.console import Console
 
@@ -112,7 +113,12 @@ def main() -> None:
         result = BenchmarkResult("query-loading", command, arguments.seed, origin, rows, {})
         write_json(arguments.out, result.as_dict())
     if arguments.update_docs is not None:
-        put_into_page(arguments.update_docs, "query-loading", f"    {command}\n\n{table(rows)}")
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation, below its command."""
+    return {"query-loading": f"{command_block(result['command'])}\n\n{table(result['rows'])}"}
 
 
 def measure(bench: Bench, labels: list[str], quotients: list[float], repeats: int) -> list[dict[str, Any]]:

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from docs_tables import update_page
 from query_study_answers import Answers
 from query_study_report import StudyReport, summarize_study
-from query_study_tables import update_page
+from query_study_report import tables as tables  # docs_tables looks for it here
 from rich.console import Console
 
 from chunkweave.cli.console import progress
@@ -176,7 +177,7 @@ def main() -> None:
 
         plot_study(report, arguments.plots, arguments.study)
     if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.study, result)
+        update_page(arguments.update_docs, arguments.out)
 
 
 def parse_arguments() -> argparse.Namespace:

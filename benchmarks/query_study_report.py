@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from docs_tables import markdown_table
+from docs_tables import command_block, markdown_table
 
 from chunkweave.eval.scores import mean_interval, ratio_interval
 from chunkweave.eval.summaries import CROSSING_KINDS
@@ -198,3 +198,15 @@ def kinds_table(rows: Sequence[StudyRow]) -> str:
 def percent(share: float | None) -> str:
     """A share, or a dash where there is none."""
     return "-" if share is None else f"{share:.0%}"
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """The tables of a study's result for the documentation: all below the command, or the settings' alone."""
+    report = StudyReport(
+        tuple(StudyRow(**row) for row in result["rows"]), tuple(Cheapest(**one) for one in result["cheapest"])
+    )
+    shown = [f"**{title}**\n\n{table}" for title, table in report.tables()]
+    return {
+        "query-study": "\n\n".join([command_block(result["command"]), *shown]),
+        "query-settings": "\n\n".join(shown[: len(dict.fromkeys(row.setting for row in report.rows))]),
+    }

@@ -12,11 +12,12 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import command_block, markdown_table, update_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
@@ -24,7 +25,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.summaries import TtftRow, summarize
+from chunkweave.eval.summaries import summarize
 from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, make_workload, measure, woven_prefill
 
 
@@ -73,27 +74,32 @@ def main() -> None:
     result = BenchmarkResult(
         "query-ttft", command, arguments.seed, origin, [row.as_dict() for row in rows], {"samples": taken}
     ).as_dict()
-    Console(width=150).print(table(rows), highlight=False)
+    Console(width=150).print(table(result["rows"]), highlight=False)
     if arguments.out is not None:
         write_json(arguments.out, result)
     if arguments.update_docs is not None:
-        put_into_page(arguments.update_docs, "query-ttft", f"    {command}\n\n{table(rows)}")
+        update_page(arguments.update_docs, arguments.out)
 
 
-def table(rows: list[TtftRow]) -> str:
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation, below its command."""
+    return {"query-ttft": f"{command_block(result['command'])}\n\n{table(result['rows'])}"}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Times, how many times sooner than full prefill, and what it would be if time were FLOPs."""
     heads = ["method", "recompute fraction", "TTFT", "sooner than `full`", "10..90 %", "FLOPs limit", "share of it"]
     return markdown_table(
         heads,
         [
             [
-                f"`{row.method}`",
-                f"{row.recompute_fraction:.3f}",
-                f"{row.ttft_median_s:.3f} s",
-                f"{row.speedup:.2f}x",
-                f"{row.speedup_p10:.2f}..{row.speedup_p90:.2f}",
-                f"{row.flops_limit:.1f}x",
-                f"{row.limit_share:.0%}",
+                f"`{row['method']}`",
+                f"{row['recompute_fraction']:.3f}",
+                f"{row['ttft_median_s']:.3f} s",
+                f"{row['speedup']:.2f}x",
+                f"{row['speedup_p10']:.2f}..{row['speedup_p90']:.2f}",
+                f"{row['flops_limit']:.1f}x",
+                f"{row['limit_share']:.0%}",
             ]
             for row in rows
         ],

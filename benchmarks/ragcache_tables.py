@@ -3,17 +3,18 @@
     python benchmarks/ragcache_tables.py --musique FILE --mooncake FILE --out docs/results --docs docs/ragcache.md
 
 Computes the parts named by `--parts` (all if left out), writes each as JSON into `--out`, and with `--docs` puts the
-tables between the page's markers. `--docs` alone (with `--parts none`) renders the JSON that is there.
+tables between the page's markers.
 """
 
 import argparse
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from docs_tables import markdown_table, update_page
 from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
-    parts = [] if arguments.parts == "none" else arguments.parts.split(",")
+    parts = arguments.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
     for name, file in (("policies-musique", arguments.musique), ("policies-mooncake", arguments.mooncake)):
@@ -66,11 +67,11 @@ def main() -> None:
     for part in parts:
         rows = list(track(_rows(part, arguments), part, console=Console(stderr=True)))
         config = {"shape": SHAPE, "flops_per_s": FLOPS_PER_S, "requests": arguments.requests}
-        command = f"python benchmarks/ragcache_tables.py --parts {part} --requests {arguments.requests}"
-        result = BenchmarkResult(part, command, arguments.seed, config, rows, {})
-        write_json(arguments.out / f"ragcache-{part}.json", result.as_dict())
-    if arguments.docs is not None:
-        _render(arguments.out, arguments.docs)
+        command = shlex.join(["python", *sys.argv])
+        written = arguments.out / f"ragcache-{part}.json"
+        write_json(written, BenchmarkResult(part, command, arguments.seed, config, rows, {}).as_dict())
+        if arguments.docs is not None:
+            update_page(arguments.docs, written)
 
 
 def _rows(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -126,17 +127,10 @@ def _policy_row(name: str, arrivals: list[Arrival], budget: int, policies: Seque
     return next(policy_rows(trace, [budget], COST, policies))
 
 
-def _render(results: Path, page: Path) -> None:
-    """Put each result that is there between `<!-- NAME -->` and `<!-- /NAME -->`."""
-    text = page.read_text(encoding="utf-8")
-    files = {part: results / f"ragcache-{part}.json" for part in PARTS}
-    files["scheduling-time"] = results / "scheduling-time.json"
-    for part, file in files.items():
-        if file.exists():
-            table = _TABLES[part.split("-")[0]](json.loads(file.read_text(encoding="utf-8"))["rows"])
-            between = re.compile(rf"(<!-- {part} -->\n).*?(<!-- /{part} -->)", re.DOTALL)
-            text = between.sub(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", text)
-    page.write_text(text, encoding="utf-8")
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of one part for the documentation."""
+    part = result["benchmark"]
+    return {part: _TABLES[part.split("-")[0]](result["rows"])}
 
 
 def _policy_table(rows: list[dict[str, Any]]) -> str:
@@ -158,7 +152,7 @@ def _policy_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['bound']['token_hit_rate']:.3f}",
             ]
         )
-    return _markdown(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _marked(rate: float | None, best: float) -> str:
@@ -169,7 +163,7 @@ def _marked(rate: float | None, best: float) -> str:
 
 def _reordering_table(rows: list[dict[str, Any]]) -> str:
     heads = ["memory", "rate", "TTFT in order", "reordered", "ratio", "hit rate in order", "reordered", "passed over"]
-    return _markdown(
+    return markdown_table(
         heads,
         [
             [
@@ -189,14 +183,14 @@ def _reordering_table(rows: list[dict[str, Any]]) -> str:
 
 def _rate_table(rows: list[dict[str, Any]]) -> str:
     base = rows[0]["rate_per_s"]
-    return _markdown(
+    return markdown_table(
         ["method", "sustained rate", "of no cache"],
         [[row["method"], f"{row['rate_per_s']:.2f}/s", f"{row['rate_per_s'] / base:.2f}x"] for row in rows],
     )
 
 
 def _cost_table(rows: list[dict[str, Any]]) -> str:
-    return _markdown(
+    return markdown_table(
         ["memory", "profiled cost", "a second a token"],
         [
             [f"{row['budget_bytes'] / GIB:.0f} GiB", *(f"{row['hit_rate'][name]:.4f}" for name in ("profiled", "flat"))]
@@ -205,24 +199,11 @@ def _cost_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _time_table(rows: list[dict[str, Any]]) -> str:
-    return _markdown(
-        ["part", "p50", "p99"],
-        [[row["part"], *(f"{row[key] * 1e6:.1f} us" for key in ("p50_s", "p99_s"))] for row in rows],
-    )
-
-
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    alignment = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, alignment, *rows))
-
-
 _TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "policies": _policy_table,
     "cost": _cost_table,
     "reordering": _reordering_table,
     "sustainable": _rate_table,
-    "scheduling": _time_table,
 }
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ chunk alone, but that of `prefix`, which the requests before have filled.
 
 import argparse
 import asyncio
+import shlex
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from load_generator import LoadResult, SustainableRate, poisson_arrivals, run_load, sustainable_rate
 from passages import passages
 from rich.console import Console
@@ -222,17 +223,23 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows, rates = asyncio.run(_measure(arguments, progress))
-    tables = (REORDER_HEADS, _reorder_cells(rows)), (RATE_HEADS, _rate_cells(rates))
-    for heads, cells in tables:
-        _show(heads, cells)
+    _show(REORDER_HEADS, _reorder_cells(rows))
+    _show(RATE_HEADS, _rate_cells(rates))
     if arguments.out is not None:
         config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("reordering-engine", command, arguments.seed, config, rows, {"sustained": rates})
         write_json(arguments.out, result.as_dict())
     if arguments.update_docs is not None:
-        for name, (heads, cells) in zip(("reordering-engine", "sustained-rate-engine"), tables, strict=True):
-            put_into_page(arguments.update_docs, name, markdown_table(heads, cells))
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation."""
+    return {
+        "reordering-engine": markdown_table(REORDER_HEADS, _reorder_cells(result["rows"])),
+        "sustained-rate-engine": markdown_table(RATE_HEADS, _rate_cells(result["sustained"])),
+    }
 
 
 async def _measure(

@@ -15,11 +15,15 @@ Times are the clock's: on a shared machine the p99 says mostly who else was runn
 
 import argparse
 import gc
+import shlex
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -105,7 +109,7 @@ def main() -> None:
     _show(rows, nodes, arguments.waiting)
     if arguments.out is not None:
         config = {"policy": arguments.policy, "waiting": arguments.waiting, "nodes": nodes}
-        command = "python benchmarks/scheduling_time.py"
+        command = shlex.join(["python", *sys.argv])
         result = BenchmarkResult("scheduling-time", command, arguments.seed, config, rows, {})
         write_json(arguments.out, result.as_dict())
 
@@ -125,6 +129,12 @@ def _full_tree(arguments: argparse.Namespace) -> tuple[Scheduler, list[TraceRequ
 def _row(part: str, times_s: list[float]) -> dict[str, object]:
     percentiles = statistics.quantiles(times_s, n=100)
     return {"part": part, "requests": len(times_s), "p50_s": percentiles[49], "p99_s": percentiles[98]}
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    cells = [[row["part"], *(f"{row[key] * 1e6:.1f} us" for key in ("p50_s", "p99_s"))] for row in result["rows"]]
+    return {"scheduling-time": markdown_table(["part", "p50", "p99"], cells)}
 
 
 def _show(rows: list[dict[str, object]], nodes: int, waiting: int) -> None:

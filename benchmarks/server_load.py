@@ -18,7 +18,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from load_generator import LoadResult, run_load, sustainable_rate
 from rich.console import Console
 from rich.table import Table
@@ -212,9 +212,14 @@ def main() -> None:
         _write(arguments, finished, complete=method == arguments.methods[-1])
     _show(finished)
     if arguments.update_docs is not None:
-        tables = (markdown_table(SUMMARY_HEADS, summary_table(finished)), markdown_table(HEADS, run_table(finished)))
-        marker = "server-load" if arguments.arrivals is None else "server-load-arrivals"
-        put_into_page(arguments.update_docs, marker, "\n\n".join(tables))
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation, as one."""
+    rows = result["rows"]
+    both = (markdown_table(SUMMARY_HEADS, summary_table(rows)), markdown_table(HEADS, run_table(rows)))
+    return {"server-load": "\n\n".join(both)}
 
 
 def _parse() -> argparse.Namespace:

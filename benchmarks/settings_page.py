@@ -1,8 +1,10 @@
 """Write the table of all settings into docs/settings.md: python benchmarks/settings_page.py."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from docs_tables import put_into_page
+from docs_tables import rewrite_page
 
 from chunkweave.server.settings import GROUPS
 from chunkweave.settings import Place, Setting, settings_of
@@ -15,6 +17,11 @@ _COLUMNS = {
     Place.CONNECTOR: "connector",
     Place.REQUEST: "request",
 }
+
+
+def tables(_: Mapping[str, Any]) -> dict[str, str]:
+    """The table for the page."""
+    return {"settings": settings_table()}
 
 
 def settings_table() -> str:
@@ -42,4 +49,4 @@ def _shown(one: Setting, value: object) -> str:
 
 
 if __name__ == "__main__":
-    put_into_page(PAGE, "settings", settings_table())
+    rewrite_page(PAGE)

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import gc
 import random
+import shlex
 import sys
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import httpx
 from server_thread import ServerThread
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
-from chunkweave.eval.results import commit, machine, to_json, versions, write_json
+from chunkweave.eval.results import BenchmarkResult, to_json, write_json
 from chunkweave.server.backend import Stage
 from chunkweave.server.engine_backend import EngineBackend
 from chunkweave.server.service import Service
@@ -124,20 +125,16 @@ def run(requests: int, seed: int) -> dict[str, Any]:
     flat = growth <= max(_MOST_GROWTH * settled[0]["bytes"], _MOST_GROWTH_BYTES)
     broken = sum(count for status, count in counts.items() if status.startswith("5"))
     after = descriptors()
-    return {
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "seed": seed,
-        "config": {"requests": requests, "clients": _CLIENTS, "store_bytes": _STORE_BYTES},
+    config = {"requests": requests, "clients": _CLIENTS, "store_bytes": _STORE_BYTES}
+    more = {
         "seconds": time.perf_counter() - started,
         "answers": dict(sorted(counts.items())),
         "growth_bytes": growth,
         "descriptors_before": before,
         "descriptors_after": after,
         "ok": flat and not broken and not blocks and after <= before + 2,
-        "rows": sizes,
     }
+    return BenchmarkResult("soak", shlex.join(["python", *sys.argv]), seed, config, sizes, more).as_dict()
 
 
 def main() -> None:

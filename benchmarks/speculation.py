@@ -14,9 +14,10 @@ engine can serve; both contenders get the same arrivals, in rounds that alternat
 
 import argparse
 import asyncio
+import shlex
 import statistics
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from clustered_index import World, at_ratio, open_index
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from load_generator import LoadResult, poisson_arrivals, run_load
 from numpy.typing import NDArray
 from passages import passages
@@ -237,17 +238,23 @@ def main() -> None:
     import_faiss().omp_set_num_threads(arguments.threads)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows, more = asyncio.run(measure(arguments, progress))
-    tables = (LIST_HEADS, _ratio_cells(rows)), (LOAD_HEADS, _load_cells(more["under_load"]))
-    for heads, cells in tables:
-        _show(heads, cells)
+    _show(LIST_HEADS, _ratio_cells(rows))
+    _show(LOAD_HEADS, _load_cells(more["under_load"]))
     if arguments.out is not None:
         left_out = ("out", "update_docs", "seed", "index_file")
         config = {key: value for key, value in vars(arguments).items() if key not in left_out}
-        result = BenchmarkResult("speculation", " ".join(["python", *sys.argv]), arguments.seed, config, rows, more)
+        result = BenchmarkResult("speculation", shlex.join(["python", *sys.argv]), arguments.seed, config, rows, more)
         write_json(arguments.out, result.as_dict())
     if arguments.update_docs is not None:
-        for name, (heads, cells) in zip(("speculation", "speculation-load"), tables, strict=True):
-            put_into_page(arguments.update_docs, name, markdown_table(heads, cells))
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of a result for the documentation."""
+    return {
+        "speculation": markdown_table(LIST_HEADS, _ratio_cells(result["rows"])),
+        "speculation-load": markdown_table(LOAD_HEADS, _load_cells(result["under_load"])),
+    }
 
 
 def _ratio_cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:

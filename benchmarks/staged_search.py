@@ -13,16 +13,18 @@ hidden. `hidden` is that rest as a share of the search.
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from clustered_index import World, at_ratio, exact_rows, open_index
+from docs_tables import markdown_table
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -123,10 +125,42 @@ def main() -> None:
     if arguments.out is not None:
         origin = {name: str(value) for name, value in vars(arguments).items()}
         more = {"build_s": built.build_s, "peak_rss_bytes": peak_rss_bytes()}
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         write_json(
             arguments.out, BenchmarkResult("staged-search", command, arguments.seed, origin, rows, more).as_dict()
         )
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation: for an index that is searched whole, and for one that is probed."""
+    rows = result["rows"]
+    if result["config"]["index"] == "hnsw":
+        heads = ["ratio", "search", "staged / search", "final top-2 known after the probe", "distances of the probe"]
+        more = [[f"{one['final_at_stage'][0]:.0%}", f"{one['extra_distances']:.0%}"] for one in rows]
+    else:
+        heads = ["ratio", "recall", "search", "staged", "staged / search", "final top-2 known after stage 1, 2, 3+"]
+        heads.append("search after that")
+        more = [[_known(one["final_at_stage"]), f"{one['hidden_mean']:.0%}"] for one in rows]
+    return {
+        "staged-search": markdown_table(
+            heads, [[*_times(one, heads), *rest] for one, rest in zip(rows, more, strict=True)]
+        )
+    }
+
+
+def _times(one: Mapping[str, Any], heads: Sequence[str]) -> list[str]:
+    cells = {
+        "ratio": f"{one['search_ratio']:.1%}",
+        "recall": f"{one['recall']:.2f}",
+        "search": f"{one['search_median_s'] * 1e3:.1f} ms",
+        "staged": f"{one['staged_median_s'] * 1e3:.1f} ms",
+        "staged / search": f"{one['overhead_median']:.2f}x",
+    }
+    return [cells[name] for name in heads if name in cells]
+
+
+def _known(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.0%}" for share in (*shares[:2], sum(shares[2:])))
 
 
 def _show(rows: Sequence[dict[str, Any]], title: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -171,8 +172,20 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         "segments a chunk: chunks",
     ):
         table.add_column(title, justify="left" if title == "contender" else "right")
-    for row in rows:
-        table.add_row(
+    for cells in _cells(rows):
+        table.add_row(*cells)
+    Console(width=140).print(table)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    heads = ["contender", "chunk hit rate", "recompute fraction", "TTFT p50", "p99", "sooner than `prefix`", "p99"]
+    return {"steady-state": markdown_table([*heads, "segments", "segments a chunk: chunks"], _cells(result["rows"]))}
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [
+        [
             row["contender"],
             f"{row['hit_rate']:.1%}",
             f"{row['recompute_fraction']:.3f}",
@@ -181,9 +194,10 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['speedup_median']:.2f}x",
             f"{row['speedup_p99']:.2f}x",
             str(row["segments"]),
-            _histogram(row["variants"]),
-        )
-    Console(width=140).print(table)
+            _histogram({int(count): chunks for count, chunks in row["variants"].items()}),
+        ]
+        for row in rows
+    ]
 
 
 def _histogram(chunks_by_count: Mapping[int, int]) -> str:

@@ -1,6 +1,6 @@
 """Count what makes a code base hard to carry: files, lines, modules that serve one other module, rooms of one noun.
 
-    python benchmarks/structure.py [--json] [--out docs/results/structure.json] [--list]
+    python benchmarks/structure.py [--json] [--out FILE] [--list]
 
 Imports are read from the code, not by importing it: any import counts, inside functions and under TYPE_CHECKING too,
 and so does a module's dotted name in a string (lazy registries). `__init__` modules, registered plug-ins

@@ -19,14 +19,14 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, update_page
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -179,7 +179,13 @@ def main() -> None:
         more = {"budget_bytes": budget, "belady_hit_rate": bound}
         write_json(args.out, BenchmarkResult("sustained", command, args.seed, config, rows, more).as_dict())
     if args.update_docs is not None:
-        put_into_page(args.update_docs, f"sustained-{args.engine}", markdown_table(HEADS, cells))
+        update_page(args.update_docs, args.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    cells = [_cells(row, result["belady_hit_rate"]) for row in result["rows"]]
+    return {"sustained": markdown_table(HEADS, cells)}
 
 
 if __name__ == "__main__":

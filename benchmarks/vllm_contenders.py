@@ -27,14 +27,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from craft_serving import zipf_worlds
-from docs_tables import markdown_table, put_into_page
+from docs_tables import command_block, markdown_table, update_page
 from rich.console import Console
 
 from chunkweave.chunking.builder import PromptBuilder
@@ -383,10 +383,19 @@ def main() -> None:
 
     rows = measure(args, write)
     write(rows, complete=True)
-    table = markdown_table(HEADS, [cells_of(row) for row in rows])
-    Console(width=180).print(table, highlight=False)
+    Console(width=180).print(table_of(rows), highlight=False)
     if args.update_docs is not None:
-        put_into_page(args.update_docs, "vllm-contenders", f"    {command}\n\n{table}")
+        update_page(args.update_docs, args.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation, below its command."""
+    return {"vllm-contenders": f"{command_block(result['command'])}\n\n{table_of(result['rows'])}"}
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Every contender's row."""
+    return markdown_table(HEADS, [cells_of(row) for row in rows])
 
 
 if __name__ == "__main__":

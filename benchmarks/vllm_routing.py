@@ -15,24 +15,25 @@ the store, computed again or not.
 import argparse
 import asyncio
 import heapq
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.eval.results import check_writable
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing, waiting_path
 from chunkweave.types import ChunkId
@@ -278,13 +279,24 @@ def document_words(workload: Workload) -> list[str]:
     return [" ".join(word() for _ in range(max(1, workload.tokens // 3))) for _ in range(workload.documents)]
 
 
+HEADS = ["routing", "tokens found", "TTFT p50", "TTFT p99", "busiest replica's share"]
+
+
 def table(outcomes: Sequence[Outcome]) -> Table:
-    shown = Table("routing", "tokens found", "TTFT p50", "TTFT p99", "busiest replica's share")
+    shown = Table(*HEADS)
     for one in outcomes:
-        shown.add_row(
-            one.policy, f"{one.hit_rate:.1%}", f"{one.ttft_p50_s:.3f} s", f"{one.ttft_p99_s:.3f} s", f"{one.share:.1%}"
-        )
+        shown.add_row(*_cells(asdict(one)))
     return shown
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    return {"vllm-routing": markdown_table(HEADS, [_cells(row) for row in result["rows"]])}
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    times = [f"{row[name]:.3f} s" for name in ("ttft_p50_s", "ttft_p99_s")]
+    return [f"`{row['policy']}`", f"{row['hit_rate']:.1%}", *times, f"{row['share']:.1%}"]
 
 
 def arguments() -> argparse.Namespace:
@@ -329,15 +341,11 @@ def main() -> None:
     ]
     Console().print(table(outcomes))
     if args.out is not None:
-        result = {
-            "simulated": not args.real,
-            "replicas": args.replicas,
-            "imbalance": args.imbalance,
-            "workload": asdict(workload),
-            "machine": None if args.real else asdict(machine),
-            "outcomes": [asdict(one) for one in outcomes],
-        }
-        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        config: dict[str, Any] = {"simulated": not args.real, "replicas": args.replicas, "imbalance": args.imbalance}
+        config |= {"workload": asdict(workload), "replica": None if args.real else asdict(machine)}
+        rows = [asdict(one) for one in outcomes]
+        result = BenchmarkResult("vllm-routing", shlex.join(["python", *sys.argv]), args.seed, config, rows, {})
+        write_json(args.out, result.as_dict())
 
 
 if __name__ == "__main__":

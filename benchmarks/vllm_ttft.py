@@ -23,12 +23,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
@@ -239,6 +241,24 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             _shown(row["longest_pause_s"], 1000, "{:.0f} ms"),
         )
     return table
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    heads = ["layers", "", "TTFT", "over full", "over prefix caching", "limit", "pause of others"]
+    cells = [
+        [
+            str(row["layers"]),
+            row["method"],
+            _shown(row["ttft_median_s"], 1, "{:.2f} s"),
+            _shown(row["over_full"], 1, "{:.2f}x"),
+            _shown(row["over_prefix_caching"], 1, "{:.2f}x"),
+            _shown(row["flops_limit"], 1, "{:.2f}x"),
+            _shown(row["median_pause_s"], 1, "{:.2f} s"),
+        ]
+        for row in result["rows"]
+    ]
+    return {"vllm-ttft": markdown_table(heads, cells)}
 
 
 def _shown(value: float | None, unit: float, form: str) -> str:

@@ -8,13 +8,15 @@ bandwidth of device memory; the reused KV over the bandwidth of where it lies. N
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from docs_tables import markdown_table, put_into_page
+from docs_tables import markdown_table, rewrite_page
 
 from chunkweave.planning.cost import known_shape
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, prefill_flops
@@ -44,23 +46,36 @@ class Rates:
     host: float
 
 
+H200 = Rates(flops=788e12, memory=4.3e12, host=55e9)
+"""A bf16 product on random data and a device-to-device copy as read on one; PCIe 5.0 x16 after overheads, assumed."""
+
+
 def main() -> None:
     """Compute, print, write into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tflops", type=float, default=788.0, help="an H200's bf16 product on random data")
-    parser.add_argument("--memory-tb-s", type=float, default=4.3, help="an H200's device-to-device copy")
-    parser.add_argument("--host-gb-s", type=float, default=55.0, help="PCIe 5.0 x16 after its overheads; assumed")
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
+    parser.add_argument("--tflops", type=float, default=H200.flops / 1e12, help="of a bf16 product")
+    parser.add_argument("--memory-tb-s", type=float, default=H200.memory / 1e12, help="of a device-to-device copy")
+    parser.add_argument("--host-gb-s", type=float, default=H200.host / 1e9, help="from host to device")
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE", help="with the rates of an H200")
     arguments = parser.parse_args()
     rates = Rates(arguments.tflops * 1e12, arguments.memory_tb_s * 1e12, arguments.host_gb_s * 1e9)
-    weave = markdown_table(
-        WEAVE_HEADS, [row for shape in ("llama-3-8b", "mistral-7b") for row in weave_rows(shape, rates)]
-    )
-    kernel = markdown_table(KERNEL_HEADS, kernel_rows(rates))
-    print(f"{weave}\n\n{kernel}")
+    print("\n\n".join(tables_of(rates).values()))
     if arguments.update_docs is not None:
-        put_into_page(arguments.update_docs, "weave-limits", weave)
-        put_into_page(arguments.update_docs, "kernel-limits", kernel)
+        rewrite_page(arguments.update_docs)
+
+
+def tables(_: Mapping[str, Any]) -> dict[str, str]:
+    """The tables for the page: an H200's."""
+    return tables_of(H200)
+
+
+def tables_of(rates: Rates) -> dict[str, str]:
+    """Limits of weaving and of the kernel by their names on the page."""
+    weave = [row for shape in ("llama-3-8b", "mistral-7b") for row in weave_rows(shape, rates)]
+    return {
+        "weave-limits": markdown_table(WEAVE_HEADS, weave),
+        "kernel-limits": markdown_table(KERNEL_HEADS, kernel_rows(rates)),
+    }
 
 
 def weave_rows(shape: str, rates: Rates) -> list[list[str]]:

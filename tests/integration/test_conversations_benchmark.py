@@ -30,7 +30,7 @@ def test_it_compares_deduplication_with_none_turn_by_turn(tmp_path, capsys):
         "prefix",
     ]
     page = tmp_path / "page.md"
-    page.write_text("<!-- conversations -->\n<!-- /conversations -->\n", encoding="utf-8")
+    page.write_text("<!-- conversations: conversations.json -->\n<!-- /conversations -->\n", encoding="utf-8")
     conversations.main(["--model", "reader", *size, "--out", str(out), "--update-docs", str(page)])
     assert "prefix, deduplicated" in capsys.readouterr().out
     assert "| prefix, all chunks sent |" in page.read_text(encoding="utf-8")

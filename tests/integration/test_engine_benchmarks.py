@@ -30,7 +30,7 @@ def run(name: str, monkeypatch, out: Path, *arguments: object) -> dict:
 
 def page_with(folder: Path, *names: str) -> Path:
     page = folder / "page.md"
-    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in names), encoding="utf-8")
+    page.write_text("".join(f"<!-- {name}: out.json -->\n<!-- /{name} -->\n" for name in names), encoding="utf-8")
     return page
 
 
@@ -104,7 +104,7 @@ def test_reordering(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_sustained_reuse(monkeypatch, tmp_path):
-    page = page_with(tmp_path, "sustained-own")
+    page = page_with(tmp_path, "sustained")
     sizes = ("--shape", "demo", "--layers", 2, "--documents", 30, "--document-tokens", 8, "--chunks", 3)
     counts = ("--queries", 200, "--methods", "query", "--recompute-ratio", 0.5, "--threads", 1)
     told = run("sustained.py", monkeypatch, tmp_path / "out.json", *sizes, *counts, "--update-docs", page)

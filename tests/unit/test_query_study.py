@@ -1,4 +1,4 @@
-"""The arithmetic of the query study: rows, cheapest values, resumed answers, and tables put into a page."""
+"""The arithmetic of the query study: rows, cheapest values, resumed answers, tables."""
 
 import json
 import sys
@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.errors import DocumentError
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from docs_tables import markdown_table, put_into_page  # noqa: E402
 from query_study_answers import Answers  # noqa: E402
-from query_study_report import StudyReport, summarize_study  # noqa: E402
-from query_study_tables import sections  # noqa: E402
+from query_study_report import StudyReport, summarize_study, tables  # noqa: E402
 
 KINDS = ("common", "single", "bridge", "single")
 
@@ -79,25 +75,10 @@ def test_the_cheapest_value_is_the_first_of_the_fitted_curve_that_is_near():
 def test_tables_survive_json():
     report = summarize_study(lines(SCORES))
     result = json.loads(json.dumps({"command": "python study", **report.as_dict()}))
-    text = "\n\n".join(sections(result))
+    text = tables(result)["query-study"]
     assert "    python study" in text
     assert "| `query@0.05` | 0.100 | 0.812 | -0.062 |" in text
     assert isinstance(report, StudyReport)
-
-
-def test_a_table_goes_between_its_markers_and_nowhere_else(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- one -->\nold\n<!-- /one -->\nb\n<!-- two -->\n<!-- /two -->\n", encoding="utf-8")
-    put_into_page(page, "one", markdown_table(["x", "y"], [[r"\1", "2"]]))
-    put_into_page(page, "one", markdown_table(["x", "y"], [[r"\1", "3"]]))
-    text = page.read_text(encoding="utf-8")
-    assert text == (
-        "a\n<!-- one -->\n\n| x | y |\n| --- | ---: |\n| \\1 | 3 |\n\n<!-- /one -->\nb\n<!-- two -->\n<!-- /two -->\n"
-    )
-    with pytest.raises(DocumentError, match="no place"):
-        put_into_page(page, "three", "")
-    with pytest.raises(DocumentError, match="cannot read"):
-        put_into_page(tmp_path / "none.md", "one", "")
 
 
 def test_an_interrupted_study_goes_on(tmp_path):

@@ -1,0 +1,104 @@
+"""Tables of what `chunkweave bench` wrote, for the documentation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from docs_tables import markdown_table
+
+Row = Mapping[str, Any]
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """Every table of a result of `bench quality`, `fidelity`, `ttft` or `loading`, by name."""
+    rows = result["rows"]
+    if result["benchmark"] == "quality":
+        return {"quality": quality(rows), "quality-by-kind": quality_by_kind(rows)}
+    makers = {"fidelity": fidelity, "ttft": ttft, "loading": loading}
+    return {name: make(rows) for name, make in makers.items() if name == result["benchmark"]}
+
+
+def quality(rows: Sequence[Row]) -> str:
+    """F1 with its interval, minus full prefill's, the share of the gap closed, and what it took."""
+    heads = ["method", "F1", "95 %", "minus `full`", "95 %", "crossing F1", "gap closed", "recompute fraction"]
+    cells = [
+        [
+            f"`{row['method']}`",
+            f"{row['f1']:.3f}",
+            f"{row['f1_low']:.3f}..{row['f1_high']:.3f}",
+            f"{row['f1_minus_full']:+.3f}",
+            f"{row['f1_minus_full_low']:+.3f}..{row['f1_minus_full_high']:+.3f}",
+            _or_dash(row["crossing_f1"], ".3f"),
+            _or_dash(row["gap_closed"], ".0%"),
+            f"{row['recompute_fraction']:.3f}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+def quality_by_kind(rows: Sequence[Row]) -> str:
+    """F1 by kind of question."""
+    kinds = list(rows[0]["f1_by_kind"])
+    return markdown_table(
+        ["method", *kinds],
+        [[f"`{row['method']}`", *(f"{row['f1_by_kind'][kind]:.2f}" for kind in kinds)] for row in rows],
+    )
+
+
+def fidelity(rows: Sequence[Row]) -> str:
+    """Divergence from full prefill and agreement with it, and the speed-up of the same run beside its limit."""
+    heads = ["method", "recompute fraction", "KL", "95 %", "top-1 agreement", "identical", "speed-up", "limit"]
+    cells = [
+        [
+            f"`{row['method']}`",
+            _or_dash(row["recompute_fraction"], ".3f"),
+            _or_dash(row["kl"], ".4f"),
+            "-" if row["kl"] is None else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}",
+            _or_dash(row["agreement"], ".1%"),
+            _or_dash(row["identical"], ".0%"),
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            "-" if row["flops_limit"] is None else f"{row['flops_limit']:.2f}x",
+        ]
+        for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+def ttft(rows: Sequence[Row]) -> str:
+    """First tokens, speed-up over full prefill, what it would be if time were FLOPs, and the work done again."""
+    heads = ["method", "TTFT", "speed-up", "10..90 %", "limit", "of limit", "recompute fraction"]
+    cells = [
+        [
+            f"`{row['method']}`",
+            f"{row['ttft_median_s']:.3g} s",
+            f"{row['speedup']:.2f}x",
+            f"{row['speedup_p10']:.2f}..{row['speedup_p90']:.2f}",
+            f"{row['flops_limit']:.2f}x",
+            f"{row['limit_share']:.0%}",
+            f"{row['recompute_fraction']:.3f}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+def loading(rows: Sequence[Row]) -> str:
+    """First tokens by where segments come from and how they are loaded, beside what the controller expects."""
+    heads = ["from", "quotient", "loading", "TTFT", "of memory", "predicted", "error"]
+    cells = [
+        [
+            row["source"],
+            f"{row['quotient']:.2g}",
+            row["mode"],
+            f"{row['ttft_median_s']:.2f} s",
+            f"{row['ratio_to_memory']:.2f}x",
+            f"{row['predicted_s']:.2f} s",
+            f"{row['prediction_error']:+.0%}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,310 @@
+"""Check that result files say where they come from, and that the documentation says what they say.
+
+    python benchmarks/results_check.py            # what `make results-check` runs
+    python benchmarks/results_check.py --update   # first write all generated tables anew
+    python benchmarks/results_check.py --stamp "make prove-faults"     # the head of a result that is text
+
+Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
+the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
+named on a page, and what pages name is there. Tables on pages: made anew from their files, they are the same
+(docs_tables). Numbers in the text of pages: they are those of the files that the section names (docs_figures).
+
+What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
+any more is an error.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from docs_figures import FigureError, sections
+from docs_tables import marked_tables, read_result, rewrite_page, table_of
+
+from chunkweave.errors import DocumentError
+from chunkweave.eval.results import commit, machine, to_json
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = ("command", "commit", "machine")
+
+_TO_COME = "will be measured anew"
+_WITH_VLLM = "takes an environment with vLLM, and half an hour"
+_EARLIER_READER = "says what an earlier bundled reader answered; more than half an hour on one thread"
+ALLOWED = {
+    **dict.fromkeys(
+        (
+            "attention-mass-reader.json",
+            "batching-smollm2-135m.json",
+            "contextpilot-zipf.json",
+            "conversations-reader.json",
+            "craft-savings-musique.json",
+            "disk-throughput.json",
+            "embedders-xquad.json",
+            "faults.txt",
+            "loading-smollm2-135m.json",
+            "planning-time.json",
+            "position-and-causality-reader.json",
+            "quality-reader-all-methods.json",
+            "quality-reader-check-layer-2.json",
+            "quality-reader-check-layer-2.png",
+            "query-ttft-again.json",
+            "ragcache-cost-term.json",
+            "ragcache-policies-drifting.json",
+            "ragcache-policies-mmlu-like.json",
+            "ragcache-policies-mooncake.json",
+            "ragcache-policies-musique.json",
+            "ragcache-reordering.json",
+            "ragcache-sustainable-rate.json",
+            "scheduling-time.json",
+            "server-fuzz.txt",
+            "soak.json",
+            "staged-search-hnsw.json",
+            "staged-search-ivf.json",
+            "steady-state-reader.json",
+            "ttft-qwen2.5-0.5b-bundled-after-tiers.json",
+            "vllm-routing-simulated-2.json",
+            "vllm-routing-simulated-3.json",
+        ),
+        _TO_COME,
+    ),
+    **dict.fromkeys(("vllm-overhead.json", "vllm-routing-reader.json"), _WITH_VLLM),
+    **dict.fromkeys(
+        (
+            "cachecraft-alone-reader.json",
+            "cachecraft-queries-reader.json",
+            "quality-reader-focus-queries.json",
+            "quality-reader-methods.json",
+            "query-orders.json",
+            "query-variants.json",
+        ),
+        _EARLIER_READER,
+    ),
+}
+"""Result files whose origin is not what it should be, and why they are not measured anew."""
+WITHOUT_LINES = frozenset(
+    {
+        "README.md",
+        "batching.md",
+        "benchmarks.md",
+        "cachecraft.md",
+        "conversations.md",
+        "craft.md",
+        "disk-format.md",
+        "gpu.md",
+        "query.md",
+        "ragcache.md",
+        "retrieval.md",
+        "server.md",
+        "vllm-front.md",
+        "vllm.md",
+    }
+)
+"""Pages whose numbers in sentences do not say yet where they are from."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A checkout, with as much of its history as there is."""
+
+    root: Path
+
+    @cached_property
+    def why_no_history(self) -> str:
+        """Why commits cannot be looked up; empty if they can."""
+        if self._git("rev-parse", "--is-inside-work-tree") != "true":
+            return "this is no git checkout"
+        return "the checkout is shallow" if self._git("rev-parse", "--is-shallow-repository") == "true" else ""
+
+    @cache  # noqa: B019 - one object a process
+    def is_in_history(self, name: str) -> bool:
+        """Whether a commit is HEAD or before it."""
+        return self._git("merge-base", "--is-ancestor", name, "HEAD") is not None
+
+    @cache  # noqa: B019
+    def has(self, name: str, path: str, pattern: str = "") -> bool:
+        """Whether a commit (empty: the files as they are) has a file, or a folder of files one of which matches."""
+        if not name:
+            found = self.root / path
+            files = [found] if found.is_file() else sorted(found.rglob("*.py"))
+            return any(re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
+        if not pattern:
+            return self._git("cat-file", "-e", f"{name}:{path}") is not None
+        return self._git("grep", "-qE", pattern, name, "--", path) is not None
+
+    def _git(self, *arguments: str) -> str | None:
+        try:
+            done = subprocess.run(  # noqa: S603 - fixed commands
+                ["git", "-C", str(self.root), *arguments],  # noqa: S607 - git is looked up in PATH on purpose
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+
+def origin_of(path: Path, results: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Command, commit and machine of one result file, as far as it says; a picture has those of its data.
+
+    Raises:
+        DocumentError: the file cannot be read.
+    """
+    if path.suffix == ".json":
+        return results[path.name]
+    if path.suffix == ".txt":
+        head = path.read_text(encoding="utf-8").splitlines()[: len(FIELDS)]
+        return {name: text.partition(": ")[2] for name in FIELDS for text in head if text.startswith(f"{name}: ")}
+    drawn = (one for name, one in results.items() if Path(name).stem == path.stem or _draws(one, path))
+    return next(drawn, {})
+
+
+def _draws(result: Mapping[str, Any], picture: Path) -> bool:
+    """Whether the command names the picture, or the folder for all pictures of this benchmark."""
+    command, benchmark = str(result.get("command", "")), str(result.get("benchmark", ""))
+    return picture.name in command or ("--plots" in command and picture.stem.startswith(f"{benchmark}-"))
+
+
+def program_of(command: str) -> tuple[str, str]:
+    """The file or folder that has to be there for a command, and a pattern that it has to match (empty: none)."""
+    if script := re.search(r"\bbenchmarks/\S+\.py\b", command):
+        return script[0], ""
+    if target := re.match(r"make ([\w-]+)", command):
+        return "Makefile", f"^{target[1]}:"
+    if words := re.search(r"\bchunkweave ((?:bench )?[a-z]+)", command):
+        name = words[1].split()[-1]
+        return "src/chunkweave/cli", rf"def {name}\(|[\"']{name}[\"']"
+    raise DocumentError(f"no known program in the command {command!r}")
+
+
+def origin_problems(origin: Mapping[str, Any], repository: Repository) -> Iterator[str]:
+    """What is wrong with where one file comes from."""
+    missing = [name for name in FIELDS if not origin.get(name)]
+    if missing:
+        yield f"says no {' and no '.join(missing)}"
+    if "command" in missing:
+        return
+    try:
+        program, pattern = program_of(str(origin["command"]))
+    except DocumentError as error:
+        yield str(error)
+        return
+    if not repository.has("", program, pattern):
+        yield f"{program} is not there any more, or has no such command"
+    if "commit" in missing:
+        return
+    name = str(origin["commit"])
+    if name.endswith("+"):
+        yield "was measured with changed files (commit with +)"
+    if repository.why_no_history:
+        return
+    if not repository.is_in_history(name.rstrip("+")):
+        yield f"its commit {name[:8]} is not in the history"
+    elif not repository.has(name.rstrip("+"), program, pattern):
+        yield f"its commit {name[:8]} has no {program}{' with this command' if pattern else ''}"
+
+
+def page_problems(page: Path, results: Path) -> Iterator[str]:
+    """Tables, numbers and names of files on one page that are not what they should be."""
+    text = page.read_text(encoding="utf-8")
+    for named in sorted(set(re.findall(r"\bresults/([\w.-]+\.(?:json|txt|png))", text))):
+        if not (results / named).is_file():
+            yield f"names results/{named}, which is not there"
+    for marked in marked_tables(text):
+        if not marked.sources:
+            yield f"the table {marked.name!r} names no file that it is made from"
+            continue
+        try:
+            if table_of(page, marked) != marked.text:
+                yield f"the table {marked.name!r} is not what {' and '.join(marked.sources)} makes (--update writes it)"
+        except (DocumentError, KeyError) as error:
+            yield f"the table {marked.name!r}: {error}"
+    if page.name in WITHOUT_LINES:
+        return
+    try:
+        for section in sections(page, results):
+            yield from (f"{section.title!r}: {problem}" for problem in section.problems())
+    except (FigureError, DocumentError) as error:
+        yield str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is wrong, and what would be wrong but is allowed, one text each."""
+
+    problems: list[str]
+    allowed: list[str]
+
+
+def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Check everything below `root`, say what is found, and return how many problems there are."""
+    repository, folder = Repository(root), root / "docs" / "results"
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = check_files(files, allowed, repository)
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    found.problems.extend(f"{path.name}: is named on no page" for path in files if not _is_named(path, texts))
+    for page in pages:
+        found.problems.extend(f"{page.relative_to(root)}: {one}" for one in page_problems(page, folder))
+    for one in (*found.allowed, *found.problems):
+        say(one)
+    if repository.why_no_history:
+        say(f"{repository.why_no_history}: commits were not looked up")
+    counts = f"{len(found.problems)} problems, {len(found.allowed)} files allowed"
+    say(f"{len(files)} files, {len(pages)} pages: {counts}")
+    return len(found.problems)
+
+
+def check_files(files: Sequence[Path], allowed: Mapping[str, str], repository: Repository) -> Found:
+    """Where files come from."""
+    found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
+    results = {}
+    for path in files:
+        if path.suffix == ".json":
+            try:
+                results[path.name] = read_result(path)
+            except DocumentError as error:
+                found.problems.append(str(error))
+    for path in files:
+        if path.suffix == ".json" and path.name not in results:
+            continue
+        origin = origin_of(path, results)
+        orphan = path.suffix == ".png" and not origin
+        own = ["no result file says that it draws it"] if orphan else list(origin_problems(origin, repository))
+        if path.name not in allowed:
+            found.problems.extend(f"{path.name}: {one}" for one in own)
+        elif own:
+            found.allowed.append(f"{path.name}: {'; '.join(own)}\n    allowed: {allowed[path.name]}")
+        elif not repository.why_no_history:
+            found.problems.append(f"{path.name}: is allowed what it does not need; take it out of ALLOWED")
+    return found
+
+
+def _is_named(path: Path, texts: str) -> bool:
+    """Whether pages name a file, or a line of figures its stem."""
+    return re.search(rf"\b{re.escape(path.name)}|[= ]{re.escape(path.stem)}: ", texts) is not None
+
+
+def main() -> None:
+    """Parse the command line, check."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--update", action="store_true", help="write the tables of all pages anew first")
+    parser.add_argument("--stamp", metavar="COMMAND", help="print the head of a text file that this command writes")
+    arguments = parser.parse_args()
+    if arguments.stamp:
+        print(f"command: {arguments.stamp}\ncommit: {commit()}\nmachine: {' '.join(to_json(machine()).split())}\n")
+        return
+    if arguments.update:
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+            rewrite_page(page)
+    sys.exit(check(ROOT, ALLOWED, print) > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`make results-check`: what it finds in result files and pages that are wrong, and that it finds nothing else."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from docs_figures import FigureError, Line, evaluate, numbers_of  # noqa: E402
+from docs_tables import command_block, markdown_table, update_page  # noqa: E402
+from results_check import check, program_of  # noqa: E402
+
+from chunkweave.errors import DocumentError, UsageError  # noqa: E402
+
+ROW = {"ttft_median_s": 1.5, "speedup": 2.04, "speedup_p10": 1.9, "speedup_p90": 2.2, "flops_limit": 2.5}
+ROW |= {"limit_share": 0.8, "recompute_fraction": 0.15, "method": "epic"}
+PAGE = """# Page
+
+## Times
+
+`epic` is 2.0 times as fast with 512 tokens (CacheBlend: 3.3), [all](results/a.json), as §5.1 says of 2 layers.
+
+<!-- figures
+2.0 = rows/epic/speedup
+3.3: the paper's
+-->
+
+<!-- ttft: results/a.json -->
+<!-- /ttft -->
+"""
+
+
+class Checkout:
+    """A repository with one script, one result and one page, in order until a test changes something."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.results = root, root / "docs" / "results"
+        self.results.mkdir(parents=True)
+        (root / "benchmarks").mkdir()
+        (root / "benchmarks" / "some.py").write_text("", encoding="utf-8")
+        (root / "src" / "chunkweave" / "cli").mkdir(parents=True)
+        (root / "src" / "chunkweave" / "cli" / "bench.py").write_text("def ttft(): ...\n", encoding="utf-8")
+        (root / "README.md").write_text("# Project\n\nAnswers start 2 times sooner.\n", encoding="utf-8")
+        self.git("init", "-q", ".")
+        self.git("add", ".")
+        self.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+        self.result = {
+            "benchmark": "ttft",
+            "command": "chunkweave bench ttft --chunk-tokens 512",
+            "commit": self.git("rev-parse", "HEAD"),
+            "machine": {"cpu": "one"},
+            "seed": 0,
+            "config": {},
+            "rows": [ROW],
+        }
+        self.write("a.json")
+        self.page = root / "docs" / "page.md"
+        self.page.write_text(PAGE, encoding="utf-8")
+        update_page(self.page, self.results / "a.json")
+
+    def git(self, *arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(self.root), *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def write(self, name: str, **changes: object) -> None:
+        (self.results / name).write_text(json.dumps({**self.result, **changes}), encoding="utf-8")
+
+    def replace(self, old: str, new: str) -> None:
+        text = self.page.read_text(encoding="utf-8")
+        assert old in text
+        self.page.write_text(text.replace(old, new), encoding="utf-8")
+
+    def said(self, allowed: dict[str, str] | None = None) -> list[str]:
+        lines: list[str] = []
+        assert check(self.root, allowed or {}, lines.append) == int(lines[-1].split(": ")[1].split()[0])
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    return Checkout(tmp_path)
+
+
+def test_nothing_is_found_where_everything_is_in_order(checkout):
+    assert checkout.said() == ["1 files, 2 pages: 0 problems, 0 files allowed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"command": ""}, "a.json: says no command"),
+        ({"machine": None}, "a.json: says no machine"),
+        ({"commit": None}, "a.json: says no commit"),
+        ({"commit": "0" * 40}, "not in the history"),
+        ({"command": "python benchmarks/gone.py"}, "benchmarks/gone.py is not there any more"),
+        ({"command": "chunkweave bench gone"}, "has no such command"),
+        ({"command": "sh run"}, "no known program"),
+        ({"rows": [{**ROW, "speedup": 2.14}]}, "2.0: rows/epic/speedup is 2.14"),
+        ({"rows": [{**ROW, "limit_share": 0.7}]}, "the table 'ttft' is not what results/a.json makes"),
+        ({"rows": [{**ROW, "method": "query"}]}, "rows/epic/speedup: no number there"),
+    ],
+)
+def test_a_result_that_is_wrong_is_found(checkout, changes, said):
+    checkout.write("a.json", **changes)
+    assert any(said in line for line in checkout.said()[:-1])
+
+
+def test_a_commit_has_the_script_and_no_changed_files(checkout):
+    script = checkout.root / "benchmarks" / "later.py"
+    script.write_text("", encoding="utf-8")
+    checkout.write("a.json", command="python benchmarks/later.py", commit=f"{checkout.result['commit']}+")
+    said = checkout.said()
+    assert any("has no benchmarks/later.py" in line for line in said)
+    assert any("changed files" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("2.0 times", "2.1 times", "2.1: no line says where it is from"),
+        ("512 tokens", "513 tokens", "513: no line says where it is from"),
+        ("| 80% |", "| 81% |", "the table 'ttft' is not what"),
+        ("2.0 = rows/epic/speedup", "2.0 = rows/epic/speed", "rows/epic/speed: no number there"),
+        ("3.3: the paper's", "3.3, 3.4: the paper's", "3.3, 3.4, which is not in the text"),
+        ("3.3: the paper's", "3.3 the paper's", "cannot read the line"),
+        ("(results/a.json)", "(results/b.json)", "names results/b.json, which is not there"),
+        ("<!-- ttft: results/a.json -->", "<!-- ttft -->", "names no file that it is made from"),
+        ("<!-- ttft: results/a.json -->", "<!-- times: results/a.json -->", "no table"),
+    ],
+)
+def test_a_page_that_says_something_else_is_found(checkout, old, new, said):
+    checkout.replace(old, new)
+    if "times:" in new:
+        checkout.replace("<!-- /ttft -->", "<!-- /times -->")
+    assert any(said in line for line in checkout.said()[:-1]), checkout.said()
+
+
+def test_a_claim_needs_a_file_where_a_section_names_none(checkout):
+    (checkout.root / "docs" / "b.md").write_text("# B\n\nIt is 4.5x sooner and loses 0.1 F1.\n", encoding="utf-8")
+    assert sum("names no result file" in line for line in checkout.said()) == 2
+
+
+def test_every_file_is_named_and_every_picture_drawn_from_one(checkout):
+    checkout.write("b.json")
+    (checkout.results / "c.png").write_bytes(b"")
+    said = checkout.said()
+    assert "b.json: is named on no page" in said
+    assert "c.png: no result file says that it draws it" in said
+    checkout.write("b.json", command="chunkweave bench ttft --plot docs/results/c.png")
+    assert not any("draws" in line for line in checkout.said())
+
+
+def test_text_says_where_it_is_from_in_its_head(checkout):
+    (checkout.root / "Makefile").write_text("prove:\n", encoding="utf-8")
+    checkout.replace("[all]", "[faults](results/f.txt), [all]")
+    text = checkout.results / "f.txt"
+    text.write_text("PASSED\n", encoding="utf-8")
+    assert "f.txt: says no command and no commit and no machine" in checkout.said()
+    text.write_text(
+        f"command: make prove\ncommit: {checkout.result['commit']}\nmachine: one\n\nPASSED\n", encoding="utf-8"
+    )
+    assert [line for line in checkout.said() if "f.txt" in line] == [
+        f"f.txt: its commit {str(checkout.result['commit'])[:8]} has no Makefile with this command"
+    ]
+
+
+def test_what_is_allowed_is_shown_and_no_longer_than_needed(checkout):
+    checkout.write("a.json", commit=f"{checkout.result['commit']}+")
+    said = checkout.said({"a.json": "takes two hours"})
+    assert "allowed: takes two hours" in said[0]
+    assert said[-1].endswith("0 problems, 1 files allowed")
+    checkout.write("a.json")
+    assert any("does not need" in line for line in checkout.said({"a.json": "takes two hours"}))
+    assert any("not there" in line for line in checkout.said({"b.json": ""}))
+
+
+def test_without_history_it_says_so_and_checks_the_rest(checkout):
+    shutil.rmtree(checkout.root / ".git")
+    checkout.write("a.json", commit="0" * 40)
+    assert checkout.said()[0].endswith("commits were not looked up")
+    checkout.write("a.json", machine=None)
+    assert "a.json: says no machine" in checkout.said()
+
+
+def test_a_place_is_a_path_and_may_be_reckoned_with():
+    rows = [{"method": "a", "layers": 8, "s": 2.0, "each": [1.0, 3.0]}, {"method": "a", "layers": 24, "s": 4.0}]
+    results = {"one": {"rows": rows}}
+    assert evaluate("rows/a,24/s / rows/a,8/s", results) == 2.0
+    assert evaluate("one: rows/0/each/-1 - 1 * 2", results) == 4.0
+    assert evaluate("most rows/*/s * 10", results) == 40.0
+    assert evaluate("mean rows/0/each/*", results) == 2.0
+    for wrong in ("rows/*/s", "two: rows/0/s", "rows/a/none", "rows/0/each/* / rows/*/none"):
+        with pytest.raises(FigureError):
+            evaluate(wrong, results)
+    with pytest.raises(FigureError, match="say of which file"):
+        evaluate("rows/0/s", {**results, "two": {}})
+
+
+def test_numbers_are_read_with_their_units_and_names_are_none():
+    text = "SmolLM2-135M, int8, 1,234 MB, +0.05, 3.2x, 4 x 5, 95 %, 0.15..0.2, p99, 7.5/s, 10 000, -.5"
+    assert [str(one) for one in numbers_of(text)] == [
+        "1,234 MB", "+0.05", "3.2x", "4", "5", "95 %", "0.15", "0.2", "7.5/s", "10 000", "-.5"
+    ]  # fmt: skip
+    number = next(numbers_of("12.5 %"))
+    assert number.shows(0.1254)
+    assert not number.shows(0.1256)
+    assert Line.of("1.0 s, 2x = rows/0/s").covers(next(numbers_of("2x")))
+
+
+def test_a_command_is_broken_before_options():
+    assert command_block("python a.py --one 'b c'") == "    python a.py --one 'b c'"
+    long = f"python a.py --one {' '.join(['word'] * 10)} --two {' '.join(['word'] * 10)}"
+    assert command_block(long).splitlines()[1].startswith("        --two word")
+
+
+def test_a_programs_file_is_found_in_its_command():
+    assert program_of("OMP_NUM_THREADS=1 python benchmarks/gpu/weave.py") == ("benchmarks/gpu/weave.py", "")
+    assert program_of("make prove-soak")[0] == "Makefile"
+    assert "quality" in program_of("chunkweave bench quality --model reader")[1]
+    assert "calibrate" in program_of("chunkweave calibrate reader")[1]
+
+
+def test_a_table_goes_between_its_markers_and_nowhere_else(checkout):
+    before = checkout.page.read_text(encoding="utf-8")
+    checkout.write("a.json", rows=[{**ROW, "method": r"\1"}])
+    update_page(checkout.page, checkout.results / "a.json")
+    after = checkout.page.read_text(encoding="utf-8")
+    assert after == before.replace("`epic` |", r"`\1` |")
+    assert markdown_table(["x", "y"], [["a", "1"]]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
+    with pytest.raises(DocumentError, match=r"no place for tables of .*b\.json"):
+        update_page(checkout.page, checkout.results / "b.json")
+    with pytest.raises(DocumentError, match="cannot read"):
+        update_page(checkout.root / "none.md", checkout.results / "a.json")
+    with pytest.raises(UsageError, match="--out"):
+        update_page(checkout.page, None)
