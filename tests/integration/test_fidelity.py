@@ -21,6 +21,7 @@ from chunkweave.eval.fidelity import (
     log_probabilities,
     make_tasks,
     measure_fidelity,
+    prepare,
     solved,
 )
 from chunkweave.eval.results import QuestionLog
@@ -155,7 +156,7 @@ def test_every_contender_is_compared_with_full_prefill_and_nothing_is_stored():
 
 
 def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reused():
-    for warm, context in ((Warmth(behind_instruction=True), 1), (Warmth(), 0)):
+    for warm, context in ((Warmth.parse("instruction"), 1), (Warmth(), 0)):
         engine = Engine(toy_model())
         config = _config(warm=warm, free=0)
         tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:1], config)
@@ -163,6 +164,23 @@ def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reus
         chunks = [record for record in engine.store.records() if record.source]
         assert {len(record.context) for record in chunks} == {context}
         assert len(chunks) == len(NAMES)
+
+
+def test_chunks_are_computed_in_so_many_contexts_with_others():
+    engine = Engine(toy_model())
+    config = _config(warm=Warmth.parse("contexts:2"), free=0)
+    other = Example(
+        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
+    )
+    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    assert prepare(engine, tasks, 0, config.warm) is None
+    stored = [record for record in engine.store.records() if record.source in NAMES]
+    assert sorted(record.source for record in stored) == sorted((*NAMES, *NAMES))
+    before = len(engine.store.records())
+    prepare(engine, tasks, 0, config.warm)
+    assert len(engine.store.records()) == before, "what is there is not computed again"
+    lookup = engine.store.lookup(tasks[0].prompt)
+    assert all(part.variants for part in lookup.parts if part.part.id is not None)
 
 
 def test_a_value_is_found_for_each_recompute_fraction_or_none_where_a_method_cannot():

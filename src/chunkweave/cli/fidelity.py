@@ -174,7 +174,7 @@ def fidelity(
             with progress("warming") as report:
                 warm_by_earlier(engine, earlier, report)
             _measure(engine, measured, config, log, found)
-            _measure_deviations(engine, measured[:deviations], config, log, strayed)
+            _measure_deviations(engine, measured, config, log, min(deviations, len(measured)), strayed)
 
 
 def _measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
@@ -220,19 +220,21 @@ def _measure_deviations(
     tasks: "Sequence[Task]",
     config: "FidelityConfig",
     log: QuestionLog,
+    count: int,
     strayed: "dict[str, list[Deviation]]",
 ) -> None:
+    from chunkweave.eval.fidelity import prepare
     from chunkweave.eval.quality import deviation_from
 
     with progress("measuring deviations") as report:
-        for done, task in enumerate(tasks, start=1):
-            config.warm.prepare(engine, task.prompt)
+        for done, task in enumerate(tasks[:count], start=1):
+            prepare(engine, tasks, done - 1, config.warm)
             contenders = config.contenders(log.found or {})
             full = engine.runner.prefill(task.prompt, contenders.pop("full"), capture=False)
             for label, method in contenders.items():
                 woven = engine.runner.prefill(task.prompt, method, capture=False)
                 strayed.setdefault(label, []).append(deviation_from(full, woven, engine.loaded.model))
-            report(done, len(tasks))
+            report(done, count)
 
 
 def _more(log: QuestionLog, strayed: "dict[str, list[Deviation]]") -> dict[str, Any]:

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Warm = Annotated[
-    str, typer.Option(help="Chunks computed `alone`, behind the `instruction`, or by N earlier requests: `queries:N`.")
+    str,
+    typer.Option(
+        help="How chunks were computed: `alone`, behind the `instruction`, `contexts:N` each in N requests with "
+        "others, `queries:N` by N earlier requests."
+    ),
 ]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)

@@ -28,7 +28,7 @@ from chunkweave.eval.decoding import answer_text, decode_greedily
 from chunkweave.eval.quality import TOGETHER
 from chunkweave.eval.scores import f1
 from chunkweave.eval.summaries import FidelitySample
-from chunkweave.eval.ttft import Contender, Progress, Warmth, prefill_and_store, woven_prefill
+from chunkweave.eval.ttft import Contender, Progress, Warmth, company_of, prefill_and_store, woven_prefill
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
@@ -148,6 +148,11 @@ def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress 
             progress(done, len(earlier))
 
 
+def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warmth) -> None:
+    """Put into the store what one task is to find there."""
+    warm.prepare(engine, tasks[index].prompt, company_of([task.prompt for task in tasks], index))
+
+
 def fitted_values(
     engine: Engine, tasks: Sequence[Task], config: FidelityConfig, progress: Progress | None = None
 ) -> dict[str, float | None]:
@@ -159,6 +164,8 @@ def fitted_values(
     """
     specs = config.fitted
     values: dict[str, float | None] = {}
+    for index in range(min(config.fit_questions, len(tasks)) if config.fitted else 0):
+        prepare(engine, tasks, index, config.warm)
     total, finished = len(specs) * len(config.fractions), count(1)
     for spec in specs:
         by_alpha = _parameter(spec) == ALPHA
@@ -168,7 +175,7 @@ def fitted_values(
         @cache
         def fraction_at(value: float, spec: str = spec, some: Sequence[Task] = tuple(some)) -> float:
             method = config.at(spec, value)
-            return fmean(_fraction(engine, task, method, config) for task in some)
+            return fmean(_fraction(engine, task.prompt, method) for task in some)
 
         for fraction in sorted(config.fractions):
             values[f"{spec}@{100 * fraction:g}%"] = solved(fraction_at, fraction, most=most)
@@ -177,9 +184,8 @@ def fitted_values(
     return values
 
 
-def _fraction(engine: Engine, task: Task, method: ReuseMethod, config: FidelityConfig) -> float:
-    config.warm.prepare(engine, task.prompt)
-    prefilled = engine.runner.prefill(task.prompt, method, capture=False)
+def _fraction(engine: Engine, prompt: Prompt, method: ReuseMethod) -> float:
+    prefilled = engine.runner.prefill(prompt, method, capture=False)
     return _report(engine, prefilled, 0.0).recompute_fraction
 
 
@@ -232,7 +238,7 @@ def measure_fidelity(
     warmed_up = False
     for index, task in enumerate(tasks):
         if not skip(index):
-            config.warm.prepare(engine, task.prompt)
+            prepare(engine, tasks, index, config.warm)
             if not warmed_up:
                 for label in labels:
                     runs[label](task.prompt)

@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
+from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
@@ -32,19 +32,21 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """How the store is filled before anything is measured.
+    """How the store is filled before anything is measured; the instruction is always there.
 
-    `queries=0`: the system part, and every chunk computed by itself, with nothing before it or `behind_instruction`.
-    Else by that many earlier requests of the data set, prefilled in full and stored as a request's chunks are: each in
-    its own context.
+    By default every chunk is computed by itself, with nothing before it or `behind_instruction`. With `queries` that
+    many earlier requests of the data set fill the store, prefilled in full and stored as a request's chunks are: each
+    in its own context; chunks that none of them had are new. With `contexts` each chunk of a question was in that many
+    earlier requests, together with others of the same question and of other questions, in an order of their own.
     """
 
     queries: int = 0
     behind_instruction: bool = False
+    contexts: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction` or `queries:N`.
+        """From `alone`, `instruction`, `contexts:N` or `queries:N`.
 
         Raises:
             UsageError: none of them.
@@ -52,29 +54,60 @@ class Warmth:
         if text in ("alone", "instruction"):
             return cls(behind_instruction=text == "instruction")
         kind, _, count = text.partition(":")
-        if kind != "queries" or not count.isdecimal() or int(count) < 1:
+        if kind not in ("queries", "contexts") or not count.isdecimal() or int(count) < 1:
             raise UsageError(
-                f"not a way to warm the store: {text!r}; write alone, instruction or queries:N with N from 1 on"
+                f"not a way to warm the store: {text!r}; write alone, instruction, contexts:N or queries:N with N from "
+                "1 on"
             )
-        return cls(int(count))
+        return cls(queries=int(count)) if kind == "queries" else cls(contexts=int(count))
 
     def __str__(self) -> str:
-        if self.queries:
-            return f"queries:{self.queries}"
+        if self.queries or self.contexts:
+            return f"queries:{self.queries}" if self.queries else f"contexts:{self.contexts}"
         return "instruction" if self.behind_instruction else "alone"
 
-    def prepare(self, engine: Engine, prompt: Prompt) -> None:
+    def prepare(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = ()) -> None:
         """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
 
-        Nothing where earlier requests fill the store.
+        Nothing where earlier requests of the data set fill the store. Company in `contexts` comes from `others`.
         """
         if self.queries:
             return
         with engine.store.lease(engine.store.lookup(prompt)):
-            for part in alone_prompts(prompt, behind_instruction=self.behind_instruction):
-                wanted, context = part.parts[-1].id, part.contexts()[-1]
-                if wanted is not None and segment_id(wanted, context) not in engine.store:
-                    prefill_and_store(engine, part)
+            for request in self._requests(prompt, others):
+                wanted = zip(request.parts, request.contexts(), strict=True)
+                if any(part.id and segment_id(part.id, context) not in engine.store for part, context in wanted):
+                    prefill_and_store(engine, request)
+
+    def _requests(self, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
+        if not self.contexts:
+            return alone_prompts(prompt, behind_instruction=self.behind_instruction)
+        return list(_in_company(prompt, others, self.contexts))
+
+
+def company_of(prompts: Sequence[Prompt], index: int) -> list[Prompt]:
+    """The two prompts behind one, around the end: they lend their chunks to the earlier requests of `contexts`."""
+    return [prompts[(index + step) % len(prompts)] for step in (1, 2)]
+
+
+def _in_company(prompt: Prompt, others: Sequence[Prompt], rounds: int) -> Iterator[Prompt]:
+    """In each round two requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
+
+    Drawn with what the chunks are, so the same in every call.
+    """
+    opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
+    own = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
+    company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
+    strangers = [part for key, part in company.items() if key not in {part.id for part in own}]
+    rng = Random(" ".join(str(part.id) for part in own))
+    for _ in range(rounds):
+        rng.shuffle(own)
+        half = (len(own) + 1) // 2
+        for mine in (own[:half], own[half:]):
+            request = mine + rng.sample(strangers, min(len(strangers), len(own) - len(mine)))
+            rng.shuffle(request)
+            if mine:
+                yield Prompt((*opening, *request))
 
 
 def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
@@ -194,7 +227,7 @@ def measure(
         prefill_and_store(engine, prompt)
         step()
     for index, prompt in enumerate(workload.measured):
-        config.warm.prepare(engine, prompt)
+        config.warm.prepare(engine, prompt, company_of(workload.measured, index))
         if index == 0:
             for name in names:
                 contenders[name](prompt)
