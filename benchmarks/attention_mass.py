@@ -42,7 +42,7 @@ from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
 
 OFF = CaptureConfig(profile=False)
-ALL = CaptureConfig(layers=None, heads=None)
+ALL = CaptureConfig(profile=True, layers=None, heads=None)
 BAR = 0.9
 FEWEST_AT_A_PLACE = 4
 """Below that many prompts a rank correlation among chunks at one place says nothing."""
@@ -101,7 +101,9 @@ def agreement(some: list[list[AttentionProfile]], everything: list[list[Attentio
 
 
 def measure(args: argparse.Namespace, engine: Engine, prompts: list[Prompt]) -> list[dict[str, Any]]:
-    subsets = [CaptureConfig(layers=layers, heads=heads) for layers in args.layers for heads in args.heads]
+    subsets = [
+        CaptureConfig(profile=True, layers=layers, heads=heads) for layers in args.layers for heads in args.heads
+    ]
     contenders = [OFF, *subsets, ALL]
     times: dict[CaptureConfig, list[float]] = {config: [] for config in contenders}
     with Progress(console=Console(stderr=True)) as progress:

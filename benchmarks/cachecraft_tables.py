@@ -200,7 +200,7 @@ def flops_rows(engine: Engine, examples: Sequence[Example], alphas: Sequence[flo
     for example in examples:
         prompt = engine.builder.build(example.question, example.chunks)
         for part in alone_prompts(prompt):
-            engine.runner.store_new(engine.runner.prefill(part, make_method("full")))
+            engine.runner.store_new(engine.runner.prefill(part, make_method("full"), profiles=True))
         full = full_prefill_flops(geometry, len(prompt))
         for alpha in alphas:
             lookup = engine.store.lookup(prompt)

@@ -91,7 +91,7 @@ def warm(runner: Runner, prompt: Prompt) -> None:
     start = prompt.parts[0]
     for alone in (Prompt((start, part)) for part in prompt.parts if part.kind is PartKind.CHUNK):
         if not runner.store.lookup(alone).parts[-1].variants:
-            runner.store_new(runner.prefill(alone, make_method("full")))
+            runner.store_new(runner.prefill(alone, make_method("full"), profiles=True))
     runner.store.flush()
 
 

@@ -118,7 +118,7 @@ def decode(runner: Runner, jobs: list[Any], last: list[int], step: int) -> list[
 
 def capture_rows(model: HuggingFaceModel, prompt: Prompt, arguments: Any) -> list[dict[str, Any]]:
     """A full prefill that keeps nothing, one that keeps KV, and one that notes attention too."""
-    configs = {"nothing": None, "KV": CaptureConfig(profile=False), "KV and attention": CaptureConfig()}
+    configs = {"nothing": None, "KV": CaptureConfig(profile=False), "KV and attention": CaptureConfig(profile=True)}
     rows: list[dict[str, Any]] = []
     for name, config in configs.items():
         runner = make_runner(model, ComputeConfig(), config)

@@ -196,20 +196,28 @@ class FocusReading(StrEnum):
     LARGEST_GAP = "largest-gap"
 
 
+@configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
     """What a prefill notes and keeps for the store besides the KV of the parts that it computed.
 
     With `profile` it notes what the tokens of those parts attend to (Cache-Craft §3.1), averaged over that many
     `layers` and query `heads`, evenly spread (None: all; the last layer is never among them, since it is finished for
-    one token only). Without, a method that scores segments by their attention finds nothing to score later.
+    one token only). Without, a method that scores segments by their attention finds nothing to score later. Noting
+    costs time to the first token, so that by default no request pays for what neither its own method nor the usual
+    one reads (`planning.method_choice.Kept`).
 
     A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
     tokens were recomputed through the last layer (None: never). From a half on, this prompt's context tells more
     about its KV than the one that it was first computed in.
     """
 
-    profile: bool = True
+    profile: bool | None = setting(
+        None,
+        "Keep what the tokens of new chunks attend to, for cachecraft and h2o; none: if the request's method or the "
+        "usual one reads it.",
+        name="capture",
+    )
     layers: int | None = 8
     heads: int | None = 4
     woven_fraction: float | None = 0.5
@@ -396,7 +404,7 @@ class ConversationConfig:
 @configuration(_WEAVES)
 @dataclass(frozen=True, slots=True)
 class WeaveConfig:
-    """How woven requests share vLLM's steps, and what is kept for later ones.
+    """How woven requests share vLLM's steps.
 
     A request whose segments were not read within `load_timeout_s` is computed by vLLM.
     """
@@ -418,7 +426,6 @@ class WeaveConfig:
         old=("ask_timeout", "ask_timeout_s"),
         above=0,
     )
-    capture: bool | None = setting(None, "Keep what prefilled chunks attend to; none: if the usual method reads it.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from chunkweave.types import Geometry, Scattered
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
-EVERYTHING = CaptureConfig(layers=None, heads=None)
+EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None)
 FP32 = 1e-4
 
 
@@ -194,7 +194,7 @@ def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
 # --- profiles ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, CaptureConfig(layers=2, heads=2)], ids=["all", "some"])
+@pytest.mark.parametrize("config", [EVERYTHING, CaptureConfig(profile=True, layers=2, heads=2)], ids=["all", "some"])
 def test_profiles_of_a_first_computation_equal_the_models_own_attention(bench, config):
     bench.runner.capture = config
     prompt = make_prompt(SIZES, system=6)
@@ -233,7 +233,7 @@ def test_profiles_of_a_chunk_woven_whole_equal_the_models_own_attention(family):
 
 
 def test_what_capturing_computes_is_counted(qwen):
-    qwen.runner.capture = CaptureConfig(layers=2, heads=3)
+    qwen.runner.capture = CaptureConfig(profile=True, layers=2, heads=3)
     prompt = make_prompt(SIZES, system=6)
     full = qwen.prefill(prompt, "full")
     followed = range(1, 1 + 6 + sum(SIZES))  # what is stored: neither BOS nor the question
@@ -264,7 +264,7 @@ def test_profiles_are_stored_with_their_segments_and_survive_a_restart(tmp_path)
 
     store = opened()
     runner = Runner(loaded.model, store)
-    prefilled = runner.prefill(prompt, make_method("full"))
+    prefilled = runner.prefill(prompt, make_method("full"), profiles=True)
     runner.store_new(prefilled)
     kept = {record.id: record.attention for record in store.records()}
     profile = prefilled.attention.profile(prefilled.captures[3].part, range(9))
@@ -368,9 +368,9 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
 def test_no_woven_segments_if_they_are_not_wanted_or_stored_already(qwen):
     prompt = make_prompt(SIZES)
     qwen.precompute(prompt)
-    qwen.runner.capture = CaptureConfig(woven_fraction=None)
+    qwen.runner.capture = CaptureConfig(profile=True, woven_fraction=None)
     assert qwen.prefill(prompt, "cacheblend", ratio=1.0).captures == ()
-    qwen.runner.capture = CaptureConfig()
+    qwen.runner.capture = CaptureConfig(profile=True)
     assert len(qwen.prefill(prompt, "cacheblend", ratio=1.0, keep=True).captures) == 3
     assert qwen.prefill(prompt, "cacheblend", ratio=1.0).captures == ()
 

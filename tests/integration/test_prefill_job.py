@@ -34,7 +34,7 @@ METHODS = {
 def bench() -> Bench:
     """Three of four chunks are stored."""
     bench = make_bench(toy_model("qwen3"))
-    bench.runner.capture = CaptureConfig(layers=None, heads=None)
+    bench.runner.capture = CaptureConfig(profile=True, layers=None, heads=None)
     prompt = make_prompt(SIZES, system=6)
     for part in prompt.parts[2:5]:
         bench.prefill(alone(part), "full", keep=True)
@@ -43,7 +43,7 @@ def bench() -> Bench:
 
 def sliced(bench: Bench, prompt, method, tokens: list[int], **options) -> Prefilled:
     slices = iter(tokens)
-    with bench.runner.start(prompt, method, PrefillOptions(new_tokens=16, **options)) as job:
+    with bench.runner.start(prompt, method, PrefillOptions(new_tokens=16, profiles=True, **options)) as job:
         while job.prefilled is None:
             bench.runner.step([], [(job, next(slices, tokens[-1]))])
         return job.prefilled

@@ -57,6 +57,13 @@ def test_earlier_queries_warm_the_store_in_context():
     assert prefix.report.prefix_exact_tokens > 20
 
 
+@pytest.mark.parametrize("warm", [Warmth(), Warmth(1)], ids=str)
+def test_what_is_warmed_has_the_profiles_that_some_contenders_read(warm):
+    engine = Engine(toy_model())
+    list(measure_quality(engine, EXAMPLES, QualityConfig(methods=("cachecraft",), warm=warm, max_new_tokens=1)))
+    assert all(record.attention is not None for record in engine.store.records())
+
+
 def test_bad_configurations_are_refused_before_anything_runs():
     with pytest.raises(UnknownMethodError, match="magic"):
         QualityConfig(methods=("magic",)).contenders()

@@ -1,15 +1,21 @@
-"""A cache never costs an answer: what cannot be stored is logged, and what was captured for storing is let go."""
+"""A cache never costs an answer: what cannot be stored is logged, and what was captured for storing is let go.
+
+Nor does a request pay for what no method that is configured or asked for reads.
+"""
 
 import asyncio
 import gc
 import logging
 import weakref
+from dataclasses import dataclass
 
 import pytest
 
 from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import RequestFailedError, UsageError
+from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.testing import toy_model
 
 CHUNKS = [
@@ -140,3 +146,96 @@ def test_a_usage_error_is_raised_as_it_is(model, monkeypatch):
     monkeypatch.setattr(Runner, "start", start)
     with pytest.raises(UsageError, match="cannot be planned"):
         engine.generate(QUESTIONS[0], CHUNKS)
+
+
+@dataclass
+class Work:
+    """How often something was read off a prefill: layers of KV of parts, layers of attention."""
+
+    kv: int = 0
+    attention: int = 0
+
+
+@pytest.fixture
+def work(monkeypatch) -> Work:
+    seen = Work()
+    take, read = PartCapture.take, AttentionCapture.read
+
+    def counted_take(self, *args):
+        seen.kv += 1
+        return take(self, *args)
+
+    def counted_read(self, *args):
+        seen.attention += 1
+        return read(self, *args)
+
+    monkeypatch.setattr(PartCapture, "take", counted_take)
+    monkeypatch.setattr(AttentionCapture, "read", counted_read)
+    return seen
+
+
+def profiles(engine: Engine) -> int:
+    return sum(record.attention is not None for record in engine.store.records())
+
+
+@pytest.mark.parametrize("answer", [generated, batched, streamed, submitted])
+def test_full_alone_keeps_nothing(model, answer, work):
+    engine = Engine(model, method="full")
+    answer(engine)
+    assert (work, list(engine.store.records())) == (Work(), [])
+
+
+@pytest.mark.parametrize("answer", [generated, batched, streamed, talked, submitted])
+@pytest.mark.parametrize("method", ["prefix", "cacheblend", "query", "epic"])
+def test_no_attention_is_read_for_methods_that_score_nothing_by_it(model, method, answer, work):
+    engine = Engine(model, method=method)
+    engine.precompute(CHUNKS[:1])
+    answer(engine)
+    assert work.attention == profiles(engine) == 0
+    assert work.kv
+    assert list(engine.store.records())
+
+
+def test_a_prefix_keeps_exact_segments_alone(model):
+    engine = Engine(model, method="prefix")
+    generated(engine)
+    generated(engine)
+    assert all(record.exact for record in engine.store.records())
+
+
+@pytest.mark.parametrize("method", ["cachecraft", "h2o"])
+def test_what_a_method_scores_by_is_kept_for_it_from_the_first_request_on(model, method, work):
+    engine = Engine(model, method=method)
+    engine.precompute(CHUNKS[:1])
+    assert profiles(engine) == len(list(engine.store.records()))
+    generated(engine)
+    assert work.attention
+    assert profiles(engine) == len(list(engine.store.records()))
+
+
+def test_a_request_pays_for_its_own_method_and_for_no_other(model, work):
+    engine = Engine(model)
+    engine.generate(QUESTIONS[0], CHUNKS[:1], max_new_tokens=1)
+    assert work.attention == 0
+    engine.generate(QUESTIONS[0], CHUNKS[1:], max_new_tokens=1, method="cachecraft", alpha=0)
+    assert work.attention
+    assert profiles(engine)
+    before = work.attention
+    engine.generate(QUESTIONS[0], [Chunk("Nobody knows the tide tables.")], max_new_tokens=1)
+    assert work.attention == before
+
+
+def test_a_method_that_scores_takes_chunks_without_a_profile(model):
+    engine = Engine(model)
+    engine.generate(QUESTIONS[0], CHUNKS, max_new_tokens=1)
+    answer = engine.generate(QUESTIONS[0], CHUNKS[::-1], max_new_tokens=4, method="cachecraft", alpha=0.5)
+    assert answer.report.reused_tokens
+    engine.store.check()
+
+
+@pytest.mark.parametrize(("method", "profile"), [("prefix", True), ("full", True), ("cachecraft", False)])
+def test_what_is_configured_wins(model, method, profile, work):
+    engine = Engine(model, method=method, reuse=ReuseConfig(capture=CaptureConfig(profile=profile)))
+    generated(engine)
+    assert bool(work.attention) is profile
+    assert list(engine.store.records())

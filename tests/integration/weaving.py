@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.config import ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel
@@ -49,7 +49,7 @@ def alone(part: PromptPart) -> Prompt:
 
 @dataclass
 class Bench:
-    """A model, a store, and what the tests ask of them."""
+    """A model, a store, and what the tests ask of them. What chunks attend to is kept, whatever the method."""
 
     loaded: LoadedModel
     runner: Runner
@@ -88,4 +88,5 @@ class Bench:
 def make_bench(loaded: LoadedModel, *, budget_bytes: int = 1 << 30) -> Bench:
     tier: HostTier[SegmentSource] = HostTier()
     store = SegmentStore(tier, budget_bytes=budget_bytes)
-    return Bench(loaded, Runner(loaded.model, TieredStore([Level("host", store)])), tier)
+    runner = Runner(loaded.model, TieredStore([Level("host", store)]), capture=CaptureConfig(profile=True))
+    return Bench(loaded, runner, tier)

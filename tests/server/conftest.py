@@ -34,7 +34,8 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
     return Engine(
         toy_model("llama"),
         store=store,
-        reuse=ReuseConfig(recompute_ratio=0.3),
+        method=settings.requests.method,
+        reuse=ReuseConfig(recompute_ratio=0.3, capture=settings.capture),
         order=settings.requests.order or "",
         shadow=settings.shadow,
     )

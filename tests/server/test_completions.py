@@ -44,6 +44,28 @@ def test_an_answer_is_the_engines_own(client: Client):
 
 
 @pytest.mark.backend("engine")
+@pytest.mark.parametrize(
+    ("usual", "own", "capture", "kept"),
+    [
+        (None, None, None, [False]),
+        ("prefix", "prefix", None, [False]),
+        ("full", None, None, []),
+        ("cacheblend", "prefix", None, [False]),
+        ("cachecraft", "prefix", None, [True]),
+        ("prefix", "cachecraft", None, [True]),
+        ("prefix", None, True, [True]),
+        ("cachecraft", None, False, [False]),
+    ],
+)
+def test_what_is_kept_is_what_a_method_of_the_server_or_the_request_reads(serve, usual, own, capture, kept):
+    """Whether the chunks that a request leaves in the store have a profile of what they attended to."""
+    given = {"method": usual, "capture": capture}
+    client = serve(**{name: value for name, value in given.items() if value is not None})
+    client.ask(documents=[FERRY, CHOIR], **({"chunkweave": {"method": own}} if own else {}))
+    assert sorted({record.attention is not None for record in client.engine.store.records()}) == kept
+
+
+@pytest.mark.backend("engine")
 def test_the_system_message_is_the_instruction(client: Client):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     body = client.ask(messages=messages, documents=[FERRY]).json()

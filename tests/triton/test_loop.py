@@ -43,7 +43,7 @@ def test_weaving_gives_the_same_logits(method):
 
 
 def test_profiles_are_those_that_are_read_off_the_weights(monkeypatch):
-    sdpa, ours = two_benches(CaptureConfig(layers=None, heads=2))
+    sdpa, ours = two_benches(CaptureConfig(profile=True, layers=None, heads=2))
     prompt = make_prompt([10, 7], system=4, question=3)
     sdpa.prefill(prompt, "full", keep=True)
     monkeypatch.delattr(AttentionMeter, "read")  # ours sums on the way

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from chunkweave.config import ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.planning.calibration import (
     CALIBRATION_FILE,
@@ -26,7 +26,7 @@ from chunkweave.planning.calibration import (
     stored_calibration,
 )
 from chunkweave.planning.method import parameter_of
-from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
+from chunkweave.planning.method_choice import Kept, MethodChooser, MethodRequest, Why
 
 FINGERPRINT = "f" * 32
 
@@ -37,6 +37,7 @@ def point(method: str, value: float, share: float, fraction: float | None = None
 
 
 BLEND = [point("cacheblend", 0.05, 0.90, 0.1), point("cacheblend", 0.15, 0.96, 0.2), point("cacheblend", 0.3, 0.99)]
+REACHED = [point("cachecraft", 2.0, 0.99)]
 CRAFT = [point("cachecraft", 0.5, 0.94, 0.08), point("cachecraft", 1.0, 0.97, 0.15), point("cachecraft", 2.0, 0.975)]
 
 
@@ -406,3 +407,34 @@ def test_what_cannot_be_fulfilled_is_a_usage_error(method_request, record, said)
 def test_an_unknown_quality_is_refused_with_those_there_are():
     with pytest.raises(UsageError, match="unknown quality 'best'; there are: exact, balanced, fast"):
         MethodRequest.of(None, "best")
+
+
+@pytest.mark.parametrize(
+    ("usual", "record", "own", "kept"),
+    [
+        ("full", None, "full", Kept(kv=False)),
+        ("full", None, "cacheblend", Kept()),
+        ("full", None, "h2o", Kept(profiles=True)),
+        (None, None, "full", Kept()),
+        (None, None, "prefix", Kept()),
+        (None, None, "cachecraft", Kept(profiles=True)),
+        ("cachecraft", None, "prefix", Kept(profiles=True)),
+        (None, REACHED, "prefix", Kept(profiles=True)),
+        (None, BLEND, "prefix", Kept()),
+        ("prefix", REACHED, "prefix", Kept()),
+    ],
+)
+def test_what_is_kept_is_what_the_usual_method_or_the_requests_own_can_read(usual, record, own, kept):
+    chooser = MethodChooser(MethodRequest(usual), record=record and make_record(record))
+    assert chooser.kept(chooser.choose(MethodRequest(own))) == kept
+
+
+@pytest.mark.parametrize(
+    ("profiles", "own", "kept"),
+    [(True, "full", Kept(profiles=True)), (False, "full", Kept(kv=False)), (False, "cachecraft", Kept())],
+)
+def test_what_is_set_of_profiles_wins(profiles, own, kept):
+    configured = MethodChooser(MethodRequest("full"), ReuseConfig(capture=CaptureConfig(profile=profiles)))
+    choice = configured.choose(MethodRequest(own))
+    assert configured.kept(choice) == kept
+    assert configured.kept(choice, not profiles).profiles is not profiles

@@ -333,11 +333,25 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
         ({"method": "query", "query": {"factor": "stored"}}, {}, True),
         ({"method": "prefix"}, {"method": "cachecraft"}, True),
         ({"method": "prefix"}, {"capture": True}, True),
-        ({"method": "cachecraft"}, {"capture": False}, True),
+        ({"method": "cachecraft"}, {"capture": False}, False),
+        ({"method": "cachecraft", "capture": True}, {"capture": False}, True),
     ],
 )
 def test_attention_is_captured_where_a_method_needs_it(params, server, capture):
-    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).capture is capture
+    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).kept.profiles is capture
+
+
+@pytest.mark.parametrize(
+    ("params", "server", "kept"),
+    [
+        ({"method": "full"}, {"method": "full"}, False),
+        ({"method": "full"}, {}, True),
+        ({"method": "prefix"}, {"method": "full"}, True),
+        ({"method": "full", "capture": True}, {"method": "full"}, True),
+    ],
+)
+def test_kv_is_kept_where_something_may_reuse_it(params, server, kept):
+    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).kept.kv is kept
 
 
 def calibrated() -> CalibrationRecord:

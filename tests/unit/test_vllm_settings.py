@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.config import DEFAULT_MAX_VARIANTS, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
+from chunkweave.config import (
+    DEFAULT_MAX_VARIANTS,
+    CaptureConfig,
+    RequestDefaults,
+    ReuseConfig,
+    StoreConfig,
+)
 from chunkweave.errors import UsageError
 from chunkweave.server.settings import GROUPS
 from chunkweave.settings import GIB, Place, settings_at, settings_of
@@ -129,6 +135,6 @@ def test_old_keys_still_work_and_the_log_names_the_new_one(caplog, old, new):
 
 
 def test_a_request_may_say_no_more_than_the_connector_does():
-    declared = {name for kind in (RequestDefaults, ReuseConfig, WeaveConfig) for name in settings_of(kind)}
+    declared = {name for kind in (RequestDefaults, ReuseConfig, CaptureConfig) for name in settings_of(kind)}
     laboratory = {"query"}  # how the method `query` reads attention: for measurements
     assert SETTINGS - laboratory <= declared

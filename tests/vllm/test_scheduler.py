@@ -324,6 +324,18 @@ def test_full_means_vllms_own_prefill(side):
     assert report["computed_tokens"] == len(IDS)
 
 
+def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(side):
+    alone = ConnectorScheduler("model", (BOS,), Defaults.from_config({"method": "full"}))
+    alone.bind_kv_cache_manager(FakeManager())
+    for one, keeps in ((side, True), (alone, False)):
+        one.begin_with({0: Holdings(frozenset(), True)})
+        request = FakeRequest({**CHUNKS, "method": "full"})
+        one.add(request)
+        assert one.matched(request, 0) == 0
+        orders = one.orders(step([("a", 0, len(IDS))]))
+        assert (bool(orders.lookups), bool(orders.saves)) == (False, keeps)
+
+
 def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
     def salt(name, rounds):
         request = FakeRequest({**CHUNKS, "method": "query", "query": {"rounds": rounds}}, name=name)

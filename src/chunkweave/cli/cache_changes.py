@@ -18,7 +18,7 @@ from rich.markup import escape
 from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions, Selection
 from chunkweave.cli.console import Output, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
-from chunkweave.config import StoreConfig
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import check_writable
 from chunkweave.settings import parse_duration
@@ -40,6 +40,7 @@ def warm(
     documents: DocumentOptions,
     model: ModelOptions,
     store: Annotated[StoreConfig, Only("host_budget", "disk_budget", "remote_url", "remote_budget", "codec")],
+    capture: CaptureConfig,
     output: Output,
 ) -> None:
     """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
@@ -53,7 +54,7 @@ def warm(
     store = replace(store, cache_dir=cache_dir)
     model.named()
     read = documents.read(paths)
-    with model.open(store=store) as engine:
+    with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
         result = {"model": model.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
     written = f"computed {result['computed']} chunks, {result['present']} were there already; "
     output.show(f"{written}{result['tokens']} tokens, {size(result['bytes'])} on disk")

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import progress, status, stderr
-from chunkweave.config import ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
@@ -422,6 +422,7 @@ class MethodOptions:
 
     requests: Annotated[RequestDefaults, Only("method", "quality")]
     reuse: ReuseConfig
+    capture: CaptureConfig
     given: Given
 
     @property
@@ -438,4 +439,4 @@ class MethodOptions:
         method, quality = self.requests.method, self.requests.quality
         if self.given & settings_at(ReuseConfig, Place.COMMANDS).keys() and method is None:
             raise UsageError("--recompute-ratio, --alpha and --check-layers set a method: name it with --method")
-        return {**others, "method": method, "quality": quality, "reuse": self.reuse}
+        return {**others, "method": method, "quality": quality, "reuse": replace(self.reuse, capture=self.capture)}

@@ -228,8 +228,11 @@ class BatchingCore:
     def _start(self, request: RequestState) -> None:
         prompt = request.prepared.prompt
         room = self.pool.capacity(request) - len(prompt)
+        kept = request.prepared.kept
         options = PrefillOptions(
             new_tokens=room,
+            capture=kept.kv,
+            profiles=kept.profiles,
             generated=request.generated,
             plan=request.plan,
             prefetched=request.prefetch,

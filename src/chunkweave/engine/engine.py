@@ -377,17 +377,20 @@ class Engine:
     ) -> int:
         """Compute and store the context-free KV of chunks that the store lacks; returns how many were computed.
 
+        What their tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
         Interrupting it loses at most the chunk being computed; calling it again goes on from there.
 
         Raises:
             UsageError: an empty chunk.
             PromptTooLongError: a chunk alone does not fit the model's context.
         """
+        usual = self._chooser.choose(MethodRequest())
+        profiles = self._chooser.kept(usual).profiles
         computed = 0
         for index, chunk in enumerate(chunks):
             prompt = self.builder.alone(chunk, cache_salt=cache_salt)
             if not any(record.alone for record in self.store.lookup(prompt).parts[-1].variants):
-                prefilled = self.runner.prefill(prompt, FullPrefill(self._reuse))
+                prefilled = self.runner.prefill(prompt, FullPrefill(self._reuse), profiles=profiles)
                 computed += self.runner.store_new(prefilled)
             if progress is not None:
                 progress(index + 1, len(chunks))

@@ -291,8 +291,8 @@ def segments_of(
 class PrefillOptions:
     """What a prefill starts from and what is kept of it.
 
-    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards. `prefetched` is
-    what was read ahead.
+    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards, with `profiles` and
+    what their tokens attend to. `prefetched` is what was read ahead.
 
     A prefill that was given up during decoding is made again with what it had `generated` by then, computed behind the
     prompt as decoding would have; nothing is captured then. `plan` is what it was executed by, and will be again unless
@@ -304,6 +304,7 @@ class PrefillOptions:
 
     new_tokens: int = 0
     capture: bool = True
+    profiles: bool = False
     prefetched: Prefetch | None = None
     generated: tuple[int, ...] = ()
     plan: Plan | None = None
@@ -500,7 +501,7 @@ class PrefillJob:
             self._prompt, self.plan, self._sources.placements, self._context.store, woven_fraction=fraction
         )
         captures = self._captures_of(parts)
-        if not captures or not config.profile:
+        if not captures or not self._options.profiles:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
 

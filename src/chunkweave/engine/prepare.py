@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chunkweave.chunking.builder import PromptBuilder
@@ -18,7 +18,7 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.method_choice import MethodChoice, MethodChooser, MethodRequest, Why
+from chunkweave.planning.method_choice import Kept, MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import SegmentId
 
@@ -27,12 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request with its prompt, the method that was chosen for it, and how many tokens it may generate."""
+    """A request with its prompt, the method chosen for it, what it keeps, and how many tokens it may generate."""
 
     request: Request
     arranged: Arranged
     choice: MethodChoice
     method: ReuseMethod
+    kept: Kept
     room: int
     turn: TurnUnderWay | None = None
 
@@ -103,7 +104,11 @@ class RequestPreparer:
         arranged = self.arranger.arrange(prompt, order, counted=not speculative)
         if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
             method = PrefixGrowingMethod(method, arranged.promotion)
-        return PreparedRequest(request, arranged, choice, method, min(request.sampling.max_new_tokens, room), turn)
+        kept = self.chooser.kept(choice)
+        if turn is not None:  # its later turns may be answered by another method
+            kept = replace(kept, kv=True)
+        room = min(request.sampling.max_new_tokens, room)
+        return PreparedRequest(request, arranged, choice, method, kept, room, turn)
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """A speculative request is asked for."""

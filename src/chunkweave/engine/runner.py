@@ -109,15 +109,21 @@ class Runner:
         *,
         new_tokens: int = 0,
         capture: bool = True,
+        profiles: bool | None = None,
         prefetched: Prefetch | None = None,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
-        nothing can be stored afterwards.
+        nothing can be stored afterwards. With `profiles` it is stored with what its tokens attend to; None leaves that
+        to the runner's `capture`, and then to the method: whether it reads them itself.
         """
         self.room_for_new_tokens(prompt)
-        options = PrefillOptions(new_tokens, capture, prefetched)
+        if profiles is None:
+            profiles = self.capture.profile
+        if profiles is None:
+            profiles = getattr(method, "needs_profiles", False)
+        options = PrefillOptions(new_tokens, capture, profiles, prefetched)
         with self.start(prompt, method, options) as job:
             while job.prefilled is None:
                 try:

@@ -111,8 +111,8 @@ def _in_company(prompt: Prompt, others: Sequence[Prompt], rounds: int) -> Iterat
 
 
 def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
-    """Prefill in full and keep every part as it was computed."""
-    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE)))
+    """Prefill in full and keep every part as it was computed, and what it attended to for contenders that read that."""
+    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE), profiles=True))
 
 
 @dataclass(frozen=True, slots=True)

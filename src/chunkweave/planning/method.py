@@ -63,8 +63,9 @@ ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
 class ReuseMethod(Protocol):
     """Decides what of a prompt is taken from the store and which tokens are computed at which layers.
 
-    A method may also have `needs_profiles`, `reads_question` and `asks_again`, each a class attribute or, where it
-    depends on the configuration, a property; left out they are False. The functions of these names say what they mean.
+    A method may also have `needs_profiles`, `reuses_nothing`, `reads_question` and `asks_again`, each a class attribute
+    or, where it depends on the configuration, a property; left out they are False. The functions of these names say
+    what they mean.
     """
 
     @property
@@ -214,6 +215,15 @@ def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     (True, False)
     """
     return _declares(method, reuse, "needs_profiles")
+
+
+def reuses_nothing(method: str, reuse: ReuseConfig) -> bool:
+    """Whether every part is computed, whatever is stored: where nothing else answers, nothing need be kept.
+
+    >>> reuses_nothing("full", ReuseConfig()), reuses_nothing("prefix", ReuseConfig())
+    (True, False)
+    """
+    return _declares(method, reuse, "reuses_nothing")
 
 
 def _declares(method: str, reuse: ReuseConfig, attribute: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.calibration import CalibrationRecord, Quality
-from chunkweave.planning.method import METHODS, RATIO, parameter_of
+from chunkweave.planning.method import METHODS, RATIO, needs_profiles, parameter_of, reuses_nothing
 
 EXACT_METHOD = "prefix"
 """What answers unless another method is named or calibrated: it is exact."""
@@ -125,6 +125,29 @@ class MethodChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a request's prefill for later ones: what its own method or the usual one can read, no more.
+
+    `kv` is that of the parts that it computed, `profiles` what their tokens attended to. Both cost time to the first
+    token, and a request is not to pay for methods that nobody has chosen. So what a method finds of another one's
+    chunks depends on the usual method: where that keeps no profiles, `cachecraft` and `h2o` find none for chunks that
+    others computed, and fall back as they say there.
+    """
+
+    kv: bool = True
+    profiles: bool = False
+
+    @classmethod
+    def by(cls, own: MethodChoice, usual: MethodChoice, profiles: bool | None) -> "Kept":
+        """What a request keeps that is answered by `own`; what is set of `profiles` wins (`CaptureConfig.profile`)."""
+        choices = (own, usual)
+        kv = bool(profiles) or not all(reuses_nothing(one.method, one.reuse) for one in choices)
+        if profiles is None:
+            profiles = any(needs_profiles(one.method, one.reuse) for one in choices)
+        return cls(kv, profiles)
+
+
+@dataclass(frozen=True, slots=True)
 class MethodChooser:
     """What an engine knows when it is asked for an answer (DESIGN §3.9).
 
@@ -174,6 +197,11 @@ class MethodChooser:
         if own in given:
             return MethodChoice(method, replace(calibrated, **{own: given[own]}), Why.ASKED_FOR)
         return MethodChoice(method, calibrated, Why.CALIBRATED)
+
+    def kept(self, choice: MethodChoice, profiles: bool | None = None) -> Kept:
+        """What a request with that method keeps; `profiles` in place of what is configured."""
+        configured = self.reuse.capture.profile
+        return Kept.by(choice, self.choose(MethodRequest()), configured if profiles is None else profiles)
 
     def _calibrated(self, quality: Quality | None) -> tuple[str, ReuseConfig] | None:
         if self.record is None:

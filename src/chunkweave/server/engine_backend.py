@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -258,7 +258,7 @@ def load_engine(settings: Settings) -> Engine:
         "store": settings.store,
         "method": settings.requests.method,
         "quality": settings.requests.quality,
-        "reuse": settings.reuse,
+        "reuse": replace(settings.reuse, capture=settings.capture),
         "order": settings.requests.order or "",
         "ordering": settings.ordering,
         "conversations": settings.conversations,

@@ -14,6 +14,7 @@ from typing import Any
 
 from chunkweave.config import (
     Backend,
+    CaptureConfig,
     ComputeConfig,
     ConversationConfig,
     ModelConfig,
@@ -200,6 +201,7 @@ class Settings:
     model: ModelConfig
     requests: RequestDefaults
     reuse: ReuseConfig
+    capture: CaptureConfig
     compute: ComputeConfig
     store: StoreConfig
     ordering: OrderingConfig
@@ -226,7 +228,7 @@ class Settings:
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: what is not as it is there by default. Secrets are in its environment."""
         config = {}
-        for group in (self.requests, self.reuse, self.store, self.weave):
+        for group in (self.requests, self.reuse, self.capture, self.store, self.weave):
             for one in settings_of(type(group)).values():
                 value = getattr(group, one.attribute)
                 told = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret
@@ -247,6 +249,7 @@ GROUPS: Mapping[str, type[Any]] = {
     "model": ModelConfig,
     "requests": RequestDefaults,
     "reuse": ReuseConfig,
+    "capture": CaptureConfig,
     "compute": ComputeConfig,
     "store": StoreConfig,
     "ordering": OrderingConfig,

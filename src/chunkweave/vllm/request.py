@@ -11,9 +11,10 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
-from chunkweave.planning.method import needs_profiles, reads_question
+from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import (
     FIELD,
+    Kept,
     MethodChoice,
     MethodChooser,
     MethodRequest,
@@ -40,13 +41,13 @@ class StoredPart:
 class WeaveRequest:
     """A prompt with its parts and how it is to be woven.
 
-    The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. With
-    `capture` what newly computed chunks attend to is stored with them, for methods that score chunks by it.
+    The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
+    what is stored of newly computed chunks.
     """
 
     prompt: Prompt
     choice: MethodChoice
-    capture: bool = False
+    kept: Kept
 
     @property
     def method(self) -> str:
@@ -84,7 +85,7 @@ class Defaults:
     """What a request gets that does not say: from the connector's extra config, and from a calibration."""
 
     chooser: MethodChooser = field(default_factory=MethodChooser)
-    capture: bool = False
+    capture: bool | None = None
 
     @classmethod
     def from_config(
@@ -101,8 +102,8 @@ class Defaults:
         request = _method_request(extra)
         reuse = replace(_compared(extra, ReuseConfig()), **request.parameters)
         chooser = MethodChooser(request, reuse, record, how_to_calibrate)
-        usual = chooser.choose(MethodRequest())
-        return cls(chooser, _capture(extra, needs_profiles(usual.method, usual.reuse)))
+        chooser.choose(MethodRequest())  # refused now, not with every request
+        return cls(chooser, _capture(extra, None))
 
 
 def parse(
@@ -133,7 +134,7 @@ def parse(
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
-    choice, capture = chosen(params, defaults, num_layers)
+    choice, kept = chosen(params, defaults, num_layers)
     if tuple(token_ids[:first]) != start:
         # No context names what START holds; so that a chunk behind other tokens is no exact prefix here, its id does.
         salt = f"{salt}\0start:{','.join(map(str, token_ids[:first]))}"
@@ -149,11 +150,11 @@ def parse(
         *((PartKind.CHUNK, chunk.start, chunk.stop) for chunk in chunks),
         (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
     ]
-    return WeaveRequest(Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2])), choice, capture)
+    return WeaveRequest(Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2])), choice, kept)
 
 
-def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, bool]:
-    """The method of a request with these fields, and whether attention is captured for later ones.
+def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
+    """The method of a request with these fields, and what it keeps for later ones.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -168,7 +169,7 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
         for layer, what in ((choice.reuse.check_layers[-1], "checked"), (watched[-1], "watched")):
             if layer >= num_layers:
                 raise UsageError(f"layer {layer} is to be {what}, but the model has {num_layers} layers")
-    return choice, _capture(params, defaults.capture or needs_profiles(choice.method, choice.reuse))
+    return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
 
 
 def to_params(reuse: ReuseConfig) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def _method_request(params: Mapping[str, Any]) -> MethodRequest:
     )
 
 
-def _capture(params: Mapping[str, Any], usual: bool) -> bool:
+def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
     return _flag(params["capture"], "capture") if "capture" in params else usual
 
 

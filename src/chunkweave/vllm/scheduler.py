@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
-from chunkweave.planning.method import asks_again
+from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.types import ChunkId
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
@@ -131,8 +131,8 @@ class _Tracked:
 
     @property
     def all_saved(self) -> bool:
-        """Whether nothing of its prompt is to be saved any more: true for most steps of its life."""
-        return max(self.saved, self.local) >= self.parts[-1].span.stop
+        """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
+        return not self.request.kept.kv or max(self.saved, self.local) >= self.parts[-1].span.stop
 
 
 class ConnectorScheduler:
@@ -205,7 +205,8 @@ class ConnectorScheduler:
         request.block_hashes.clear()
         request.update_block_hashes()
         tracked = self._requests[request.request_id] = _Tracked(woven)
-        if self._shared and any(part.id not in self._stored for part in tracked.parts):
+        nothing = reuses_nothing(woven.method, woven.reuse)
+        if self._shared and not nothing and any(part.id not in self._stored for part in tracked.parts):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
 
@@ -280,13 +281,14 @@ class ConnectorScheduler:
     def _weavable_stop(self, tracked: _Tracked) -> int:
         """Where the last part ends of which something is stored; vLLM computes what follows itself.
 
-        What is captured is computed where attention can be looked at, so that it is woven though nothing is stored; and
-        `full` means vLLM's own prefill.
+        What is captured is computed where attention can be looked at, so that it is woven though nothing is stored. A
+        method that reuses nothing means vLLM's own prefill.
         """
-        if tracked.request.method == "full" or not self._weaves:
+        request = tracked.request
+        if reuses_nothing(request.method, request.reuse) or not self._weaves:
             return 0
-        capture = tracked.request.capture
-        return max((part.span.stop for part in tracked.parts if capture or part.id in self._stored), default=0)
+        captures = request.kept.profiles
+        return max((part.span.stop for part in tracked.parts if captures or part.id in self._stored), default=0)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

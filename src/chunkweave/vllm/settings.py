@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from chunkweave.config import RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
+from chunkweave.config import CaptureConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import make_codec
 from chunkweave.settings import Place, read, settings_at, spelled
@@ -21,7 +21,8 @@ REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
 _STORE = settings_at(StoreConfig, Place.CONNECTOR) | settings_at(WeaveConfig, Place.CONNECTOR)
-_KNOWN = _STORE | settings_at(RequestDefaults, Place.CONNECTOR) | settings_at(ReuseConfig, Place.CONNECTOR)
+_REQUESTS = (RequestDefaults, ReuseConfig, CaptureConfig)
+_KNOWN = _STORE | {name: one for kind in _REQUESTS for name, one in settings_at(kind, Place.CONNECTOR).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class CapturedParts:
             if part.span.start >= first
         )
         self.attention: AttentionCapture | None = None
-        if self.captures and config.profile:
+        if self.captures:
             self.attention = AttentionCapture(
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )

@@ -138,7 +138,7 @@ class ConnectorWorker:
             NotWoven: nothing of it is stored (any more), and nothing is to be captured.
         """
         method = make_method(order.request.method, order.request.reuse)
-        while found.hits or order.request.capture:
+        while found.hits or order.request.kept.profiles:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
             pinned = PlanSources(self._store, plan, self._num_layers, torch.device("cpu"))
@@ -173,7 +173,7 @@ class ConnectorWorker:
         self._woven[order.request_id] = woven
         request, plan, placements = order.request, woven.plan, woven.pinned.placements
         captured: CapturedParts | None = None
-        if request.capture:
+        if request.kept.profiles:
             captured = CapturedParts(
                 self._layers, request.prompt, plan, placements, self._store, request.reuse.capture, first=order.first
             )

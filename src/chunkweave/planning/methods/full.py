@@ -12,6 +12,7 @@ class FullPrefill:
 
     name = "full"
     budget = None
+    reuses_nothing = True
 
     def __init__(self, _config: ReuseConfig) -> None:
         pass
