@@ -183,6 +183,27 @@ def test_chunks_are_computed_in_so_many_contexts_with_others():
     assert all(part.variants for part in lookup.parts if part.part.id is not None)
 
 
+def test_baselines_of_another_prompt_are_compared_by_their_answers_alone():
+    engine = Engine(toy_model())
+    config = _config("compress@1", "compress@0.3", "map-rerank", "map-reduce@4", free=2)
+    tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:3], config)
+    samples = list(measure_fidelity(engine, tasks, config.contenders({}), config))
+    assert "map-rerank" not in samples[2], "they run where answers are decoded"
+    for one in samples[:2]:
+        assert max(one["compress@1"].kl) < 1e-5, "nothing is dropped"
+        assert one["compress@1"].identical
+        assert max(one["compress@0.3"].kl) > 1e-4
+        for name in ("map-rerank", "map-reduce@4"):
+            assert one[name].kl == ()
+            assert one[name].answer_nll is not None
+            assert one[name].recompute_fraction is None
+    rows = {row.method: row for row in summarize_fidelity(samples)}
+    assert rows["map-rerank"].questions == 2
+    assert rows["map-rerank"].kl is None
+    assert rows["map-rerank"].identical is not None
+    assert rows["compress@0.3"].kl is not None
+
+
 def test_a_value_is_found_for_each_recompute_fraction_or_none_where_a_method_cannot():
     engine = Engine(toy_model())
     config = _config("epic", "cacheblend", "cachecraft", "prefix", fractions=(0.02, 0.5), free=0)

@@ -15,6 +15,7 @@ from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
 from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, plot_fidelity, summarize_fidelity
@@ -99,7 +100,8 @@ def fidelity(
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full`, `full-reuse` and a noise floor are added. Settings "
-            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {options.listed(reuse_methods)}."
+            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {options.listed(reuse_methods)}; and "
+            f"baselines of another prompt: {', '.join(PROMPT_BASELINES)}."
         ),
     ] = "prefix,epic,cacheblend,query",
     recompute_fraction: Annotated[

@@ -25,6 +25,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example, PromptMaker
 from chunkweave.eval.decoding import answer_text, decode_greedily
+from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave.eval.quality import TOGETHER
 from chunkweave.eval.scores import f1
 from chunkweave.eval.summaries import FidelitySample
@@ -53,8 +54,9 @@ class FidelityConfig:
 
     Contenders are full prefill, full KV reuse, the noise floor, and the methods as `make_contenders` makes them; with
     `fractions` a method has those values of its parameter that make its mean recompute fraction that, instead of
-    `ratios` and `alphas`. Chunks have `chunk_tokens` tokens (0: passages stay whole). `new_tokens` bounds the
-    continuation; answers are decoded freely on the first `free` questions.
+    `ratios` and `alphas`. Baselines that change the prompt may be among the methods. Chunks have `chunk_tokens` tokens
+    (0: passages stay whole). `new_tokens` bounds the continuation; answers are decoded freely on the first `free`
+    questions.
     """
 
     methods: tuple[str, ...]
@@ -83,7 +85,19 @@ class FidelityConfig:
     @property
     def fitted(self) -> tuple[str, ...]:
         """The methods, with their settings, whose values are found by `fitted_values`."""
-        return tuple(spec for spec in self.methods if self.fractions and "@" not in spec and _parameter(spec))
+        return tuple(spec for spec in self._reuse_methods if self.fractions and "@" not in spec and _parameter(spec))
+
+    @property
+    def baselines(self) -> dict[str, PromptBaseline]:
+        """Contenders that are asked from another prompt, by the names of their rows.
+
+        Compression comes at the fractions, if there are any: as many tokens of the chunks as a method recomputes.
+        """
+        return split_baselines(self.methods, self.fractions or self.ratios)[1]
+
+    @property
+    def _reuse_methods(self) -> tuple[str, ...]:
+        return split_baselines(self.methods)[0]
 
     def contenders(self, values: Mapping[str, float | None]) -> dict[str, ReuseMethod]:
         """The methods by the names of their rows, full prefill and full reuse first; `values` are the fitted ones.
@@ -92,7 +106,7 @@ class FidelityConfig:
             UnknownMethodError: a method does not exist.
             UsageError: a value is out of range, or a setting unknown.
         """
-        fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self.methods) if spec not in self.fitted]
+        fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self._reuse_methods) if spec not in self.fitted]
         made = make_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
         found = {label: self.at(label.rpartition("@")[0], x) for label, x in values.items() if x is not None}
         return {**made, **found}
@@ -230,23 +244,26 @@ def measure_fidelity(
     """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
 
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
-    measured stores nothing, so that all find the same.
+    measured stores nothing, so that all find the same. Baselines that ask from another prompt come after the `methods`,
+    on tasks that are answered freely.
     """
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
-    labels = [REFERENCE, SLICED, *(label for label in methods if label != REFERENCE)]
+    baselines = config.baselines
+    labels = [REFERENCE, SLICED, *(label for label in methods if label != REFERENCE), *baselines]
     warmed_up = False
     for index, task in enumerate(tasks):
         if not skip(index):
             prepare(engine, tasks, index, config.warm)
+            free = index < config.free
             if not warmed_up:
-                for label in labels:
-                    runs[label](task.prompt)
+                for run in runs.values():
+                    run(task.prompt)
                 warmed_up = True
             turn = index % len(labels)
-            order = [label for label in (*labels[turn:], *labels[:turn]) if label != REFERENCE]
-            found = _on_one(engine, task, runs, order, first=index % 2 == 0, free=index < config.free, config=config)
-            yield {label: found[label] for label in labels}
+            order = [label for label in (*labels[turn:], *labels[:turn]) if label in runs or free]
+            found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
+            yield {label: found[label] for label in labels if label in found}
         if progress is not None:
             progress(index + 1, len(tasks))
 
@@ -255,35 +272,86 @@ def _room(config: FidelityConfig) -> int:
     return config.new_tokens + 1
 
 
-def _on_one(
-    engine: Engine,
-    task: Task,
-    runs: Mapping[str, Contender],
-    order: Sequence[str],
-    *,
-    first: bool,
-    free: bool,
-    config: FidelityConfig,
-) -> dict[str, FidelitySample]:
-    """One task: full prefill, timed beside the others, is run again where it comes last."""
-    full, full_s = _timed(runs[REFERENCE], task.prompt)
-    continuation = decode_greedily(engine, [full], config.new_tokens)[0].token_ids
-    reference = log_probabilities(engine.loaded.model, full, continuation)
-    samples: dict[str, FidelitySample] = {}
-    for start in range(0, len(order), TOGETHER):
-        group = order[start : start + TOGETHER]
-        timed = {label: _timed(runs[label], task.prompt) for label in group}
-        texts: dict[str, tuple[int, ...]] = {}
-        if free:
-            decoded = decode_greedily(engine, [one for one, _ in timed.values()], config.new_tokens)
-            texts = {label: one.token_ids for label, one in zip(timed, decoded, strict=True)}
-        for label, (one, ttft_s) in timed.items():
-            samples[label] = _sample(engine, task, one, ttft_s, continuation, reference, texts.get(label))
-    if not first:
-        _, full_s = _timed(runs[REFERENCE], task.prompt)
-    text = continuation if free else None
-    samples[REFERENCE] = _sample(engine, task, full, full_s, continuation, reference, text)
-    return samples
+@dataclass(frozen=True, slots=True)
+class _Contenders:
+    """Prefills of the same prompt, and baselines that are asked from another one, by the names of their rows."""
+
+    runs: Mapping[str, Contender]
+    baselines: Mapping[str, PromptBaseline]
+
+
+class _Question:
+    """One task and what full prefill says to it."""
+
+    def __init__(
+        self, engine: Engine, task: Task, contenders: _Contenders, config: FidelityConfig, *, free: bool
+    ) -> None:
+        self._engine, self._model = engine, engine.loaded.model
+        self._task, self._contenders, self._config, self._free = task, contenders, config, free
+        full, self._full_s = _timed(contenders.runs[REFERENCE], task.prompt)
+        self._continuation = decode_greedily(engine, [full], config.new_tokens)[0].token_ids
+        self._expected = log_probabilities(self._model, full, self._continuation)
+        self._full = full
+
+    def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
+        """All of `order`, one after the other; full prefill's time is taken where it stands there."""
+        found: dict[str, FidelitySample] = {}
+        for start in range(0, len(order), TOGETHER):
+            timed: dict[str, tuple[Prefilled, float]] = {}
+            for place, label in enumerate(order[start : start + TOGETHER], start):
+                if label in self._contenders.baselines:
+                    found[label] = self._by_baseline(self._contenders.baselines[label])
+                elif label == REFERENCE and not place:
+                    timed[label] = self._full, self._full_s
+                else:
+                    timed[label] = _timed(self._contenders.runs[label], self._task.prompt)
+            texts: dict[str, tuple[int, ...]] = {}
+            if self._free:
+                decoded = decode_greedily(self._engine, [one for one, _ in timed.values()], self._config.new_tokens)
+                texts = {label: one.token_ids for label, one in zip(timed, decoded, strict=True)}
+            for label, (one, ttft_s) in timed.items():
+                found[label] = self._of_prefill(one, ttft_s, texts.get(label))
+        return found
+
+    def _of_prefill(self, one: Prefilled, ttft_s: float, decoded: tuple[int, ...] | None) -> FidelitySample:
+        report = _report(self._engine, one, ttft_s)
+        return self._sample(one, report, decoded, report.recompute_fraction)
+
+    def _by_baseline(self, baseline: PromptBaseline) -> FidelitySample:
+        baseline.warm(self._engine, self._task.prompt)
+        answer = baseline.answer(self._engine, self._task.prompt, self._config.new_tokens)
+        room = _room(self._config)
+        final = self._engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
+        return self._sample(final, answer.report, answer.token_ids, None, follows=baseline.follows_full)
+
+    def _sample(
+        self,
+        one: Prefilled,
+        report: ReuseReport,
+        decoded: tuple[int, ...] | None,
+        recompute_fraction: float | None,
+        *,
+        follows: bool = True,
+    ) -> FidelitySample:
+        kl: list[float] = []
+        agrees: list[bool] = []
+        if follows:
+            own = log_probabilities(self._model, one, self._continuation)
+            kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
+            agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
+        answers, answer_ids = self._task.answers, self._task.answer_ids
+        text = None if decoded is None else answer_text(self._engine, decoded)
+        return FidelitySample(
+            kl=tuple(kl),
+            agrees=tuple(agrees),
+            answer_nll=answer_nll(self._model, one, answer_ids) if answer_ids else None,
+            identical=None if decoded is None else decoded == self._continuation,
+            f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
+            ttft_s=report.ttft_s,
+            flops_limit=report.flops_limit,
+            recompute_fraction=recompute_fraction,
+            prompt_tokens=report.prompt_tokens,
+        )
 
 
 def _timed(contender: Contender, prompt: Prompt) -> tuple[Prefilled, float]:
@@ -292,33 +360,6 @@ def _timed(contender: Contender, prompt: Prompt) -> tuple[Prefilled, float]:
     ttft_s = time.perf_counter() - started
     assert prefilled is not None, "every contender here gives a cache"
     return prefilled, ttft_s
-
-
-def _sample(
-    engine: Engine,
-    task: Task,
-    one: Prefilled,
-    ttft_s: float,
-    continuation: tuple[int, ...],
-    reference: torch.Tensor,
-    decoded: tuple[int, ...] | None,
-) -> FidelitySample:
-    model, report = engine.loaded.model, _report(engine, one, ttft_s)
-    own = log_probabilities(model, one, continuation)
-    divergence = (reference.exp() * (reference - own)).sum(-1).clamp(min=0.0)
-    nll = answer_nll(model, one, task.answer_ids) if task.answer_ids else None
-    text = None if decoded is None else answer_text(engine, decoded)
-    return FidelitySample(
-        kl=tuple(divergence.tolist()),
-        agrees=tuple((reference.argmax(-1) == own.argmax(-1)).tolist()),
-        answer_nll=nll,
-        identical=None if decoded is None else decoded == continuation,
-        f1=None if text is None or not task.answers else max(f1(text, answer) for answer in task.answers),
-        ttft_s=ttft_s,
-        flops_limit=report.flops_limit,
-        recompute_fraction=report.recompute_fraction,
-        prompt_tokens=report.prompt_tokens,
-    )
 
 
 def _report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> ReuseReport:

@@ -319,7 +319,7 @@ class FidelityRow:
 def summarize_fidelity(
     samples: Sequence[Mapping[str, FidelitySample]], values: Mapping[str, float | None] | None = None
 ) -> list[FidelityRow]:
-    """One row a contender, in the order of the first question's; every question has all of them.
+    """One row a contender, in the order of the first question's; some are on fewer questions.
 
     `values` has the fitted parameters by row; contenders that have none (None) get a row without anything measured.
     """
@@ -329,10 +329,11 @@ def summarize_fidelity(
 
 
 def _fidelity_row(label: str, samples: Sequence[Mapping[str, FidelitySample]], value: float | None) -> FidelityRow:
-    own, full = [one[label] for one in samples], [one["full"] for one in samples]
+    found = [one for one in samples if label in one]
+    own, full = [one[label] for one in found], [one["full"] for one in found]
     pairs = list(zip(own, full, strict=True))
     compared = [one for one in own if one.kl]
-    reused = [fmean(one["full-reuse"].kl) for one in samples if one[label].kl]
+    reused = [fmean(one["full-reuse"].kl) for one in found if one[label].kl]
     divergences = [fmean(one.kl) for one in compared]
     kl = mean_interval(divergences) if compared else None
     left = ratio_interval(divergences, reused) if compared and any(reused) else None

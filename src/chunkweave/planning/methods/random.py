@@ -1,4 +1,4 @@
-"""`random`: recompute tokens drawn at random, the floor that a selection must beat (CacheBlend Figure 6)."""
+"""`random`: recompute tokens drawn at random within each chunk, the floor to beat (Cache-Craft §5.1.4: Random-Recomp)."""
 
 from math import ceil
 from random import Random
@@ -11,7 +11,7 @@ from chunkweave.types import Geometry
 
 
 class RandomTokens:
-    """`ceil(recompute_ratio * reused tokens)` of the reused chunks' tokens, uniformly, without replacement.
+    """`ceil(recompute_ratio * tokens)` of the tokens of every reused chunk, uniformly, without replacement.
 
     The draw depends on the seed and on the prompt's ids alone, so a request repeated gives the same plan.
     """
@@ -26,9 +26,12 @@ class RandomTokens:
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the tokens drawn."""
         parts = reuse_every_hit(lookup, prefer_alone)
-        reused = [position for span in reused_spans(parts) for position in span.positions()]
         rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
-        drawn = rng.sample(reused, ceil(self._ratio * len(reused)))
+        drawn = [
+            position
+            for span in reused_spans(parts)
+            for position in rng.sample(span.positions(), ceil(self._ratio * len(span)))
+        ]
         return one_pass(self.name, parts, drawn)
 
 
