@@ -21,6 +21,7 @@ from chunkweave.eval.fidelity import (
     log_probabilities,
     make_tasks,
     measure_fidelity,
+    negative_log_likelihood,
     prepare,
     solved,
 )
@@ -91,7 +92,7 @@ def _fully_reused(model: torch.nn.Module, prompt: Prompt) -> DynamicCache:
 
 
 @torch.inference_mode()
-def _expected(model: torch.nn.Module, prompt: Prompt, cache: DynamicCache, behind: list[int]) -> torch.Tensor:
+def _expected(model: torch.nn.Module, prompt: Prompt, cache: DynamicCache, behind: tuple[int, ...]) -> torch.Tensor:
     """Log-probabilities at each of `behind`, from plain transformers over what `cache` holds of the prompt."""
     rest = [*prompt.token_ids[cache.get_seq_length() :], *behind[:-1]]
     logits = model(torch.tensor([rest]), past_key_values=cache).logits[0, -len(behind) :]
@@ -106,10 +107,15 @@ def _agrees_with_transformers(engine: Engine, tasks: list, tokens: int) -> None:
         full = engine.runner.prefill(prompt, make_method("full"), new_tokens=tokens, capture=False)
         answer = decode_greedily(engine, [full], tokens)[0].token_ids
         reused = engine.runner.prefill(prompt, make_method("full-reuse"), new_tokens=tokens, capture=False)
-        ours = [log_probabilities(engine.loaded.model, one, answer) for one in (full, reused)]
+        gold = task.answer_ids
+        (ours, _), (woven, golden) = [
+            log_probabilities(engine.loaded.model, one, answer, gold) for one in (full, reused)
+        ]
         theirs = [_expected(model, prompt, cache, answer) for cache in (DynamicCache(), _fully_reused(model, prompt))]
-        assert [row.argmax().item() for row in theirs[0]] == list(answer)
-        kl_ours, kl_theirs = ((p.exp() * (p - q)).sum(-1) for p, q in (ours, theirs))
+        assert tuple(row.argmax().item() for row in theirs[0]) == answer
+        expected = _expected(model, prompt, _fully_reused(model, prompt), gold)[range(len(gold)), gold].mean().item()
+        assert negative_log_likelihood(golden, gold) == pytest.approx(-expected, abs=1e-4)
+        kl_ours, kl_theirs = ((p.exp() * (p - q)).sum(-1) for p, q in ((ours, woven), theirs))
         assert kl_theirs.max() > 1e-3, "full reuse is another thing than full prefill"
         torch.testing.assert_close(kl_ours, kl_theirs, atol=1e-4, rtol=0)
 

@@ -86,6 +86,8 @@ def test_each_methods_choice():
     )
     drawn = plan("random", lookup, recompute_ratio=0.1)
     assert drawn.passes[0].required_tokens == 5 + 5
+    computed = {p for span in drawn.passes[0].required for p in span.positions()}
+    assert len(computed & set(range(11, 31))) == 2, "each chunk has its share (Cache-Craft 5.1.4)"
     assert drawn != plan("random", lookup, recompute_ratio=0.1, seed=1)
 
 

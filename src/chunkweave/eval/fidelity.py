@@ -290,7 +290,7 @@ class _Question:
         self._task, self._contenders, self._config, self._free = task, contenders, config, free
         full, self._full_s = _timed(contenders.runs[REFERENCE], task.prompt)
         self._continuation = decode_greedily(engine, [full], config.new_tokens)[0].token_ids
-        self._expected = log_probabilities(self._model, full, self._continuation)
+        self._expected = self._behind(full, follows=True)[0]
         self._full = full
 
     def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
@@ -313,6 +313,15 @@ class _Question:
                 found[label] = self._of_prefill(one, ttft_s, texts.get(label))
         return found
 
+    def _behind(self, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
+        """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
+
+        Always in one pass of one shape, so that full prefill is not even arithmetic away from itself.
+        """
+        answer_ids = self._task.answer_ids
+        wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
+        return list(log_probabilities(self._model, one, *wanted))
+
     def _of_prefill(self, one: Prefilled, ttft_s: float, decoded: tuple[int, ...] | None) -> FidelitySample:
         report = _report(self._engine, one, ttft_s)
         return self._sample(one, report, decoded, report.recompute_fraction)
@@ -333,18 +342,19 @@ class _Question:
         *,
         follows: bool = True,
     ) -> FidelitySample:
+        answers, answer_ids = self._task.answers, self._task.answer_ids
+        found = self._behind(one, follows=follows)
         kl: list[float] = []
         agrees: list[bool] = []
         if follows:
-            own = log_probabilities(self._model, one, self._continuation)
+            own = found.pop(0)
             kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
             agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
-        answers, answer_ids = self._task.answers, self._task.answer_ids
         text = None if decoded is None else answer_text(self._engine, decoded)
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
-            answer_nll=answer_nll(self._model, one, answer_ids) if answer_ids else None,
+            answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
             identical=None if decoded is None else decoded == self._continuation,
             f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
             ttft_s=report.ttft_s,
@@ -381,41 +391,50 @@ def sliced_prefill(runner: Runner, slice_tokens: int, *, new_tokens: int = 0) ->
     return first_token
 
 
-def log_probabilities(model: LayerwiseModel, prefilled: Prefilled, token_ids: Sequence[int]) -> torch.Tensor:
-    """What the model expects at each of `token_ids` when they follow the prompt: `[tokens, vocab]` in float64.
+def log_probabilities(
+    model: LayerwiseModel, prefilled: Prefilled, *continuations: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """What the model expects at each token of each of the `continuations` of the prompt: `[tokens, vocab]` in float64.
 
-    Row i is the distribution of token i given the prompt and the tokens before it; the cache is not changed.
+    Row i is the distribution of token i given the prompt and the tokens before it. None may be empty. All are run in
+    one pass, none sees another, and the cache is not changed.
     """
-    rows = [prefilled.logits[None]]
-    if len(token_ids) > 1:
-        rows.append(continued(model, prefilled, token_ids[:-1]))
-    return functional.log_softmax(torch.cat(rows).double(), dim=-1)
+    behind = [tuple(tokens[:-1]) for tokens in continuations]
+    logits = iter(_continued(model, prefilled, [tokens for tokens in behind if tokens]))
+    first = prefilled.logits[None]
+    rows = [torch.cat((first, next(logits))) if tokens else first for tokens in behind]
+    return tuple(functional.log_softmax(one.double(), dim=-1) for one in rows)
 
 
-def answer_nll(model: LayerwiseModel, prefilled: Prefilled, answer_ids: Sequence[int]) -> float:
-    """Mean negative log-likelihood of the tokens of an answer that follows the prompt, in nats a token."""
-    expected = log_probabilities(model, prefilled, answer_ids)
-    wanted = torch.tensor(answer_ids, device=expected.device)
-    return -float(expected.gather(1, wanted[:, None]).mean())
+def negative_log_likelihood(log_probs: torch.Tensor, token_ids: Sequence[int]) -> float:
+    """Of `token_ids`, in nats a token, under the distributions `[tokens, vocab]` of each."""
+    wanted = torch.tensor(list(token_ids), device=log_probs.device)
+    return -float(log_probs.gather(1, wanted[:, None]).mean())
 
 
 @torch.inference_mode()
-def continued(model: LayerwiseModel, prefilled: Prefilled, token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits behind each of `token_ids` when they follow the prompt, `[tokens, vocab]`; the cache is not changed."""
+def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits behind each token of each branch when it follows the prompt, `[tokens, vocab]` a branch."""
+    if not branches:
+        return []
     device, tokens = prefilled.logits.device, len(prefilled.prompt)
-    positions = torch.arange(tokens, tokens + len(token_ids), device=device)
-    hidden = model.embed(torch.tensor(list(token_ids), device=device))
-    visible = torch.arange(tokens + len(token_ids), device=device) <= positions[:, None]
+    lengths = [len(branch) for branch in branches]
+    positions = torch.cat([torch.arange(tokens, tokens + length, device=device) for length in lengths])
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
+    own = (owner[:, None] == owner) & (positions[:, None] >= positions)
+    seen = torch.cat((own.new_ones(len(positions), tokens), own), dim=1)
+    hidden = model.embed(torch.tensor([token for branch in branches for token in branch], device=device))
+    mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill(~seen, -torch.inf)
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         past_keys, past_values = prefilled.cache.view(layer, tokens)
+        group = q.shape[1] // k.shape[1]
         keys, values = torch.cat((past_keys, model.rotate(k, positions))), torch.cat((past_values, v))
         attended = functional.scaled_dot_product_attention(
             model.rotate(q, positions).transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=visible,
-            enable_gqa=True,
+            keys.transpose(0, 1).repeat_interleave(group, dim=0)[None],
+            values.transpose(0, 1).repeat_interleave(group, dim=0)[None],
+            attn_mask=mask,
         )
-        hidden = model.finish(layer, hidden, attended[0].transpose(0, 1).reshape(len(token_ids), -1))
-    return model.logits(hidden)
+        hidden = model.finish(layer, hidden, attended[0].transpose(0, 1).reshape(len(positions), -1))
+    return list(torch.split(model.logits(hidden), lengths))

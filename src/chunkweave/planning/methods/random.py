@@ -1,4 +1,4 @@
-"""`random`: recompute tokens drawn at random within each chunk, the floor to beat (Cache-Craft §5.1.4: Random-Recomp)."""
+"""`random`: recompute tokens of every chunk drawn at random, the floor to beat (Cache-Craft §5.1.4, Random-Recomp)."""
 
 from math import ceil
 from random import Random
