@@ -29,7 +29,7 @@ def quality(rows: Sequence[Row]) -> str:
             f"{row['f1_minus_full_low']:+.3f}..{row['f1_minus_full_high']:+.3f}",
             _or_dash(row["crossing_f1"], ".3f"),
             _or_dash(row["gap_closed"], ".0%"),
-            f"{row['recompute_fraction']:.3f}",
+            _or_dash(row["recompute_fraction"], ".3f"),
         ]
         for row in rows
     ]
@@ -47,15 +47,21 @@ def quality_by_kind(rows: Sequence[Row]) -> str:
 
 def fidelity(rows: Sequence[Row]) -> str:
     """Divergence from full prefill and agreement with it, and the speed-up of the same run beside its limit."""
-    heads = ["method", "recompute fraction", "KL", "95 %", "top-1 agreement", "identical", "speed-up", "limit"]
+    heads = ["method", "recomputed", "KL", "95 %", "left", "top-1", "same", "NLL", "95 %", "F1", "speed-up", "limit"]
     cells = [
         [
             f"`{row['method']}`",
-            _or_dash(row["recompute_fraction"], ".3f"),
+            _or_dash(row["recompute_fraction"], ".1%"),
             _or_dash(row["kl"], ".4f"),
             "-" if row["kl"] is None else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}",
+            _or_dash(row["kl_of_full_reuse"], ".0%"),
             _or_dash(row["agreement"], ".1%"),
             _or_dash(row["identical"], ".0%"),
+            _or_dash(row["answer_nll_minus_full"], "+.3f"),
+            "-"
+            if row["answer_nll_minus_full"] is None
+            else f"{row['answer_nll_minus_full_low']:+.3f}..{row['answer_nll_minus_full_high']:+.3f}",
+            _or_dash(row["f1"], ".3f"),
             "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
             "-" if row["flops_limit"] is None else f"{row['flops_limit']:.2f}x",
         ]
@@ -75,7 +81,7 @@ def ttft(rows: Sequence[Row]) -> str:
             f"{row['speedup_p10']:.2f}..{row['speedup_p90']:.2f}",
             f"{row['flops_limit']:.2f}x",
             f"{row['limit_share']:.0%}",
-            f"{row['recompute_fraction']:.3f}",
+            _or_dash(row["recompute_fraction"], ".3f"),
         ]
         for row in rows
     ]
