@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -84,11 +85,20 @@ def test_each_methods_choice():
     assert plan("cacheblend", lookup, recompute_ratio=0.1).passes == (
         Pass((Span(0, 1), Span(61, 65)), (Span(11, 31), Span(31, 61)), (KeepTop(1, 5),)),
     )
-    drawn = plan("random", lookup, recompute_ratio=0.1)
-    assert drawn.passes[0].required_tokens == 5 + 5
-    computed = {p for span in drawn.passes[0].required for p in span.positions()}
-    assert len(computed & set(range(11, 31))) == 2, "each chunk has its share (Cache-Craft 5.1.4)"
-    assert drawn != plan("random", lookup, recompute_ratio=0.1, seed=1)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.15, 0.5, 1.0])
+def test_random_draws_each_chunks_share_within_it(ratio):
+    drawn = plan("random", make_lookup((10, 20, 31), stored={0, 1, 2}, exact=1), recompute_ratio=ratio)
+    again = {p for span in drawn.passes[0].required for p in span.positions()}
+    assert [len(again & set(range(*edges))) for edges in ((11, 31), (31, 62))] == [ceil(ratio * 20), ceil(ratio * 31)]
+
+
+def test_random_draws_by_seed_and_prompt():
+    lookup = make_lookup((10, 20, 30), stored={0, 1, 2})
+    first, other = (plan("random", lookup, recompute_ratio=0.3, seed=seed) for seed in (0, 1))
+    assert first == plan("random", lookup, recompute_ratio=0.3)
+    assert first != other
 
 
 @pytest.mark.parametrize("name", METHODS)
