@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from chunkweave import Chunk, Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
+from chunkweave.eval import fidelity
 from chunkweave.eval.datasets import Example, document_examples
 from chunkweave.eval.decoding import decode_greedily
 from chunkweave.eval.fidelity import (
@@ -189,7 +190,8 @@ def test_chunks_are_computed_in_so_many_contexts_with_others():
     assert all(part.variants for part in lookup.parts if part.part.id is not None)
 
 
-def test_baselines_of_another_prompt_are_compared_by_their_answers_alone():
+def test_baselines_of_another_prompt_are_compared_by_their_answers_alone(monkeypatch):
+    monkeypatch.setattr(fidelity, "TOGETHER", 1)  # so that some groups have a baseline only
     engine = Engine(toy_model())
     config = _config("compress@1", "compress@0.3", "map-rerank", "map-reduce@4", free=2)
     tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:3], config)

@@ -306,7 +306,7 @@ class _Question:
                 else:
                     timed[label] = _timed(self._contenders.runs[label], self._task.prompt)
             texts: dict[str, tuple[int, ...]] = {}
-            if self._free:
+            if self._free and timed:
                 decoded = decode_greedily(self._engine, [one for one, _ in timed.values()], self._config.new_tokens)
                 texts = {label: one.token_ids for label, one in zip(timed, decoded, strict=True)}
             for label, (one, ttft_s) in timed.items():
