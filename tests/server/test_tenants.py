@@ -8,6 +8,8 @@ from chunkweave.errors import UsageError
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits, TokenBucket
+from chunkweave.server.observability import RequestMeta
+from chunkweave.server.requests import ChatBody
 from chunkweave.server.settings import LimitSettings
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service
 from tests.server.conftest import bearer as auth
@@ -116,6 +118,21 @@ def test_corpora_are_a_tenants_own(tenants: Client):
     assert tenants.post("/v1/corpora", json={"name": "notes"}, headers=bolt).status_code == 201
     assert tenants.get("/v1/corpora/notes", headers=acme).json()["documents"] == 1
     assert tenants.get("/v1/corpora/notes", headers=bolt).json()["documents"] == 0
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("other", [LONG, LONG.replace("keeper", "miller")])
+def test_clearing_a_text_does_not_tell_who_is_asking_it(tenants: Client, other: str):
+    """While acme is answered over a text, bolt clears that text and asks it: bolt's own KV is removed once only."""
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "When?"}], "documents": [other]})
+    running = tenants.portal.start_task_soon(
+        lambda: tenants.parts.answering.start(Tenant("acme"), body, RequestMeta("id", "acme"))
+    ).result()
+    tenants.post("/v1/cache/clear", json={"documents": [LONG]}, headers=auth(KEYS["bolt"]))
+    first, second = cached(tenants, KEYS["bolt"]), cached(tenants, KEYS["bolt"])
+    tenants.portal.call(running.aclose)
+    tenants.portal.call(tenants.parts.answering.swept)
+    assert first < second == cached(tenants, KEYS["bolt"])
 
 
 @pytest.mark.backend("engine")

@@ -50,8 +50,11 @@ class _Retrieval:
 class RunningAnswer:
     """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
 
-    def __init__(self, answering: "Answering", meta: RequestMeta, slot: Slot, texts: Iterable[str]) -> None:
-        self.texts = frozenset(texts)
+    def __init__(
+        self, answering: "Answering", meta: RequestMeta, slot: Slot, salt: str, chunks: Iterable[Chunk]
+    ) -> None:
+        self._salt = salt
+        self._texts = frozenset(chunk.text for chunk in chunks)
         self.end: AnswerEnd | None = None
         self.ended = asyncio.Event()
         self._answering = answering
@@ -77,6 +80,10 @@ class RunningAnswer:
             self._observed = True
             self._answering.observer.failed(self._meta, error)
             raise
+
+    def uses(self, salt: str, texts: frozenset[str]) -> bool:
+        """Whether it may store KV of one of `texts` under `salt`. Equal texts of another tenant are none of these."""
+        return self._salt == salt and not self._texts.isdisjoint(texts)
 
     def abort(self) -> None:
         """Have the backend end the request; whoever reads the answer gets an error."""
@@ -159,7 +166,7 @@ class Answering:
         if not gone:
             return 0
         removed = await self._backend.forget(sorted(gone), salt)
-        if using := [running for running in self.running if running.texts & gone]:
+        if using := [running for running in self.running if running.uses(salt, gone)]:
             sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt))
             self._sweeps.add(sweep)
             sweep.add_done_callback(self._sweeps.discard)
@@ -202,13 +209,13 @@ class Answering:
 
         if reuse.corpus is None:
             chunks = chunks_of(body.documents)
-            running = RunningAnswer(self, meta, slot, (chunk.text for chunk in chunks))
+            running = RunningAnswer(self, meta, slot, salt, chunks)
             running.answer = await submit(chunks, speculative=False)
         else:
             speculation = self.retriever.question(submit_found)
             try:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
-                running = RunningAnswer(self, meta, slot, (one.chunk.text for one in found.chunks))
+                running = RunningAnswer(self, meta, slot, salt, (one.chunk for one in found.chunks))
                 running.retrieval = _Retrieval(found, speculation)
                 if (started := await speculation.final(found.chunks)) is None:
                     running.answer = await submit_found(found.chunks, False)
