@@ -22,11 +22,10 @@ from rich.console import Console
 
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.summaries import summarize
-from chunkweave.eval.ttft import REFERENCE, Contender, TtftConfig, make_workload, measure, woven_prefill
+from chunkweave.eval.ttft import TtftConfig, make_workload, measure
 
 
 def cheapest_labels(study: Path, setting: str) -> list[str]:
@@ -57,14 +56,12 @@ def main() -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     labels = [*(cheapest_labels(arguments.study, arguments.setting) if arguments.study else ()), *arguments.contenders]
-    methods = make_contenders([REFERENCE, "full-reuse", *labels])
     sizes = {"chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens, "questions": arguments.questions}
-    config = TtftConfig((), **sizes, seed=arguments.seed, hf_reference=False)
+    config = TtftConfig(("full-reuse", *labels), **sizes, seed=arguments.seed, hf_reference=False)
     with Engine.load_shape(arguments.shape, dtype=arguments.dtype) as engine:
         workload = make_workload(bundled_examples(arguments.questions, seed=arguments.seed), engine, config)
-        contenders: dict[str, Contender] = {name: woven_prefill(engine.runner, made) for name, made in methods.items()}
         with progress("measuring") as report:
-            samples = list(measure(engine, workload, config, report, contenders=contenders))
+            samples = list(measure(engine, workload, config, report))
         dtype = str(engine.loaded.model.dtype).removeprefix("torch.")
     rows = summarize(samples)
     origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}

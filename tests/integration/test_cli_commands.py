@@ -173,10 +173,10 @@ def test_a_document_longer_than_the_context_is_a_usage_error(tmp_path):
 
 def test_bench_ttft_prints_a_table_and_writes_json(dataset, tmp_path):
     out = tmp_path / "ttft.json"
-    result = invoke(*BENCH, "--dataset", dataset, "--methods", "cacheblend,prefix", "--out", out)
+    result = invoke(*BENCH, "--dataset", dataset, "--methods", "cacheblend,prefix,cachecraft@2", "--out", out)
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text(encoding="utf-8"))
-    methods = ["full", "hf-forward", "cacheblend", "prefix"]
+    methods = ["full", "hf-forward", "cacheblend@0.15", "prefix", "cachecraft@2"]
     assert [row["method"] for row in data["rows"]] == methods
     assert all(f"│ {method} " in result.stdout for method in methods)
     assert "peak memory" in result.stdout
@@ -185,7 +185,7 @@ def test_bench_ttft_prints_a_table_and_writes_json(dataset, tmp_path):
     assert data["config"]["warm"] == "alone"
     assert data["store"]["budget_bytes"] == 4 << 30
     assert 0 < data["store"]["bytes"] <= 4 << 30
-    assert len(data["samples"]) == 8
+    assert len(data["samples"]) == 2 * len(methods)
     blend = data["rows"][2]
     assert blend["reused_tokens"] + blend["recomputed_tokens"] == 48
     assert blend["flops_limit"] > 1

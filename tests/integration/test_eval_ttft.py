@@ -5,7 +5,7 @@ from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.ttft import TtftConfig, Warmth, make_contenders, make_workload, measure
+from chunkweave.eval.ttft import TtftConfig, Warmth, first_tokens, make_workload, measure
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 
@@ -29,9 +29,29 @@ def run(engine: Engine, settings: TtftConfig):
 
 def test_every_contender_sees_every_question_and_takes_turns_in_going_first():
     samples = run(Engine(toy_model()), config())
-    names = ["full", "hf-forward", "prefix", "full-reuse", "cacheblend"]
+    names = ["full", "hf-forward", "prefix", "full-reuse", "cacheblend@0.15"]
     by_question = [[sample.method for sample in samples if sample.question == i] for i in range(3)]
     assert by_question == [names, names[1:] + names[:1], names[2:] + names[:2]]
+
+
+def test_methods_come_at_values_and_with_settings_of_their_own():
+    methods = ("cacheblend:layer-2@0.5", "cacheblend", "cachecraft", "epic@0.1")
+    settings = config(methods=methods, ratios=(0.2, 0.4), alphas=(0.5,), check_layers=(3,), questions=1)
+    samples = {sample.method: sample for sample in run(Engine(toy_model()), settings)}
+    assert list(samples) == [
+        "full",
+        "hf-forward",
+        "cacheblend:layer-2@0.5",
+        "cacheblend@0.2",
+        "cacheblend@0.4",
+        "cachecraft@0.5",
+        "epic@0.1",
+    ]
+    assert samples["epic@0.1"].report.recomputed_tokens == 3 * 2
+    assert samples["cacheblend@0.2"].report.recomputed_tokens == 12
+    # of four layers all reused tokens are in those up to the check
+    assert samples["cacheblend:layer-2@0.5"].report.recompute_fraction == pytest.approx((2 + 2 * 0.5) / 4)
+    assert samples["cacheblend@0.2"].report.recompute_fraction == pytest.approx((3 + 1 * 0.2) / 4)
 
 
 def test_alone_makes_every_chunk_a_hit_and_measuring_stores_nothing():
@@ -76,7 +96,7 @@ def test_the_hugging_face_forward_gives_the_token_that_full_gives():
     engine = Engine(toy_model())
     settings = config()
     prompt = make_workload(examples(), engine, settings).measured[0]
-    contenders = make_contenders(engine, settings)
+    contenders = first_tokens(engine, settings)
     seen = []
     model = engine.loaded.model.model
     handle = model.register_forward_hook(lambda module, args, output: seen.append(output.logits))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import bundled_examples, load_dataset
@@ -100,11 +100,12 @@ def ttft(
     methods: Annotated[
         str,
         typer.Option(
-            help="Reuse methods, separated by commas; `full` is always added as the reference. There are: "
+            help="Reuse methods, separated by commas; `full` is always added as the reference. Settings follow a "
+            "colon, a value of one method alone an @: `cacheblend:layer-2@0.05`. There are: "
             f"{options.listed(reuse_methods)}."
         ),
     ] = "prefix,full-reuse,cacheblend",
-    reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
+    values: ValueOptions,
     chunks: Annotated[int, typer.Option(help="Chunks of a prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of every chunk; 0 leaves passages as they are.")] = 512,
     warm: options.Warm = "alone",
@@ -118,8 +119,20 @@ def ttft(
     model.bound_threads()
     from chunkweave.eval.ttft import TtftConfig, Warmth, make_workload
 
-    names, warmth, seed = options.names(methods), Warmth.parse(warm), model.seed
-    config = TtftConfig(names, reuse.recompute_ratio, chunks, chunk_tokens, warmth, questions, seed, hf_reference)
+    seed = model.seed
+    config = TtftConfig(
+        methods=options.names(methods),
+        ratios=values.ratios,
+        alphas=values.alphas,
+        check_layers=values.layers,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        warm=Warmth.parse(warm),
+        questions=questions,
+        seed=seed,
+        hf_reference=hf_reference,
+    )
+    config.contenders()  # refused now, not after the model is loaded
     examples = (
         load_dataset(dataset, seed=seed)
         if dataset is not None
@@ -180,8 +193,8 @@ def _ttft_table(rows: Sequence[TtftRow], config: dict[str, Any], engine: "Engine
         ("recomp.", lambda row: f"{row.recomputed_tokens:.0f}"),
         ("computed", lambda row: f"{row.computed_tokens:.0f}"),
         ("recomp. fraction", lambda row: f"{row.recompute_fraction:.3f}"),
-        title=f"{config['model']}, {config['chunks']} x {size_of_one}, recompute ratio "
-        f"{config['recompute_ratio']:g}, warm {config['warm']}",
+        title=f"{config['model']}, {config['chunks']} x {size_of_one}, warm {config['warm']}, check layers "
+        f"{', '.join(map(str, config['check_layers']))}",
         caption=f"{rows[0].questions} questions, {config['device']}, {config['dtype']}, threads: "
         f"{config['threads']}. Speed-up: median over questions of full / method. Limit: the same if time were "
         f"FLOPs.\nStore {size(store.stats.bytes)} of {size(store.budget_bytes)}, {store.stats.evictions} evictions, "

@@ -12,7 +12,7 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
@@ -111,9 +111,7 @@ def fidelity(
             "which it recomputes that much, dense first layers included. Instead of --recompute-ratio and --alpha."
         ),
     ] = "",
-    recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
-    alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1",
-    check_layers: options.CheckLayers = "1",
+    values: ValueOptions,
     asked: PromptOptions,
     new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")
@@ -141,9 +139,9 @@ def fidelity(
 
     config = FidelityConfig(
         methods=options.names(methods),
-        ratios=tuple(options.numbers(recompute_ratio, "--recompute-ratio")),
-        alphas=tuple(options.numbers(alpha, "--alpha")),
-        reuse=ReuseConfig(check_layers=options.whole_numbers(check_layers, "--check-layers"), seed=model.seed),
+        ratios=values.ratios,
+        alphas=values.alphas,
+        reuse=ReuseConfig(check_layers=values.layers, seed=model.seed),
         fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
         warm=Warmth.parse(asked.warm),
         chunks=asked.chunks,

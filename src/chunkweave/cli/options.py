@@ -358,6 +358,30 @@ class TimedModelOptions(SeededModelOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class ValueOptions:
+    """At which values methods are compared that name none of their own."""
+
+    recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15"
+    alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1"
+    check_layers: CheckLayers = "1"
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The recompute ratios."""
+        return tuple(numbers(self.recompute_ratio, "--recompute-ratio"))
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """The alphas."""
+        return tuple(numbers(self.alpha, "--alpha"))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The check layers."""
+        return whole_numbers(self.check_layers, "--check-layers")
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentOptions:
     """Which documents, and how they are cut."""
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
-from chunkweave.cli.options import ModelOptions, Only, SeededModelOptions, with_blocks
+from chunkweave.cli.options import ModelOptions, Only, SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
@@ -109,9 +109,7 @@ def quality(
             f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
         ),
     ] = "cacheblend,epic,random",
-    recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15",
-    alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1",
-    check_layers: options.CheckLayers = "1",
+    values: ValueOptions,
     asked: QuestionOptions,
     worlds: Annotated[
         int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
@@ -130,9 +128,9 @@ def quality(
 
     config = QualityConfig(
         methods=options.names(methods),
-        ratios=tuple(options.numbers(recompute_ratio, "--recompute-ratio")),
-        alphas=tuple(options.numbers(alpha, "--alpha")),
-        check_layers=options.whole_numbers(check_layers, "--check-layers"),
+        ratios=values.ratios,
+        alphas=values.alphas,
+        check_layers=values.layers,
         warm=Warmth.parse(asked.warm),
         max_new_tokens=asked.max_new_tokens,
         seed=model.seed,

@@ -1,7 +1,7 @@
 """Time to first token by reuse method, measured in one run with alternating contenders over one warm store."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -14,6 +14,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
 from chunkweave.eval.summaries import TtftSample
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -117,10 +118,15 @@ def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TtftConfig:
-    """What is measured: contenders, the size of the prompts, how the store is warmed, how many questions."""
+    """What is measured: contenders, the size of the prompts, how the store is warmed, how many questions.
+
+    `methods` are specifications as `eval.contenders` has them, at every value of their parameter unless they name one.
+    """
 
     methods: tuple[str, ...] = ("prefix", "full-reuse", "cacheblend")
-    recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
+    ratios: tuple[float, ...] = (DEFAULT_RECOMPUTE_RATIO,)
+    alphas: tuple[float, ...] = (1.0,)
+    check_layers: tuple[int, ...] = (1,)
     chunks: int = 6
     chunk_tokens: int = 512
     warm: Warmth = Warmth()
@@ -132,10 +138,17 @@ class TtftConfig:
         if self.questions < 1:
             raise UsageError(f"questions must be at least 1, not {self.questions}")
 
-    def contenders(self) -> tuple[str, ...]:
-        """Names of all rows in order: the references first, every method once."""
-        references = (REFERENCE, HF_REFERENCE) if self.hf_reference else (REFERENCE,)
-        return tuple(dict.fromkeys((*references, *self.methods)))
+    def contenders(self) -> dict[str, ReuseMethod | None]:
+        """The methods by the names of their rows, the references first; the Hugging Face forward is None.
+
+        Raises:
+            UnknownMethodError: a method does not exist.
+            UsageError: a value or a setting of one that it cannot have.
+        """
+        reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
+        methods = make_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
+        hugging_face = {HF_REFERENCE: None} if self.hf_reference else {}
+        return {REFERENCE: methods[REFERENCE], **hugging_face, **methods}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +214,6 @@ def measure(
     workload: Workload,
     config: TtftConfig,
     progress: Progress | None = None,
-    *,
-    contenders: Mapping[str, Contender] | None = None,
 ) -> Iterator[TtftSample]:
     """Warm the store, run every contender once uncounted, then yield samples question by question.
 
@@ -210,12 +221,12 @@ def measure(
     that leaving early keeps whole questions. Unless earlier requests warm the store, a question's chunks are warmed
     right before it is measured: so a budget that holds one prompt is enough, and no contender finds chunks evicted that
     another found.
-    `contenders` by the names of their rows take the place of the config's.
 
     Raises:
         UnknownMethodError: a method of the config does not exist.
+        UsageError: a value or a setting of one that it cannot have.
     """
-    contenders = make_contenders(engine, config) if contenders is None else contenders
+    contenders = first_tokens(engine, config)
     names = list(contenders)
     total, finished = len(workload.earlier) + len(names) * (1 + len(workload.measured)), count(1)
 
@@ -240,14 +251,11 @@ def measure(
         yield from samples
 
 
-def make_contenders(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
+def first_tokens(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
     """Everything that is to be measured, by its row's name."""
-    reuse = ReuseConfig(recompute_ratio=config.recompute_ratio, seed=config.seed)
     return {
-        name: hugging_face_forward(engine.loaded.model)
-        if name == HF_REFERENCE
-        else woven_prefill(engine.runner, make_method(name, reuse))
-        for name in config.contenders()
+        name: hugging_face_forward(engine.loaded.model) if method is None else woven_prefill(engine.runner, method)
+        for name, method in config.contenders().items()
     }
 
 
