@@ -44,6 +44,9 @@ SLICED = "full-in-slices"
 
 SLICE_TOKENS = 256
 
+EXACT = (SLICED, "prefix")
+"""Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
+
 MOST_ALPHA = 64.0
 """Where the search for an alpha ends: far beyond the 3 of Cache-Craft's Figure 20."""
 
@@ -244,8 +247,8 @@ def measure_fidelity(
     """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
 
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
-    measured stores nothing, so that all find the same. Baselines that ask from another prompt come after the `methods`,
-    on tasks that are answered freely.
+    measured stores nothing, so that all find the same. Baselines that ask from another prompt come after the `methods`.
+    They, and what is exact but for arithmetic (`EXACT`), run on tasks that are answered freely.
     """
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
@@ -260,12 +263,20 @@ def measure_fidelity(
                 for run in runs.values():
                     run(task.prompt)
                 warmed_up = True
-            turn = index % len(labels)
-            order = [label for label in (*labels[turn:], *labels[:turn]) if label in runs or free]
+            order = _taking_turns([label for label in labels if free or label not in (*EXACT, *baselines)], index)
             found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
             yield {label: found[label] for label in labels if label in found}
         if progress is not None:
             progress(index + 1, len(tasks))
+
+
+def _taking_turns(labels: Sequence[str], index: int) -> list[str]:
+    """Each goes first once in so many tasks as there are; full prefill is always in the first group."""
+    turn = index % len(labels)
+    order = [*labels[turn:], *labels[:turn]]
+    order.remove(REFERENCE)
+    order.insert((len(labels) - turn) % len(labels) % TOGETHER, REFERENCE)
+    return order
 
 
 def _room(config: FidelityConfig) -> int:
@@ -280,38 +291,65 @@ class _Contenders:
     baselines: Mapping[str, PromptBaseline]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ran:
+    """A contender's prefill, or that of its last prompt, what is reported of it, and its answer if it has one by now.
+
+    It `follows` full prefill if its prompt asks the same.
+    """
+
+    prefilled: Prefilled
+    report: ReuseReport
+    recompute_fraction: float | None
+    decoded: tuple[int, ...] | None = None
+    follows: bool = True
+
+
 class _Question:
-    """One task and what full prefill says to it."""
+    """One task, and what full prefill says to it once it has run."""
 
     def __init__(
         self, engine: Engine, task: Task, contenders: _Contenders, config: FidelityConfig, *, free: bool
     ) -> None:
         self._engine, self._model = engine, engine.loaded.model
         self._task, self._contenders, self._config, self._free = task, contenders, config, free
-        full, self._full_s = _timed(contenders.runs[REFERENCE], task.prompt)
-        self._continuation = decode_greedily(engine, [full], config.new_tokens)[0].token_ids
-        self._expected = self._behind(full, follows=True)[0]
-        self._full = full
+        self._continuation: tuple[int, ...] = ()
+        self._expected = torch.empty(0)
 
     def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
-        """All of `order`, one after the other; full prefill's time is taken where it stands there."""
+        """All of `order`, one after the other; full prefill is among the first `TOGETHER`."""
         found: dict[str, FidelitySample] = {}
         for start in range(0, len(order), TOGETHER):
-            timed: dict[str, tuple[Prefilled, float]] = {}
-            for place, label in enumerate(order[start : start + TOGETHER], start):
-                if label in self._contenders.baselines:
-                    found[label] = self._by_baseline(self._contenders.baselines[label])
-                elif label == REFERENCE and not place:
-                    timed[label] = self._full, self._full_s
-                else:
-                    timed[label] = _timed(self._contenders.runs[label], self._task.prompt)
-            texts: dict[str, tuple[int, ...]] = {}
-            if self._free and timed:
-                decoded = decode_greedily(self._engine, [one for one, _ in timed.values()], self._config.new_tokens)
-                texts = {label: one.token_ids for label, one in zip(timed, decoded, strict=True)}
-            for label, (one, ttft_s) in timed.items():
-                found[label] = self._of_prefill(one, ttft_s, texts.get(label))
+            ran = {label: self._run(label) for label in order[start : start + TOGETHER]}
+            if REFERENCE in ran:
+                full = ran[REFERENCE].prefilled
+                self._continuation = decode_greedily(self._engine, [full], self._config.new_tokens)[0].token_ids
+                self._expected = self._behind(full, follows=True)[0]
+            silent = [label for label, one in ran.items() if self._free and one.decoded is None]
+            if silent:
+                caches = [ran[label].prefilled for label in silent]
+                decoded = decode_greedily(self._engine, caches, self._config.new_tokens)
+                ran |= {
+                    label: replace(ran[label], decoded=one.token_ids)
+                    for label, one in zip(silent, decoded, strict=True)
+                }
+            found |= {label: self._sample(one) for label, one in ran.items()}
         return found
+
+    def _run(self, label: str) -> _Ran:
+        prompt, baseline = self._task.prompt, self._contenders.baselines.get(label)
+        if baseline is None:
+            started = time.perf_counter()
+            prefilled = self._contenders.runs[label](prompt)
+            ttft_s = time.perf_counter() - started
+            assert prefilled is not None, "every contender here gives a cache"
+            report = _report(self._engine, prefilled, ttft_s)
+            return _Ran(prefilled, report, report.recompute_fraction)
+        baseline.warm(self._engine, prompt)
+        answer = baseline.answer(self._engine, prompt, self._config.new_tokens)
+        room = _room(self._config)
+        final = self._engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
+        return _Ran(final, answer.report, None, answer.token_ids, baseline.follows_full)
 
     def _behind(self, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
         """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
@@ -322,54 +360,27 @@ class _Question:
         wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
         return list(log_probabilities(self._model, one, *wanted))
 
-    def _of_prefill(self, one: Prefilled, ttft_s: float, decoded: tuple[int, ...] | None) -> FidelitySample:
-        report = _report(self._engine, one, ttft_s)
-        return self._sample(one, report, decoded, report.recompute_fraction)
-
-    def _by_baseline(self, baseline: PromptBaseline) -> FidelitySample:
-        baseline.warm(self._engine, self._task.prompt)
-        answer = baseline.answer(self._engine, self._task.prompt, self._config.new_tokens)
-        room = _room(self._config)
-        final = self._engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
-        return self._sample(final, answer.report, answer.token_ids, None, follows=baseline.follows_full)
-
-    def _sample(
-        self,
-        one: Prefilled,
-        report: ReuseReport,
-        decoded: tuple[int, ...] | None,
-        recompute_fraction: float | None,
-        *,
-        follows: bool = True,
-    ) -> FidelitySample:
+    def _sample(self, one: _Ran) -> FidelitySample:
         answers, answer_ids = self._task.answers, self._task.answer_ids
-        found = self._behind(one, follows=follows)
+        found = self._behind(one.prefilled, follows=one.follows)
         kl: list[float] = []
         agrees: list[bool] = []
-        if follows:
+        if one.follows:
             own = found.pop(0)
             kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
             agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
-        text = None if decoded is None else answer_text(self._engine, decoded)
+        text = None if one.decoded is None else answer_text(self._engine, one.decoded)
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
             answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
-            identical=None if decoded is None else decoded == self._continuation,
+            identical=None if one.decoded is None else one.decoded == self._continuation,
             f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
-            ttft_s=report.ttft_s,
-            flops_limit=report.flops_limit,
-            recompute_fraction=recompute_fraction,
-            prompt_tokens=report.prompt_tokens,
+            ttft_s=one.report.ttft_s,
+            flops_limit=one.report.flops_limit,
+            recompute_fraction=one.recompute_fraction,
+            prompt_tokens=one.report.prompt_tokens,
         )
-
-
-def _timed(contender: Contender, prompt: Prompt) -> tuple[Prefilled, float]:
-    started = time.perf_counter()
-    prefilled = contender(prompt)
-    ttft_s = time.perf_counter() - started
-    assert prefilled is not None, "every contender here gives a cache"
-    return prefilled, ttft_s
 
 
 def _report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> ReuseReport:
