@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 
 import pytest
 
@@ -58,3 +59,23 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
         results.check_writable(tmp_path / "missing" / "new.json")
     with pytest.raises(UsageError, match="it is a folder"):
         results.check_writable(tmp_path)
+
+
+def test_a_commit_is_marked_where_more_than_the_docs_changed(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    source, page = tmp_path / "src" / "source.py", tmp_path / "docs" / "page.md"
+    for path in (source, page):
+        path.parent.mkdir()
+        path.write_text("", encoding="utf-8")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(results, "__file__", str(source))
+    assert results.commit() == git("rev-parse", "HEAD")
+    page.write_text("changed", encoding="utf-8")
+    assert results.commit() == git("rev-parse", "HEAD")
+    source.write_text("changed", encoding="utf-8")
+    assert results.commit() == f"{git('rev-parse', 'HEAD')}+"

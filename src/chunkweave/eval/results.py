@@ -74,13 +74,17 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that this source was run from, with `+` if files were changed; None outside a repository."""
+    """The commit that this source was run from, with `+` if files were changed; None outside a repository.
+
+    Changes in `docs`, where results are written to, are no changes of what is measured.
+    """
     folder = Path(__file__).resolve().parent
     tracked = _git(folder, "ls-files", "--", __file__)
     head = _git(folder, "rev-parse", "HEAD") if tracked else None
     if not head:
         return None
-    return f"{head}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+    outside_docs = ("--", ":(top)", ":(top,exclude)docs")
+    return f"{head}+" if _git(folder, "status", "--porcelain", "--untracked-files=no", *outside_docs) else head
 
 
 def peak_rss_bytes() -> int | None:
