@@ -215,7 +215,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
         [
             f"{row['layers']} x {row['heads']}",
             f"{row['share']:.0%}",
-            *("-" if row[name] is None else f"{row[name]:.3f}" for name in names),
+            *("-" if row.get(name) is None else f"{row[name]:.3f}" for name in names),
             f"{row['slower']:+.0%}",
         ]
         for row in rows

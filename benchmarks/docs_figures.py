@@ -13,9 +13,10 @@ not see:
 
 A number (several where they share a source) and `=` with where it is in the file, or `:` with a reason why it is in
 none. A file is named by its stem, which may be left out where the section names one file only. A place is a path of
-keys; an entry of a list is named by its number, by a value that it has, or by some of them with commas between; `*`
-stands for all. Operators `+ - * /` have spaces around them and go from left to right; `least`, `most`, `mean`, `median`
-and `sum` in front make one number of many. The result has to round to what is printed, in its unit.
+keys; an entry of a list is named by its number, by a value that it has (`4`, `layers=4`), or by some of them with
+commas between; `*` stands for all. Operators `+ - * /` have spaces around them and go from left to right, what is in
+brackets first; `least`, `most`, `mean`, `median` and `sum` in front make one number of many. The result has to round to
+what is printed, in its unit.
 
 Settings, which are numbers of the file's command and configuration, need no line; neither do whole numbers up to 12
 without a unit, nor numbers in code, links, names, and references such as §5.1 or Figure 3.
@@ -35,6 +36,8 @@ import docs_tables
 
 COUNTED = 12
 """Whole numbers up to this one are words: "two runs", "layer 3"."""
+_SAMPLES = 16
+"""Longer lists of numbers are samples, which no sentence quotes one of."""
 _UNITS = {
     "": 1.0,
     "x": 1.0,
@@ -202,6 +205,8 @@ def evaluate(expression: str, results: Mapping[str, Mapping[str, Any]]) -> float
     Raises:
         FigureError: a file or place in it is not there, or it names several numbers.
     """
+    while found := re.search(r"\(([^()]+)\)", expression):
+        expression = expression.replace(found[0], repr(evaluate(found[1], results)))
     reduced, _, rest = expression.partition(" ")
     reduce = _REDUCED.get(reduced)
     parts = re.split(r" ([-+*/]) ", rest if reduce else expression)
@@ -229,7 +234,7 @@ def settings_of(result: Mapping[str, Any]) -> Iterator[Decimal]:
 
 
 def _operand(text: str, results: Mapping[str, Mapping[str, Any]]) -> list[float]:
-    if re.fullmatch(r"[\d.e+]+", text):
+    if re.fullmatch(r"-?[\d.]+(?:e[-+]?\d+)?", text):
         return [float(text)]
     stem, colon, path = text.rpartition(": ")
     if not colon and len(results) != 1:
@@ -257,9 +262,14 @@ def _entries(value: object, key: str) -> Iterator[object]:
         elif re.fullmatch(r"-?\d+", key) and -len(value) <= int(key) < len(value):
             yield value[int(key)]
         else:
-            entries = [(one, set(map(str, one.values()))) for one in value if isinstance(one, Mapping)]
+            entries = [(one, _values(one)) for one in value if isinstance(one, Mapping)]
             wanted = {key} if any(key in values for _, values in entries) else set(key.split(","))
             yield from (one for one, values in entries if wanted <= values)
+
+
+def _values(entry: Mapping[str, Any]) -> set[str]:
+    """What an entry of a list can be named by: its values, and `key=value`."""
+    return {text for key, value in entry.items() for text in (str(value), f"{key}={value}")}
 
 
 def _wrong(place: str, used: Sequence[Number], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -294,14 +304,14 @@ def _guess(number: Number, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Every value that is no container, and where it is."""
+    """Every value that is no container, and where it is; without samples."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(one, f"{path}/{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and (len(value) <= _SAMPLES or isinstance(value[0], Mapping)):
         for place, one in enumerate(value):
             yield from _leaves(one, f"{path}/{_entry_name(one, place)}")
-    else:
+    elif not isinstance(value, list | tuple):
         yield path, value
 
 

@@ -196,6 +196,8 @@ def test_a_place_is_a_path_and_may_be_reckoned_with():
     assert evaluate("one: rows/0/each/-1 - 1 * 2", results) == 4.0
     assert evaluate("most rows/*/s * 10", results) == 40.0
     assert evaluate("mean rows/0/each/*", results) == 2.0
+    assert evaluate("(sum rows/*/s) / (most rows/0/each/*)", results) == 2.0
+    assert evaluate("rows/layers=8/s - 1e-1", results) == pytest.approx(1.9)
     for wrong in ("rows/*/s", "two: rows/0/s", "rows/a/none", "rows/0/each/* / rows/*/none"):
         with pytest.raises(FigureError):
             evaluate(wrong, results)
