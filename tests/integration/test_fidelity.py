@@ -191,6 +191,23 @@ def test_chunks_are_computed_in_so_many_contexts_with_others():
     assert all(part.variants for part in lookup.parts if part.part.id is not None)
 
 
+def test_prefix_caching_works_where_earlier_requests_began_alike():
+    engine = Engine(toy_model())
+    config = _config("prefix", warm=Warmth.parse("first:2"), free=1)
+    other = Example(
+        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
+    )
+    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    prepare(engine, tasks, 0, config.warm)
+    lookup = engine.store.lookup(tasks[0].prompt)
+    chunks = [part for part in lookup.parts if part.part.kind == "chunk"]
+    assert [part.exact is not None for part in chunks] == [True, True, False, False]
+    assert all(part.variants for part in chunks[2:])
+    [first, _] = measure_fidelity(engine, tasks, config.contenders({}), config)
+    assert first["prefix"].flops_limit > 1.5
+    assert max(first["prefix"].kl) < 1e-5
+
+
 def test_baselines_of_another_prompt_are_compared_by_their_answers_alone(monkeypatch):
     monkeypatch.setattr(fidelity, "TOGETHER", 1)  # so that some groups have a baseline only
     engine = Engine(toy_model())

@@ -35,7 +35,7 @@ Warm = Annotated[
     str,
     typer.Option(
         help="How chunks were computed: `alone`, behind the `instruction`, `contexts:N` each in N requests with "
-        "others, `queries:N` by N earlier requests."
+        "others, `first:N` in one that begins with a question's first N chunks, `queries:N` by N earlier requests."
     ),
 ]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]

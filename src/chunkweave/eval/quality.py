@@ -127,7 +127,7 @@ def answer_questions(
     for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
         if wanted:
             prompt = _prompt(engine, example)
-            others = [measured[(index + step) % len(measured)] for step in (1, 2)] if warm.contexts else []
+            others = [measured[(index + step) % len(measured)] for step in (1, 2)] if warm.in_company else []
             warm.prepare(engine, prompt, [_prompt(engine, other) for other in others])
             labels = list(wanted)
             for first in range(0, len(labels), TOGETHER):
