@@ -13,7 +13,9 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     rows = result["rows"]
     if result["benchmark"] == "quality":
         return {"quality": quality(rows), "quality-by-kind": quality_by_kind(rows)}
-    makers = {"fidelity": fidelity, "ttft": ttft, "loading": loading}
+    if result["benchmark"] == "fidelity":
+        return {"fidelity": fidelity(rows), "fidelity-headline": fidelity_headline(rows)}
+    makers = {"ttft": ttft, "loading": loading}
     return {name: make(rows) for name, make in makers.items() if name == result["benchmark"]}
 
 
@@ -66,6 +68,31 @@ def fidelity(rows: Sequence[Row]) -> str:
             "-" if row["flops_limit"] is None else f"{row['flops_limit']:.2f}x",
         ]
         for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+HEADLINE = ("full", "full-in-slices", "prefix", "full-reuse", "epic@5%", "cacheblend@5%", "query@5%")
+"""The rows of the short table of `bench fidelity`, and those of `_DEARER`."""
+_DEARER = ("epic@15%", "cacheblend@15%", "query@15%", "query@30%")
+
+
+def fidelity_headline(rows: Sequence[Row]) -> str:
+    """Speed and fidelity of the best known methods, each beside its limit."""
+    heads = ["method", "recomputed", "first token sooner", "limit", "KL from `full`", "left", "top-1 agreement"]
+    by_name = {row["method"]: row for row in rows}
+    cells = [
+        [
+            f"`{row['method']}`",
+            _or_dash(row["recompute_fraction"], ".1%"),
+            f"{row['speedup']:.2f}x",
+            f"{row['flops_limit']:.2f}x",
+            f"{row['kl']:.4f}",
+            f"{row['kl_of_full_reuse']:.0%}",
+            f"{row['agreement']:.1%}",
+        ]
+        for row in (by_name[name] for name in (*HEADLINE, *_DEARER) if name in by_name)
+        if row["kl"] is not None
     ]
     return markdown_table(heads, cells)
 
