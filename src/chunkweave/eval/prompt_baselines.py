@@ -182,7 +182,8 @@ class LikelyTokensDropped:
     """
 
     share: float
-    _kept: dict[SegmentId, tuple[int, ...]] = field(default_factory=dict, init=False)
+    scores: dict[SegmentId, list[float]] = field(default_factory=dict, repr=False)
+    """How likely each token of a chunk was; the same for all shares, which may have it in common."""
     follows_full = True
 
     def __post_init__(self) -> None:
@@ -219,12 +220,12 @@ class LikelyTokensDropped:
         """Which tokens of a chunk stay, ascending."""
         behind = Prompt((*parts.opening, chunk))
         key = _segment_of(behind)
-        if key not in self._kept:
-            expected = log_probs_of_last_part(engine, behind)
-            ranked = sorted(range(len(chunk) - 1), key=lambda place: expected[place])
-            stay = ceil(self.share * len(chunk)) - 1
-            self._kept[key] = (*sorted(ranked[:stay]), len(chunk) - 1)
-        return self._kept[key]
+        if key not in self.scores:
+            self.scores[key] = log_probs_of_last_part(engine, behind)
+        expected = self.scores[key]
+        ranked = sorted(range(len(chunk) - 1), key=lambda place: expected[place])
+        stay = ceil(self.share * len(chunk)) - 1
+        return (*sorted(ranked[:stay]), len(chunk) - 1)
 
 
 def split_baselines(
@@ -242,13 +243,14 @@ def split_baselines(
     """
     methods: list[str] = []
     baselines: dict[str, PromptBaseline] = {}
+    scores: dict[SegmentId, list[float]] = {}
     for spec in specs:
         name, at, _ = spec.partition("@")
         if name not in PROMPT_BASELINES:
             methods.append(spec)
         elif name == "compress":
             for share in (value_of(spec),) if at else shares:
-                baselines[label_of(name, share)] = LikelyTokensDropped(share)
+                baselines[label_of(name, share)] = LikelyTokensDropped(share, scores)
         elif name == "map-reduce":
             baselines[spec] = MapReduce(_whole(spec)) if at else MapReduce()
         elif at:
