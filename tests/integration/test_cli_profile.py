@@ -1,12 +1,14 @@
 """`chunkweave profile` and `chunkweave bench loading` on the small shape."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from chunkweave.cli import options
 from chunkweave.config import StoreConfig
+from chunkweave.engine import profiling
 from chunkweave.engine.engine import Engine
 from chunkweave.eval import loading
 from chunkweave.planning.cost import CostModel
@@ -17,6 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROFILE = ("profile", "--shape", "demo", "--repeats", 1, "--cached-tokens", "0,32", "--new-tokens", "8,16")
 TIERS = ("--segments", 2, "--segment-tokens", 16)
 LOADING = ("bench", "loading", "--shape", "demo", "--chunks", 2, "--chunk-tokens", 32, "--repeats", 1, "--wait", 0)
+
+
+def cost_model(folder: Path) -> Path:
+    assert invoke(*PROFILE, "--out", folder / "cost.json").exit_code == 0
+    return folder / "cost.json"
 
 
 def test_profile_writes_the_cost_model_into_the_cache_directory(tmp_path):
@@ -77,7 +84,7 @@ def test_profile_refuses_what_it_cannot_measure(more, said, tmp_path, monkeypatc
 
 def test_bench_loading_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "loading.json"
-    done = invoke(*LOADING, "--quotients", "0.5,2", "--out", out)
+    done = invoke(*LOADING, "--cost-model", cost_model(tmp_path), "--quotients", "0.5,2", "--out", out)
     assert done.exit_code == 0, done.output
     assert "ratio to memory" in done.stdout
     result = json.loads(out.read_text(encoding="utf-8"))
@@ -88,6 +95,24 @@ def test_bench_loading_prints_a_table_and_writes_json(tmp_path):
     assert all(
         {"ttft_median_s", "ratio_to_memory", "predicted_s", "prediction_error"} <= set(r) for r in result["rows"]
     )
+    told = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))
+    assert result["cost_model"]["prefill_s"] == told["prefill_s"]
+
+
+def test_bench_loading_measures_a_cost_model_where_none_is_given(monkeypatch):
+    few = partial(profiling.profile_prefill, cached_tokens=(0, 32), new_tokens=(8, 32), repeats=1)
+    monkeypatch.setattr(profiling, "profile_prefill", few)
+    done = invoke(*LOADING, "--quotients", "1", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["cost_model"]["new_tokens"] == [8, 32]
+
+
+def test_bench_loading_refuses_the_cost_model_of_another_model(tmp_path):
+    cost = CostModel((0,), (1,), ((0.1,),), 1, fingerprint="another")
+    cost.save(tmp_path / "cost.json")
+    done = invoke(*LOADING, "--cost-model", tmp_path / "cost.json")
+    assert done.exit_code == 2
+    assert "--cost-model was measured with another model than demo" in " ".join(done.stderr.split())
 
 
 def test_bench_loading_interrupted_keeps_what_it_has(tmp_path, monkeypatch):
@@ -101,7 +126,7 @@ def test_bench_loading_interrupted_keeps_what_it_has(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loading, "measure_loading", interrupted)
     out = tmp_path / "loading.json"
-    done = invoke(*LOADING, "--quotients", "0.5,2", "--out", out)
+    done = invoke(*LOADING, "--cost-model", cost_model(tmp_path), "--quotients", "0.5,2", "--out", out)
     assert done.exit_code == 130
     result = json.loads(out.read_text(encoding="utf-8"))
     assert result["complete"] is False

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import replace
+from math import ceil
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from tests.integration.weaving import alone, make_prompt
 
 SIZES = (17, 23, 9, 31)
+COST = CostModel((0, 512), (1, 512), ((0.01, 5.12), (0.01, 5.12)), kv_bytes_per_token=4 * 2 * 2 * 16 * 4)
 BLEND = make_method("cacheblend", ReuseConfig(0.2))
 
 
@@ -264,17 +267,30 @@ def test_profiling_measures_a_cost_model_that_holds_together(model):
 
 def test_the_benchmark_has_a_row_for_every_mode_and_quotient(model):
     config = LoadingConfig(quotients=(0.5, 2.0), repeats=1, wait_s=0.01)
-    rows = list(measure_loading(model.model, make_prompt(SIZES, system=6), config))
+    rows = list(measure_loading(model.model, make_prompt(SIZES, system=6), config, COST))
     assert [(row.quotient, row.mode) for row in rows] == [(q, mode) for q in (0.5, 2.0) for mode in MODES]
     assert all(row.ttft_median_s > 0 and row.predicted_s > 0 for row in rows)
 
 
 def test_the_benchmark_measures_a_real_disk_too(model, tmp_path):
-    rows = list(
-        measure_disk_loading(model.model, make_prompt(SIZES, system=6), LoadingConfig(repeats=1, wait_s=0.01), tmp_path)
-    )
+    config = LoadingConfig(repeats=1, wait_s=0.01)
+    rows = list(measure_disk_loading(model.model, make_prompt(SIZES, system=6), config, tmp_path, COST))
     assert [(row.source, row.mode) for row in rows] == [("disk", mode) for mode in MODES]
     assert len(list(tmp_path.rglob("*.safetensors"))) == len(SIZES) + 1
+
+
+def test_predictions_follow_from_the_cost_model_alone(model, tmp_path):
+    """10 ms a token, 1 s to load 100: whatever this machine takes. The first chunk is an exact prefix."""
+    cost = replace(COST, tier_bytes_per_s={"disk": 100.0 * COST.kv_bytes_per_token})
+    config = LoadingConfig(recompute_ratio=0.5, repeats=1, wait_s=0.0)
+    rows = list(measure_disk_loading(model.model, make_prompt(SIZES, question=5), config, tmp_path, cost))
+    chunks, reused, computed = sum(SIZES), sum(SIZES[1:]), 1 + 5
+    weave_s = 0.01 * ((computed + reused) + 3 * (computed + ceil(reused / 2))) / 4
+    predicted = {row.mode: row.predicted_s for row in rows}
+    assert predicted[MEMORY] == pytest.approx(weave_s)
+    assert predicted[str(LoadOrder.SYNC)] == pytest.approx(weave_s + chunks / 100)
+    assert max(weave_s, chunks / 100) < predicted[str(LoadOrder.LAYERS)] < weave_s + chunks / 100
+    assert all(row.prediction_error == pytest.approx(row.predicted_s / row.ttft_median_s - 1) for row in rows)
 
 
 def test_predictions_by_hand():

@@ -19,6 +19,7 @@ from chunkweave.eval.datasets import bundled_examples, load_dataset
 from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
 from chunkweave.eval.summaries import TtftRow, TtftSample, summarize
 from chunkweave.planning import methods as reuse_methods
+from chunkweave.planning.cost import CostModel
 
 if TYPE_CHECKING:
     from chunkweave.chunking.prompt import Prompt
@@ -218,6 +219,13 @@ def loading(
     disk: Annotated[
         Path | None, typer.Option(help="Also load from a real disk: a folder there, for files that are removed again.")
     ] = None,
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of `chunkweave profile`, of this model on this machine, that predictions follow from; measured "
+            "first if left out."
+        ),
+    ] = None,
     output: Output,
 ) -> None:
     """Time to first token when segments load slowly: all at once, in the background, layer by layer."""
@@ -227,6 +235,7 @@ def loading(
         raise UsageError("--quotients must be positive and --wait not negative")
     if disk is not None and not disk.is_dir():
         raise UsageError(f"--disk names no folder: {disk}")
+    given = None if cost_model is None else CostModel.read(cost_model)
     model.bound_threads()
     from chunkweave.eval.loading import LoadingConfig
 
@@ -234,12 +243,26 @@ def loading(
     origin = {"model": model.name, "dataset": "bundled documents", "chunks": chunks, "chunk_tokens": chunk_tokens}
     with model.open() as engine:
         prompt = _prompt(engine, chunks, chunk_tokens, model.seed)
+        cost = _cost_model(engine, given)
         rows: list[LoadingRow] = []
-        more = lambda: {"peak_rss_bytes": peak_rss_bytes()}  # noqa: E731
+        more = lambda: {"peak_rss_bytes": peak_rss_bytes(), "cost_model": asdict(cost)}  # noqa: E731
         whole = {**asdict(config), **origin}
         run = BenchmarkRun("loading", engine, whole, model.seed, lambda: rows, _loading_table, more)
         with run.reported(output, rows):
-            _measure_loading(engine, prompt, config, disk, rows)
+            _measure_loading(engine, prompt, config, cost, disk, rows)
+
+
+def _cost_model(engine: "Engine", given: CostModel | None) -> CostModel:
+    """What predictions follow from: a file's, or measured now as `chunkweave profile` does it."""
+    loaded = engine.loaded
+    if given is not None:
+        if given.fingerprint != loaded.fingerprint:
+            raise UsageError(f"--cost-model was measured with another model than {loaded.name}, or another dtype")
+        return given
+    from chunkweave.engine.profiling import profile_prefill
+
+    with progress("measuring the cost model") as report:
+        return profile_prefill(loaded.model, loaded.fingerprint, progress=report)
 
 
 def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
@@ -254,18 +277,23 @@ def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Pro
 
 
 def _measure_loading(
-    engine: "Engine", prompt: "Prompt", config: "LoadingConfig", disk: Path | None, rows: "list[LoadingRow]"
+    engine: "Engine",
+    prompt: "Prompt",
+    config: "LoadingConfig",
+    cost: CostModel,
+    disk: Path | None,
+    rows: "list[LoadingRow]",
 ) -> None:
     """Measure every quotient behind a progress bar, then a real disk if there is to be one."""
     from chunkweave.eval.loading import measure_disk_loading, measure_loading
 
     model = engine.loaded.model
     with progress("measuring loading") as report:
-        for row in measure_loading(model, prompt, config, report):
+        for row in measure_loading(model, prompt, config, cost, report):
             rows.append(row)
     if disk is not None:
         with status("measuring the disk"), TemporaryDirectory(prefix=".loading-", dir=disk) as folder:
-            rows += measure_disk_loading(model, prompt, config, Path(folder))
+            rows += measure_disk_loading(model, prompt, config, Path(folder), cost)
 
 
 def _loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Table:
@@ -277,7 +305,8 @@ def _loading_table(rows: Sequence["LoadingRow"], config: dict[str, Any]) -> Tabl
     caption = (
         f"Medians of {config['repeats']} runs, {config['device']}, {config['dtype']}, threads: {config['threads']}. "
         "Quotient: time to load over time to recompute.\nRatio: TTFT over that with everything in memory, in the same "
-        f"repeat. A prefetched request waits {config['wait_s']:g} s, which do not count."
+        f"repeat. A prefetched request waits {config['wait_s']:g} s, which do not count. Predicted: from a cost model "
+        "measured before,\nof other prefills and segments. Prediction error: predicted over measured, minus one."
     )
     return table_of(
         rows,

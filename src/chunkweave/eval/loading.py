@@ -1,22 +1,27 @@
-"""How well loading hides behind computing: one weave over links of chosen speed, in every order of loading."""
+"""How well loading hides behind computing: one weave over links of chosen speed, in every order of loading.
+
+Beside each time stands what the cost model expects, which knows nothing of these runs: it was measured before, of other
+prefills and other segments, as `chunkweave profile` does it.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
+from chunkweave.engine.profiling import measure_throughput
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.eval.datasets import alone_prompts
 from chunkweave.eval.results import drop_page_cache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost import pipelined_s
+from chunkweave.planning.cost import CostModel, pipelined_s
 from chunkweave.planning.method import make_method
-from chunkweave.planning.outcome import layer_flops
+from chunkweave.planning.outcome import LayerWork
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
@@ -24,6 +29,7 @@ from chunkweave.testing import Link, ThrottledTier
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
+from chunkweave.types import SegmentId
 
 QUOTIENTS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MEMORY, PREFETCH = "memory", "layer-wise + prefetch"
@@ -38,7 +44,7 @@ class LoadingRow:
     """One way of loading at one quotient of T_load / T_recompute, from a `link` of chosen speed or a real `disk`.
 
     `ratio_to_memory` is the median over repeats of TTFT over that of the same weave with everything in memory, in the
-    same repeat; `predicted_s` what the controller expects from the link's speed and the layers' FLOPs.
+    same repeat; `predicted_s` what follows from the cost model (`weave_layers_s`, `CostModel.load`, `predict`).
     """
 
     source: str
@@ -69,32 +75,37 @@ class LoadingConfig:
 
 
 def measure_loading(
-    model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, progress: Progress | None = None
+    model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, cost: CostModel, progress: Progress | None = None
 ) -> Iterator[LoadingRow]:
-    """Rows of all modes, quotient by quotient; every repeat runs all modes, so that they share the machine's mood."""
+    """Rows of all modes, quotient by quotient; every repeat runs all modes, so that they share the machine's mood.
+
+    The link's speed follows from a quotient and the time of the weave in memory, measured just before; what the cost
+    model knows of the link is its throughput, measured as that of any tier.
+    """
     link = Link(1e15)
     bench = _Bench(model, prompt, config, _memory_store(ThrottledTier(link)))
     bench.time_memory()
-    shares = _layer_shares(bench.weave(), model)
     total = len(config.quotients) * config.repeats
     for number, quotient in enumerate(config.quotients):
         recompute_s = median(bench.time_memory() for _ in range(config.repeats))
         link.bytes_per_s = bench.nbytes / (quotient * recompute_s)
+        known = bench.knowing(cost, "link", ThrottledTier(link))
         times: dict[str, list[float]] = {mode: [] for mode in MODES}
         for repeat in range(config.repeats):
             for mode in MODES:
                 times[mode].append(bench.time(mode))
             if progress is not None:
                 progress(number * config.repeats + repeat + 1, total)
-        yield from _rows("link", quotient, times, quotient * recompute_s, shares, config)
+        yield from bench.rows("link", quotient, times, known)
 
 
 def measure_disk_loading(
-    model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, folder: Path
+    model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, folder: Path, cost: CostModel
 ) -> Iterator[LoadingRow]:
     """The same from a real disk: segments are written under `folder`, and the page cache forgets them before each run.
 
-    The quotient is measured: a layer-wise read of the segments alone, over the weave with everything in memory.
+    The quotient is measured: a layer-wise read of the segments alone, over the weave with everything in memory. The
+    disk's throughput is measured too, before and with other segments, unless the cost model has it.
     """
     disk = DiskTier(folder, "loading-benchmark")
     slow: Level[SegmentSource] = Level("disk", SegmentStore(disk, budget_bytes=1 << 50, shared=True), background=True)
@@ -102,6 +113,7 @@ def measure_disk_loading(
     store: TieredStore[SegmentSource] = TieredStore([host, slow])
     try:
         bench = _Bench(model, prompt, config, store, before=lambda: drop_page_cache(disk.folder.rglob("*.safetensors")))
+        known = cost if "disk" in cost.tier_bytes_per_s else bench.knowing(cost, "disk", disk)
         bench.time_memory()
         recompute_s = median(bench.time_memory() for _ in range(config.repeats))
         load_s = median(bench.time_reading() for _ in range(config.repeats))
@@ -109,28 +121,21 @@ def measure_disk_loading(
         for _ in range(config.repeats):
             for mode in MODES:
                 times[mode].append(bench.time(mode))
-        yield from _rows("disk", load_s / recompute_s, times, load_s, _layer_shares(bench.weave(), model), config)
+        yield from bench.rows("disk", load_s / recompute_s, times, known)
     finally:
         store.close()
 
 
-def _rows(
-    source: str,
-    quotient: float,
-    times: dict[str, list[float]],
-    load_s: float,
-    shares: Sequence[float],
-    config: LoadingConfig,
-) -> Iterator[LoadingRow]:
-    compute_s = [share * median(times[MEMORY]) for share in shares]
-    for mode in MODES:
-        ratios = [t / memory for t, memory in zip(times[mode], times[MEMORY], strict=True)]
-        predicted = predict(mode, load_s, compute_s, config.wait_s)
-        yield LoadingRow(source, quotient, mode, median(times[mode]), median(ratios), predicted)
+def weave_layers_s(cost: CostModel, work: Sequence[LayerWork], prompt_tokens: int) -> list[float]:
+    """Seconds that a cost model expects of each layer of a weave: its share of a prefill of as many tokens.
+
+    The tokens are those that a layer's rule keeps, behind all others of the prompt.
+    """
+    return [cost.prefill(one.kept_tokens, prompt_tokens - one.kept_tokens) / len(work) for one in work]
 
 
 def predict(mode: str, load_s: float, layer_compute_s: Sequence[float], wait_s: float) -> float:
-    """TTFT that the controller expects of one mode."""
+    """TTFT of one mode, if loading all layers takes `load_s` and each is computed in `layer_compute_s`."""
     if mode == MEMORY:
         return sum(layer_compute_s)
     if mode in (LoadOrder.SYNC, LoadOrder.SEGMENTS):  # the last segment's first layer comes close to the end
@@ -151,15 +156,19 @@ class _Bench:
         *,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._prompt, self._wait_s, self._before = prompt, config.wait_s, before
+        self._prompt, self._config, self._before = prompt, config, before
         self._method = make_method("cacheblend", ReuseConfig(config.recompute_ratio))
         self._slow, self._memory = Runner(model, slow), Runner(model, _memory_store(HostTier()))
         for runner in (self._slow, self._memory):
             for part in alone_prompts(prompt):
                 runner.store_new(runner.prefill(part, make_method("full")))
             runner.store.flush()
-        self._segments = self.weave().plan.segments()
-        self.nbytes = sum(record.nbytes for record in slow.records() if record.id in self._segments)
+        woven = self.weave()
+        self._work = woven.work
+        self._segments = woven.plan.segments()
+        taken = [record for record in slow.records() if record.id in self._segments]
+        self.nbytes = sum(record.nbytes for record in taken)
+        self._tokens = [len(record) for record in taken]
 
     def weave(self) -> Prefilled:
         return self._memory.prefill(self._prompt, self._method, capture=False)
@@ -186,8 +195,29 @@ class _Bench:
         if mode != PREFETCH:
             return self._timed(lambda: self._slow.prefill(self._prompt, self._method, capture=False))
         with self._slow.prefetch(self._prompt, self._method) as ahead:
-            time.sleep(self._wait_s)
+            time.sleep(self._config.wait_s)
             return self._timed(lambda: self._slow.prefill(self._prompt, self._method, capture=False, prefetched=ahead))
+
+    def knowing(self, cost: CostModel, name: str, tier: Tier[SegmentSource]) -> CostModel:
+        """`cost` with a tier's throughput, measured with two segments of other tokens, as long as the longest here."""
+        model = self._slow.model
+
+        def forget(_segment: SegmentId) -> None:
+            self._before()
+
+        speed = measure_throughput(
+            tier, model.geometry, model.dtype, tokens=max(self._tokens), segments=2, drop_cache=forget
+        )
+        return replace(cost, tier_bytes_per_s={**cost.tier_bytes_per_s, name: speed})
+
+    def rows(self, tier: str, quotient: float, times: dict[str, list[float]], cost: CostModel) -> Iterator[LoadingRow]:
+        """One row a mode, from its times and from what the cost model expects."""
+        load_s = cost.load(sum(self._tokens), tier)
+        compute_s = weave_layers_s(cost, self._work, len(self._prompt))
+        for mode in MODES:
+            ratios = [t / memory for t, memory in zip(times[mode], times[MEMORY], strict=True)]
+            predicted = predict(mode, load_s, compute_s, self._config.wait_s)
+            yield LoadingRow(tier, quotient, mode, median(times[mode]), median(ratios), predicted)
 
     @staticmethod
     def _timed(work: Callable[[], Prefilled]) -> float:
@@ -198,9 +228,3 @@ class _Bench:
 
 def _memory_store(tier: Tier[SegmentSource]) -> TieredStore[SegmentSource]:
     return TieredStore([Level("memory", SegmentStore(tier, budget_bytes=1 << 40))])
-
-
-def _layer_shares(prefilled: Prefilled, model: HuggingFaceModel) -> list[float]:
-    """Each layer's share of the weave's FLOPs: where in the time a layer computes."""
-    flops = [layer_flops(model.geometry, work) for work in prefilled.work]
-    return [layer / sum(flops) for layer in flops]
