@@ -1,4 +1,4 @@
-"""Tables of what `chunkweave bench` wrote, for the documentation."""
+"""Tables of what `chunkweave bench` and `calibrate` wrote, for the documentation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +9,10 @@ Row = Mapping[str, Any]
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """Every table of a result of `bench quality`, `fidelity`, `ttft` or `loading`, by name."""
+    """Every table of a result of `bench quality`, `fidelity`, `ttft` or `loading`, or of `calibrate`, by name."""
     rows = result["rows"]
+    if result["benchmark"] == "calibrate":
+        return {"calibration": calibration(result)}
     if result["benchmark"] == "quality":
         return {"quality": quality(rows), "quality-by-kind": quality_by_kind(rows)}
     if result["benchmark"] == "fidelity":
@@ -95,6 +97,30 @@ def fidelity_headline(rows: Sequence[Row]) -> str:
         if row["kl"] is not None
     ]
     return markdown_table(heads, cells)
+
+
+def calibration(record: Row) -> str:
+    """The curve of each method behind the references, and the qualities that a point is a method's least value for."""
+    heads = ["method", "parameter", "chunks", "KL", "95 %", "top-1", "95 %", "speed-up", "recomputed", "least for"]
+    lines = []
+    for point in (*record["references"], *record["points"]):
+        measured = point in record["points"]
+        least = {quality: one["least"].get(point["method"]) for quality, one in record["targets"].items()}
+        lines.append(
+            [
+                f"`{point['method']}`",
+                f"{point['value']:g}" if measured else "",
+                f"`{point['warm']}`",
+                f"{point['kl']:.4f}",
+                f"{point['kl_low']:.4f}..{point['kl_high']:.4f}",
+                f"{point['agreement']:.1%}",
+                f"{point['agreement_low']:.1%}..{point['agreement_high']:.1%}",
+                f"{point['speedup']:.2f}x",
+                f"{point['recompute_fraction']:.1%}",
+                ", ".join(name for name, value in least.items() if measured and value == point["value"]),
+            ]
+        )
+    return markdown_table(heads, lines)
 
 
 def ttft(rows: Sequence[Row]) -> str:

@@ -18,6 +18,8 @@ the tables into docs/cachecraft.md, those of either kind of store by themselves.
 """
 
 import argparse
+import json
+import logging
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,12 +35,11 @@ from rich.console import Console
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
+from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import Example, alone_prompts, digest_of
 from chunkweave.eval.quality import QualityConfig, answer_questions
 from chunkweave.eval.results import (
     BenchmarkResult,
-    Measured,
-    Measurements,
     check_writable,
     commit,
     versions,
@@ -51,6 +52,8 @@ from chunkweave.eval.worlds.world import world_examples
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource
+
+logger = logging.getLogger(__name__)
 
 EXACT_OR_BLIND = ("full", "full-reuse", "prefix", "set-cache")
 BASELINES = ("cacheblend", "cacheblend:layer-2", "epic", "h2o", "random", "query")
@@ -68,15 +71,82 @@ FLOPS_QUESTIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Measured):
+class Kept:
     """One contender on one question, as far as the tables need it; `found_share` is that of tokens from the store."""
 
+    f1: float
+    recompute_fraction: float
     exact_match: float
     rouge_l: float
     jaccard: float
     flops_limit: float
     ttft_s: float
     found_share: float
+
+
+class Measurements:
+    """Results by question and contender, in memory and, line by line, in a file.
+
+    The file's first line has the settings; each further one a result. What was measured under other settings is not
+    taken over, nor is a last line that was cut off while it was written.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Take over what `path` holds for these `settings`; nothing is written before a first result."""
+        self.path = path
+        self._settings = json.loads(json.dumps(settings))
+        self._found: dict[tuple[int, str], Kept] = {}
+        self._lines = 0
+        self._read()
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return key in self._found
+
+    def of(self, contender: str) -> list[Kept]:
+        """One contender's results in the order of the questions."""
+        return [self._found[key] for key in sorted(key for key in self._found if key[1] == contender)]
+
+    def add(self, question: int, contender: str, measured: Kept) -> None:
+        """Keep a result, on disk before this returns to the caller's next question.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        lines = [] if self._lines else [json.dumps({"settings": self._settings})]
+        lines.append(json.dumps({"question": question, "contender": contender, **asdict(measured)}))
+        try:
+            with self.path.open("a" if self._lines else "w", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+        except OSError as error:
+            raise UsageError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._found[question, contender] = measured
+        self._lines += len(lines)
+
+    def discard(self) -> None:
+        """Remove the file: the result has what it held."""
+        self.path.unlink(missing_ok=True)
+
+    def _read(self) -> None:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return
+        whole, _, cut_off = text.rpartition("\n")
+        try:
+            first, *rest = [json.loads(line) for line in whole.split("\n")]
+            if first["settings"] != self._settings:
+                logger.warning("%s was measured under other settings; it is replaced", self.path)
+                return
+            for line in rest:
+                key = line.pop("question"), line.pop("contender")
+                self._found[key] = Kept(**line)
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s is damaged; it is replaced", self.path)
+            self._found.clear()
+            return
+        self._lines = 1 + len(rest)
+        if cut_off:
+            self.path.write_text(whole + "\n", encoding="utf-8")
 
 
 class Run:
@@ -96,7 +166,7 @@ class Run:
             "versions": versions(),
             "commit": commit(),
         }
-        self.measurements = Measurements(arguments.out.with_suffix(".partial.jsonl"), settings, Kept)
+        self.measurements = Measurements(arguments.out.with_suffix(".partial.jsonl"), settings)
 
     @property
     def measured(self) -> Sequence[Example]:

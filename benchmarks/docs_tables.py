@@ -57,7 +57,7 @@ def table_of(page: Path, marked: MarkedTable) -> str:
         made = _tables(paths[0].stem, {})
     else:
         results = [read_result(path) for path in paths]
-        result = {**results[0], "rows": [row for one in results for row in one["rows"]]}
+        result = {**results[0], "rows": [row for one in results for row in one.get("rows", [])]}
         made = _tables(maker_of(str(result.get("command", ""))), result)
     if marked.name not in made:
         raise DocumentError(f"{paths[0].name} makes no table {marked.name!r}, only {', '.join(made) or 'none'}")

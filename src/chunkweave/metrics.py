@@ -34,10 +34,10 @@ class ReuseReport:
     `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `recompute_fraction`
     is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
     included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
-    contains the four before it. `why` says why this method (`exact`, `calibrated`, `asked for`, `switched off`),
-    `parameters` with which value, that of the loading controller if it raised it. `lost_segments` were broken, gone or
-    late when they were read, so that the prompt was planned again without them. `order` is the ordering of the chunks;
-    `original` is the caller's.
+    contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
+    `switched off`), `parameters` with which value, that of the loading controller if it raised it. `lost_segments` were
+    broken, gone or late when they were read, so that the prompt was planned again without them. `order` is the ordering
+    of the chunks; `original` is the caller's.
 
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.

@@ -1,4 +1,4 @@
-"""Calibration on a toy whose own full prefill is the gold: curves, resumption, records, and what is made of them."""
+"""Calibration against a model's own full prefill: curves, resumption, records, and what is made of them."""
 
 import json
 import logging
@@ -7,29 +7,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
-from chunkweave.cli.app import app
-from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
+from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval import calibration
-from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, measure, settings_of
+from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, measure
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.quality import GreedyAnswer
-from chunkweave.eval.results import Measured, Measurements
+from chunkweave.eval.fidelity import make_tasks
+from chunkweave.eval.summaries import FidelitySample
 from chunkweave.eval.ttft import Warmth
-from chunkweave.metrics import ReuseReport
-from chunkweave.planning.calibration import CALIBRATION_FILE, PARTIAL_FILE, Quality, read_records, save_record
+from chunkweave.planning.calibration import (
+    BOUNDS,
+    CALIBRATION_FILE,
+    PARTIAL_FILE,
+    Bounds,
+    Quality,
+    read_records,
+    save_record,
+)
 from chunkweave.testing import toy_model
+from tests.integration.command_line import invoke
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
-NEW_TOKENS = 6
 TEXTS = [
     "The harbour of Skerrow was founded in 1871.",
     "Pilots board ships two miles west of the lighthouse.",
     "The ferry leaves at seven, at noon and at six.",
 ]
-CONFIG = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.0, 0.3, 1.0), max_new_tokens=NEW_TOKENS)
+EXAMPLES = [
+    Example(f"Question {turn}: what of the sea?", tuple(Chunk(text) for text in TEXTS[turn:] + TEXTS[:turn]), ())
+    for turn in range(3)
+]
+CONFIG = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.3, 1.0), chunks=3, new_tokens=4)
 
 
 @pytest.fixture(autouse=True)
@@ -46,208 +55,117 @@ def model():
     return toy_model("llama")
 
 
-def own_answers(engine: Engine, count: int = 3) -> list[Example]:
-    """Questions whose gold is what full prefill answers, so that its F1 is 1."""
-    examples = []
-    for turn in range(count):
-        chunks = tuple(Chunk(text, f"text {place}") for place, text in enumerate(TEXTS[turn:] + TEXTS[:turn]))
-        question = f"Question {turn}: what of the sea?"
-        answer = engine.generate(question, chunks, method="full", max_new_tokens=NEW_TOKENS).text.strip()
-        examples.append(Example(question, chunks, (answer or "nothing",)))
-    return examples
+def tasks_of(engine, config=CONFIG):
+    return make_tasks(engine, EXAMPLES, EXAMPLES, next(iter(config.groups().values())))
+
+
+def measured(engine, config=CONFIG):
+    return list(measure(engine, tasks_of(engine, config), config, StoreConfig()))
 
 
 @pytest.fixture(scope="module")
-def examples(model) -> list[Example]:
-    return own_answers(Engine(model))
-
-
-def measured(engine, examples, path, config=CONFIG, progress=None) -> Measurements[Measured]:
-    measurements = Measurements(path, settings_of(engine, examples, config), Measured)
-    measure(engine, examples, config, measurements, progress)
-    return measurements
-
-
-def test_every_point_is_measured_on_every_question_and_ratio_one_is_full(model, examples, tmp_path):
+def record(model):
     engine = Engine(model)
-    measurements = measured(engine, examples, tmp_path / PARTIAL_FILE)
-    assert len(measurements) == 3 * (1 + 2 * 3)
-    assert all(record.alone for record in engine.store.records())
-    record = make_record(engine, examples, CONFIG, measurements, Origin("toy", "chunkweave calibrate"))
-    assert record.full_f1 == 1.0
-    assert [(point.method, point.value) for point in record.points] == list(CONFIG.grid())
-    by = {(point.method, point.value): point for point in record.points}
-    for method in CONFIG.methods:
-        assert (by[method, 1.0].share, by[method, 1.0].recompute_fraction) == (1.0, 1.0)
-        assert by[method, 0.0].recompute_fraction == 0.0
-    assert by["cacheblend", 0.3].recompute_fraction > by["epic", 0.3].recompute_fraction  # the dense first layer
-    assert record.fingerprint == engine.loaded.fingerprint
-    assert (record.questions, record.dataset, record.warm, record.seed) == (3, "toy", "alone", 1)
-    assert record.targets[Quality.BALANCED].share == 0.98
+    return make_record(engine, EXAMPLES, CONFIG, measured(engine), Origin("toy", "chunkweave calibrate", ("c",)))
 
 
-def test_a_points_f1_is_that_of_the_engines_own_answers(model, examples, tmp_path):
-    measurements = measured(Engine(model), examples, tmp_path / PARTIAL_FILE)
-    for place, example in enumerate(examples):
-        engine = Engine(model)
-        engine.precompute(example.chunks)
-        text = engine.generate(
-            example.question, example.chunks, method="epic", recompute_ratio=0.3, max_new_tokens=NEW_TOKENS
-        ).text
-        assert measurements.of("epic@0.3")[place].f1 == calibration.f1(text, example.answers[0])
+def test_every_point_is_held_against_full_prefill_of_the_same_model(record):
+    assert [(one.method, one.value, one.warm) for one in record.points] == [
+        (method, value, "alone") for method in ("cacheblend", "epic") for value in (0.3, 1.0)
+    ]
+    for one in record.points:
+        assert one.kl_low <= one.kl <= one.kl_high
+        assert one.agreement_low <= one.agreement <= one.agreement_high
+        assert one.speedup_low <= one.speedup <= one.speedup_high
+    assert [one.kl < 1e-5 for one in record.points] == [False, True, False, True], "all recomputed is full prefill"
+    sliced, reused = record.references
+    assert (sliced.method, reused.method) == ("full-in-slices", "full-reuse")
+    assert sliced.kl < 1e-5 < reused.kl
+    assert record.targets[Quality.BALANCED].bounds == BOUNDS[Quality.BALANCED]
+    assert (record.questions, record.dataset, record.commits) == (3, "toy", ("c",))
+    assert record.threads == 1
 
 
-def test_what_was_measured_is_not_measured_again(model, examples, tmp_path, monkeypatch):
-    path = tmp_path / PARTIAL_FILE
+def test_alpha_is_fitted_over_chunks_in_contexts_too_each_way_in_a_store_of_its_own(model):
+    config = CalibrationConfig(methods=("cachecraft", "epic"), alphas=(3.0, 0.5), ratios=(0.3,), chunks=3, new_tokens=3)
+    assert {warm: group.methods for warm, group in config.groups().items()} == {
+        "alone": ("cachecraft", "epic"),
+        "contexts:2": ("cachecraft",),
+    }
+    assert config.grid() == (("cachecraft", 0.5), ("cachecraft", 3.0), ("epic", 0.3))
     engine = Engine(model)
-    first = measured(engine, examples, path)
-    monkeypatch.setattr(engine.runner, "prefill", lambda *_, **__: pytest.fail("measured again"))
-    again = measured(engine, examples, path)
-    assert [again.of(name) for name in CONFIG.contenders()] == [first.of(name) for name in CONFIG.contenders()]
+    record = make_record(engine, EXAMPLES, config, measured(engine, config), Origin("toy"))
+    ways = {one.warm: one.recompute_fraction for one in record.points if (one.method, one.value) == ("cachecraft", 0.5)}
+    assert list(ways) == ["alone", "contexts:2"]
+    assert ways["alone"] != ways["contexts:2"]
+    assert {one.warm for one in record.points if one.method == "epic"} == {"alone"}
+    assert all(stored.alone for stored in engine.store.records()), "chunks in contexts are in another store"
+    assert [one.warm for one in record.references] == ["alone", "alone", "contexts:2", "contexts:2"]
 
 
-def test_an_interrupted_calibration_goes_on_with_the_next_question(model, examples, tmp_path):
-    path = tmp_path / PARTIAL_FILE
-
-    def interrupt(done, _total):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measured(Engine(model), examples, path, progress=interrupt)
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"question": 2, "conten')  # cut off in the middle of a line
+def test_earlier_queries_warm_the_store_and_are_not_measured(model):
+    config = CalibrationConfig(methods=("epic",), ratios=(0.3,), warm=(Warmth(1),), chunks=3, new_tokens=3)
     engine = Engine(model)
-    asked = []
-    real = engine.runner.prefill
-
-    def counting(prompt, method, **options):
-        asked.append(method.name)
-        return real(prompt, method, **options)
-
-    engine.runner.prefill = counting
-    assert len(Measurements(path, settings_of(engine, examples, CONFIG), Measured)) == 2 * 7
-    whole = measured(engine, examples, path)
-    assert len(whole) == 3 * 7
-    assert asked.count("cacheblend") == 3  # one question, three ratios
-    assert len(Measurements(path, settings_of(engine, examples, CONFIG), Measured)) == 3 * 7
+    assert config.earlier == 1
+    assert len(measured(engine, config)) == 2
+    assert any(not stored.alone for stored in engine.store.records())
 
 
-def test_a_grid_that_grows_measures_only_what_is_new(model, examples, tmp_path):
-    path = tmp_path / PARTIAL_FILE
-    measured(Engine(model), examples, path)
-    wider = CalibrationConfig(methods=("epic",), ratios=(0.3, 0.6), max_new_tokens=NEW_TOKENS)
+def test_a_method_may_be_calibrated_with_settings(model):
+    config = CalibrationConfig(methods=("cacheblend:layer-2", "query@0.2"), ratios=(0.3,), chunks=3, new_tokens=3)
+    assert config.grid() == (("cacheblend:layer-2", 0.3), ("query", 0.2))
     engine = Engine(model)
-    asked = []
-    real = engine.runner.prefill
-
-    def counting(prompt, method, **options):
-        asked.append(method.name)
-        return real(prompt, method, **options)
-
-    engine.runner.prefill = counting
-    measured(engine, examples, path, wider)
-    assert asked.count("epic") == 3
+    record = make_record(engine, EXAMPLES, config, measured(engine, config), Origin("toy"))
+    assert record.reuse["cacheblend:layer-2"].check_layers == (2,)
+    assert record.reuse["query"] == ReuseConfig()
 
 
-def test_other_settings_start_anew(model, examples, tmp_path, caplog):
-    path = tmp_path / PARTIAL_FILE
-    engine = Engine(model)
-    measured(engine, examples, path)
-    other = CalibrationConfig(
-        methods=("cacheblend",), ratios=(0.3,), reuse=ReuseConfig(check_layers=(1, 2)), max_new_tokens=NEW_TOKENS
+def sample(right: int, kl: float, ttft_s: float, fraction: float) -> FidelitySample:
+    return FidelitySample(
+        (kl,) * 10, (True,) * right + (False,) * (10 - right), None, None, None, ttft_s, 2.0, fraction, 9
     )
-    with caplog.at_level(logging.WARNING):
-        fresh = Measurements(path, settings_of(engine, examples, other), Measured)
-    assert len(fresh) == 0
-    assert "other settings" in caplog.text
-    fresh.add(0, "full", Measured(1.0, 0.0))
-    assert len(Measurements(path, settings_of(engine, examples, other), Measured)) == 1
-    assert settings_of(engine, examples[:2], CONFIG) != settings_of(engine, examples, CONFIG)
 
 
-def test_a_damaged_file_of_measurements_is_replaced(tmp_path, caplog):
-    path = tmp_path / PARTIAL_FILE
-    for damage in ("{", '{"settings": {}}\n{"question": 0}\n', "[]\n"):
-        path.write_text(damage, encoding="utf-8")
-        assert len(Measurements(path, {}, Measured)) == 0
-        assert "damaged" in caplog.text
-        caplog.clear()
+def test_targets_follow_from_the_curves_and_from_how_sure_they_are(model):
+    """`cacheblend` at 0.2 is close on each question; `epic` at 0.4 is as close on average, but not on each."""
+    config = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.2, 0.4), chunks=3)
 
+    def question(number: int) -> dict[str, FidelitySample]:
+        unlike = number % 10 == 0
+        return {
+            "full": sample(10, 0.0, 1.0, 0.0),
+            "full-in-slices": sample(10, 0.001, 1.1, 0.0),
+            "full-reuse": sample(5, 1.0, 0.1, 0.0),
+            "cacheblend@0.2": sample(10, 0.04, 0.25, 0.3),
+            "cacheblend@0.4": sample(10, 0.02, 0.5, 0.5),
+            "epic@0.2": sample(8, 0.2, 0.2, 0.2),
+            "epic@0.4": sample(10, 0.4 if unlike else 0.0, 0.4, 0.25),
+        }
 
-def test_earlier_queries_warm_the_store_and_are_not_measured(model, examples, tmp_path):
-    config = CalibrationConfig(methods=("epic",), ratios=(0.3,), warm=Warmth(1), max_new_tokens=NEW_TOKENS)
     engine = Engine(model)
-    assert len(measured(engine, examples, tmp_path / PARTIAL_FILE, config).of("full")) == 2
-    assert any(not record.alone for record in engine.store.records())
-
-
-def test_cachecraft_is_calibrated_by_its_alpha(model, examples, tmp_path):
-    config = CalibrationConfig(methods=("cachecraft",), alphas=(2.5, 0.0), warm=Warmth(1), max_new_tokens=NEW_TOKENS)
-    assert config.grid() == (("cachecraft", 0.0), ("cachecraft", 2.5))
-    engine = Engine(model)
-    measurements = measured(engine, examples, tmp_path / PARTIAL_FILE, config)
-    nothing, much = make_record(engine, examples, config, measurements, Origin("toy")).points
-    assert nothing.recompute_fraction == 0.0 < much.recompute_fraction <= 1.0
-
-
-REPORT = ReuseReport("x", 10, 0, 0, 0, 10, 0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.0, 0, 1.0, 2.0)
-
-
-def test_targets_follow_from_the_curves(model, tmp_path, monkeypatch):
-    """Full answers 100 of 100; epic at ratio r loses 20 - 40 r of them, cacheblend 10 at 0.1 and 1 from 0.2 on."""
-    wrong = {"full": 0, "cacheblend@0.1": 10, "cacheblend@0.2": 1, "cacheblend@0.4": 1}
-    wrong |= {f"epic@{ratio:g}": round(20 - 40 * ratio) for ratio in (0.1, 0.2, 0.4)}
-    spent = {"cacheblend@0.1": 0.15, "cacheblend@0.2": 0.25, "cacheblend@0.4": 0.45}
-
-    def stub(_engine, _examples, missing, *_):
-        for question, contenders in enumerate(missing):
-            for name in contenders:
-                text = "wrong" if question < wrong[name] else "right"
-                yield GreedyAnswer(
-                    question,
-                    name,
-                    text,
-                    REPORT.__class__(
-                        **{
-                            **{field: getattr(REPORT, field) for field in REPORT.__slots__},
-                            "recompute_fraction": spent.get(name, float(name.partition("@")[2] or 0)),
-                        }
-                    ),
-                )
-
-    monkeypatch.setattr(calibration, "answer_questions", stub)
-    engine = Engine(model)
-    examples = [Example(f"{i}?", (Chunk("text"),), ("right",)) for i in range(100)]
-    config = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.1, 0.2, 0.4))
-    measurements = measured(engine, examples, tmp_path / PARTIAL_FILE, config)
-    record = make_record(engine, examples, config, measurements, Origin("stub"))
+    found = [{"alone": question(number)} for number in range(40)]
+    record = make_record(engine, EXAMPLES, config, found, Origin("stub"))
     assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.2))
-    assert record.config(Quality.FAST) == ("cacheblend", ReuseConfig(0.2))  # epic reaches 0.95 at 0.4, which is more
-    assert record.targets[Quality.FAST].least == {"cacheblend": 0.2, "epic": 0.4}
     assert record.targets[Quality.BALANCED].least == {"cacheblend": 0.2, "epic": None}
-    point = record.point(Quality.BALANCED)
-    assert point.share == pytest.approx(0.99)
-    assert 0.96 < point.share_low < 0.99 < point.share_high <= 1.0
-
-
-def test_a_model_that_answers_nothing_cannot_be_calibrated(model, tmp_path):
-    engine = Engine(model)
-    hopeless = [Example("What?", (Chunk(TEXTS[0]),), ("quite another matter altogether",))]
-    measurements = measured(engine, hopeless, tmp_path / PARTIAL_FILE)
-    with pytest.raises(UsageError, match="answers none of these questions right"):
-        make_record(engine, hopeless, CONFIG, measurements, Origin("toy"))
+    (chosen,) = record.chosen(Quality.BALANCED)
+    assert (chosen.kl, chosen.agreement, chosen.speedup) == (pytest.approx(0.04), 1.0, 4.0)
+    (epic,) = (one for one in record.points if (one.method, one.value) == ("epic", 0.4))
+    assert epic.kl == pytest.approx(0.04)
+    assert epic.kl_high > 0.05
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
         ({"methods": ()}, UsageError, "no method"),
+        ({"warm": ()}, UsageError, "no way to warm"),
         ({"methods": ("prefix",)}, UsageError, "prefix has no parameter"),
         ({"methods": ("magic",)}, UnknownMethodError, "magic"),
+        ({"methods": ("epic:magic",)}, UsageError, "unknown setting 'magic'"),
         ({"ratios": (1.5,)}, UsageError, "between 0 and 1"),
-        ({"shares": {Quality.BALANCED: 1.2, Quality.FAST: 0.9}}, UsageError, "at most 1"),
-        ({"shares": {Quality.BALANCED: 0.9, Quality.FAST: 0.95}}, UsageError, "fast must not be above"),
+        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.99, 0.1)}}, UsageError, "fast must not demand more"),
+        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.5, 0.01)}}, UsageError, "fast must not demand more"),
+        ({"bounds": {**BOUNDS, Quality.BALANCED: Bounds(None, 0.05)}}, UsageError, "fast must not demand more"),
     ],
 )
 def test_bad_configurations_are_refused_before_anything_runs(changes, error, said):
@@ -255,33 +173,21 @@ def test_bad_configurations_are_refused_before_anything_runs(changes, error, sai
         CalibrationConfig(**{"methods": ("epic",), **changes})
 
 
-def test_prompts_that_do_not_fit_are_found_before_anything_is_measured(model):
-    with pytest.raises(PromptTooLongError):
-        calibration.check_prompts(Engine(model), [Example("?", (Chunk("word " * 600),), ("x",))])
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
-def checkpoint(model, examples, tmp_path) -> tuple[Path, Path]:
-    """A folder with the toy, and a data set that it answers right."""
+def checkpoint(model, tmp_path) -> tuple[Path, Path]:
+    """A folder with the toy, and a data set without answers."""
     folder = tmp_path / "reader"
     model.model.model.save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)
     data = tmp_path / "data.jsonl"
-    lines = [
-        {"question": one.question, "chunks": [chunk.text for chunk in one.chunks], "answers": list(one.answers)}
-        for one in examples
-    ]
+    lines = [{"question": one.question, "chunks": [chunk.text for chunk in one.chunks]} for one in EXAMPLES]
     data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     return folder, data
 
 
 def calibrate_arguments(folder, data, *more) -> tuple[object, ...]:
-    settings = ("--questions", 3, "--max-new-tokens", NEW_TOKENS, "--methods", "epic", "--recompute-ratio", "0,1")
+    settings = ("--questions", 3, "--chunks", 3, "--new-tokens", 3, "--methods", "epic", "--recompute-ratio", "0.5,1")
     return ("calibrate", folder, "--dataset", data, "--dtype", "float32", *settings, *more)
 
 
@@ -295,9 +201,11 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
     assert shown == json.loads((tmp_path / "copy.json").read_text(encoding="utf-8"))
     (record,) = read_records(folder / CALIBRATION_FILE)
     assert shown["file"] == str(folder / CALIBRATION_FILE)
-    assert shown["targets"]["balanced"]["least"] == {"epic": record.targets[Quality.BALANCED].least["epic"]}
+    assert shown["targets"]["balanced"] == {"bounds": {"agreement": 0.95, "kl": 0.05}, "least": {"epic": 1.0}} | {
+        "method": "epic"
+    }
     assert record.targets[Quality.BALANCED].method == "epic"
-    assert record.commit == shown["commit"]
+    assert list(record.commits) == shown["commits"]
     assert not (folder / PARTIAL_FILE).exists()
 
     document = tmp_path / "d.md"
@@ -318,11 +226,33 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
 
 def test_calibrate_shows_the_curve_and_what_the_targets_mean(checkpoint):
     folder, data = checkpoint
-    done = invoke(*calibrate_arguments(folder, data))
+    done = invoke(*calibrate_arguments(folder, data, "--target-agreement", 0.9, "--fast-agreement", 0))
     assert done.exit_code == 0, done.output
-    assert "recompute_ratio 1" in done.stdout
-    assert "balanced (98% of full's F1): epic with recompute_ratio" in done.stdout
-    assert "3 questions, warm alone" in done.stdout
+    text = " ".join(done.stdout.split())
+    assert "recompute_ratio 1" in text
+    assert "balanced (top-1 agreement at least 90.0%, KL at most 0.05): epic with recompute_ratio 1 over chunks" in text
+    assert "fast (KL at most 0.1): epic" in text
+    assert "3 questions, " in text
+
+
+def test_a_target_that_nothing_reaches_is_said_aloud_and_answered_exactly(checkpoint, tmp_path, caplog):
+    folder, data = checkpoint
+    kept = tmp_path / "samples.jsonl"
+    narrow = ("--recompute-ratio", "0.01", "--target-agreement", 1, "--target-kl", 1e-7, "--fast-kl", 1e-6)
+    done = invoke(*calibrate_arguments(folder, data, *narrow, "--samples", kept))
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.split())
+    assert "NO METHOD REACHES IT" in text
+    assert "Nearest comes epic with recompute_ratio 0.01" in text
+    lines = kept.read_text().splitlines()
+    with caplog.at_level(logging.WARNING), Engine.load(folder, dtype="float32") as engine:
+        report = engine.generate("Why?", TEXTS, max_new_tokens=1).report
+        assert (report.method, report.why) == ("prefix", "target not reached")
+        assert "no method came within what balanced promises" in caplog.text
+        assert engine.generate("Why?", TEXTS, max_new_tokens=1, quality="exact").report.why == "exact"
+    easier = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.01", "--samples", kept, "--json"))
+    assert easier.exit_code == 0, easier.output
+    assert kept.read_text().splitlines() == lines, "other targets are read off what was measured"
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
@@ -331,33 +261,40 @@ def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
     done = invoke(*calibrate_arguments(folder, data, "--dry-run", "--json"))
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
-    assert (shown["answers"], shown["answers_there"]) == (9, 0)
-    assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.0), ("epic", 1.0)]
+    assert (shown["questions"], shown["questions_there"]) == (3, 0)
+    assert shown["groups"] == {"alone": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
+    assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.5), ("epic", 1.0)]
     text = invoke(*calibrate_arguments(folder, data, "--dry-run", "--cache-dir", tmp_path / "cache")).stdout
-    assert "9 answers, of which 0 are there" in text
+    assert "3 questions, 15 prefills, of which 0 questions are there" in text
     assert sorted(folder.iterdir()) == before
     assert not (tmp_path / "cache").exists()
 
 
 def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch):
     folder, data = checkpoint
-    real = calibration.answer_questions
+    real = calibration.measure
 
-    def interrupted(*arguments):
-        for place, answer in enumerate(real(*arguments)):
-            if place == 4:
+    def interrupted(*arguments, **options):
+        for place, groups in enumerate(real(*arguments, **options)):
+            if place == 2:
                 raise KeyboardInterrupt
-            yield answer
+            yield groups
 
-    monkeypatch.setattr(calibration, "answer_questions", interrupted)
+    monkeypatch.setattr(calibration, "measure", interrupted)
     first = invoke(*calibrate_arguments(folder, data))
     assert first.exit_code == 130
     assert "goes on from here" in first.stderr
     assert not (folder / CALIBRATION_FILE).exists()
-    monkeypatch.setattr(calibration, "answer_questions", real)
+    monkeypatch.setattr(calibration, "measure", real)
+    other = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.5"))
+    assert other.exit_code == 2
+    assert "other settings (groups); delete it, or name another file" in " ".join(other.stderr.split())
+    lines = (folder / PARTIAL_FILE).read_text().splitlines()
+    assert len(lines) == 3
     again = invoke(*calibrate_arguments(folder, data))
     assert again.exit_code == 0, again.output
-    assert "going on: 4 answers" in again.stderr
+    assert "going on: 2 questions" in again.stderr
+    assert read_records(folder / CALIBRATION_FILE)[0].questions == 3
     assert not (folder / PARTIAL_FILE).exists()
 
 
@@ -377,19 +314,17 @@ def test_a_cache_folders_own_record_counts_there(checkpoint, tmp_path):
         assert engine.calibration is None
 
 
-def test_a_record_of_another_dtype_is_not_used(checkpoint, caplog):
-    folder, data = checkpoint
-    assert invoke(*calibrate_arguments(folder, data)).exit_code == 0
+def test_a_record_of_another_dtype_is_not_used(checkpoint, record, caplog):
+    folder, _ = checkpoint
+    save_record(folder / CALIBRATION_FILE, record)
     with caplog.at_level(logging.WARNING):
         engine = Engine.load(folder, dtype="bfloat16")
     assert engine.calibration is None
-    assert "reader in float32" in caplog.text
+    assert "in float32" in caplog.text
     assert engine.generate("Why?", TEXTS, max_new_tokens=1).report.why == "exact"
 
 
-def test_an_explicit_record_must_be_this_models(model, examples, tmp_path):
-    engine = Engine(model)
-    record = make_record(engine, examples, CONFIG, measured(engine, examples, tmp_path / PARTIAL_FILE), Origin("toy"))
+def test_an_explicit_record_must_be_this_models(model, record, tmp_path):
     assert Engine(model, calibration=record).generate("Why?", TEXTS, max_new_tokens=1).report.why == "calibrated"
     with pytest.raises(UsageError, match="not of toy-llama"):
         Engine(toy_model("llama", seed=1), calibration=record)
@@ -405,11 +340,14 @@ def test_an_explicit_record_must_be_this_models(model, examples, tmp_path):
         (("--shape", "demo"), 2, "give --cache-dir"),
         (("/no/such/model",), 1, "/no/such/model"),
         (("--shape", "demo", "--methods", "full"), 2, "full has no parameter"),
-        (("--shape", "demo", "--target", 2), 2, "at most 1"),
+        (("--shape", "demo", "--target-agreement", 2), 2, "at most 1"),
+        (("--shape", "demo", "--target-kl", 0), 2, "KL is above 0"),
+        (("--shape", "demo", "--fast-agreement", 0, "--fast-kl", "inf"), 2, "demands an agreement, a KL, or both"),
         (("--shape", "demo", "--alpha", "x"), 2, "--alpha takes numbers"),
         (("--shape", "demo", "--check-layers", "0.5"), 2, "whole numbers"),
-        (("--shape", "demo", "--dataset", "nowhere.jsonl"), 1, "nowhere.jsonl"),
+        (("--shape", "demo", "--cache-dir", "cache", "--dataset", "nowhere.jsonl"), 1, "nowhere.jsonl"),
         (("--shape", "demo", "--warm", "hot"), 2, "queries:N"),
+        (("--shape", "demo", "--alpha-warm", "hot"), 2, "queries:N"),
     ],
 )
 def test_calibrate_refuses_what_it_cannot_do(more, code, said):

@@ -8,7 +8,7 @@ import torch
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
-from chunkweave.planning.calibration import SHARES, CalibrationRecord, CurvePoint, choose_target
+from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.planning.cost import CostModel
 from chunkweave.testing import toy_model
 
@@ -192,12 +192,11 @@ def test_check_layers_come_from_the_engines_configuration(model):
 
 
 def calibration(model, method: str, value: float) -> CalibrationRecord:
-    """A record of which `method` at `value` keeps everything, and at half of it enough to be fast."""
+    """A record by which `method` at `value` is as full prefill, and at half of it close enough to be fast."""
     points = [
-        CurvePoint(method, v, share, share, share, share, share, share, v)
-        for v, share in ((value / 2, 0.96), (value, 1.0))
+        CurvePoint(method, v, "alone", *[kl] * 3, *[agreement] * 3, *[2.0] * 3, v)
+        for v, agreement, kl in ((value / 2, 0.92, 0.08), (value, 1.0, 0.0))
     ]
-    targets = {quality: choose_target(points, share) for quality, share in SHARES.items()}
     return CalibrationRecord(
         fingerprint=model.fingerprint,
         model=model.name,
@@ -205,13 +204,14 @@ def calibration(model, method: str, value: float) -> CalibrationRecord:
         dataset="hand-made",
         dataset_digest="",
         questions=1,
-        warm="alone",
-        max_new_tokens=1,
+        chunks=1,
+        prompt_tokens=1.0,
+        new_tokens=1,
         seed=0,
-        full_f1=1.0,
-        reuse=ReuseConfig(),
+        reuse={method: ReuseConfig()},
+        references=(),
         points=tuple(points),
-        targets=targets,
+        targets={quality: choose_target(points, bounds) for quality, bounds in BOUNDS.items()},
     )
 
 

@@ -11,8 +11,11 @@ import pytest
 
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.planning import calibration
 from chunkweave.planning.calibration import (
+    BOUNDS,
     CALIBRATION_FILE,
+    Bounds,
     CalibrationRecord,
     CurvePoint,
     OtherFormatError,
@@ -31,17 +34,32 @@ from chunkweave.planning.method_choice import Kept, MethodChooser, MethodRequest
 FINGERPRINT = "f" * 32
 
 
-def point(method: str, value: float, share: float, fraction: float | None = None) -> CurvePoint:
+def point(
+    method: str, value: float, agreement: float, kl: float = 0.01, fraction: float | None = None, warm: str = "alone"
+) -> CurvePoint:
+    """A point whose ends that speak against it are `agreement` and `kl`."""
     spent = value if fraction is None else fraction
-    return CurvePoint(method, value, share * 0.9, 0.0, 1.0, share, share - 0.01, share + 0.01, spent)
+    return CurvePoint(
+        method, value, warm, kl / 2, kl / 4, kl, agreement + 0.01, agreement, agreement + 0.02, 2.0, 1.9, 2.1, spent
+    )
 
 
-BLEND = [point("cacheblend", 0.05, 0.90, 0.1), point("cacheblend", 0.15, 0.96, 0.2), point("cacheblend", 0.3, 0.99)]
+BLEND = [
+    point("cacheblend", 0.05, 0.80, 0.2, 0.1),
+    point("cacheblend", 0.15, 0.91, 0.09, 0.2),
+    point("cacheblend", 0.3, 0.96, 0.04),
+]
+CRAFT = [
+    point("cachecraft", 0.5, 0.88, 0.15, 0.08),
+    point("cachecraft", 1.0, 0.92, 0.08, 0.15),
+    point("cachecraft", 2.0, 0.97, 0.06),
+]
+BALANCED, FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
 REACHED = [point("cachecraft", 2.0, 0.99)]
-CRAFT = [point("cachecraft", 0.5, 0.94, 0.08), point("cachecraft", 1.0, 0.97, 0.15), point("cachecraft", 2.0, 0.975)]
 
 
 def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> CalibrationRecord:
+    settings = ReuseConfig(check_layers=(1, 2), focus=False)
     record = CalibrationRecord(
         fingerprint=fingerprint,
         model="reader",
@@ -49,14 +67,19 @@ def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> 
         dataset="worlds",
         dataset_digest="d" * 32,
         questions=100,
-        warm="alone",
-        max_new_tokens=24,
+        chunks=6,
+        prompt_tokens=400.0,
+        new_tokens=16,
         seed=1,
-        full_f1=0.9,
-        reuse=ReuseConfig(check_layers=(1, 2), focus=False),
+        reuse={one.method: settings for one in points},
+        references=(point("full-in-slices", 0.0, 0.99, 0.001, 0.0), point("full-reuse", 0.0, 0.7, 0.3, 0.0)),
         points=tuple(points),
-        targets={Quality.BALANCED: choose_target(points, 0.98), Quality.FAST: choose_target(points, 0.95)},
+        targets={quality: choose_target(points, bounds) for quality, bounds in BOUNDS.items()},
+        device="cpu",
+        threads=1,
+        machine={"cpu": "a cpu"},
         versions={"chunkweave": "0"},
+        commits=("c" * 40,),
         created="2026-01-01T00:00:00+00:00",
         command="chunkweave calibrate",
     )
@@ -64,24 +87,56 @@ def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> 
 
 
 def test_a_target_takes_each_methods_cheapest_point_and_of_these_the_one_that_recomputes_least():
-    balanced, fast = choose_target([*CRAFT, *BLEND], 0.98), choose_target([*CRAFT, *BLEND], 0.95)
-    assert balanced == Target(0.98, {"cachecraft": None, "cacheblend": 0.3}, "cacheblend")
-    assert fast == Target(0.95, {"cachecraft": 1.0, "cacheblend": 0.15}, "cachecraft")  # 0.15 < 0.2 of the work
-    assert choose_target([*CRAFT, *BLEND], 1.0).method is None
+    balanced, fast = (choose_target([*CRAFT, *BLEND], bounds) for bounds in (BALANCED, FAST))
+    assert (Bounds(0.95, 0.05), Bounds(0.9, 0.1)) == (BALANCED, FAST)
+    assert balanced == Target(BALANCED, {"cachecraft": None, "cacheblend": 0.3}, "cacheblend"), "0.06 is above 0.05"
+    assert fast == Target(FAST, {"cachecraft": 1.0, "cacheblend": 0.15}, "cachecraft")  # 0.15 < 0.2 of the work
+    assert choose_target([*CRAFT, *BLEND], Bounds(0.99, None)).method is None
+
+
+def test_a_target_may_demand_agreement_or_divergence_alone():
+    assert choose_target([*CRAFT, *BLEND], Bounds(0.95, None)).least == {"cachecraft": 2.0, "cacheblend": 0.3}
+    assert choose_target([*CRAFT, *BLEND], Bounds(None, 0.1)).least == {"cachecraft": 1.0, "cacheblend": 0.15}
+
+
+def test_the_ends_of_the_intervals_that_speak_against_a_point_decide():
+    sure = [replace(BLEND[2], agreement=0.99, agreement_low=0.94), replace(BLEND[2], kl=0.01, kl_high=0.06)]
+    assert [choose_target([one], BALANCED).method for one in (*sure, BLEND[2])] == [None, None, "cacheblend"]
+
+
+def test_a_value_has_to_do_however_the_chunks_were_warmed():
+    contexts = [replace(one, warm="contexts:2", agreement_low=one.agreement_low - 0.03) for one in CRAFT]
+    assert choose_target([*CRAFT, *contexts], FAST).least == {"cachecraft": 2.0}
+    assert choose_target([*CRAFT, *contexts], Bounds(0.95, None)).least == {"cachecraft": None}
+    more = [replace(one, recompute_fraction=0.9) for one in contexts]
+    assert choose_target([*BLEND, *CRAFT, *more], FAST).method == "cacheblend", "what it recomputes most counts"
 
 
 def test_the_order_of_points_does_not_matter_but_equals_go_to_the_first_method():
-    assert choose_target(BLEND[::-1], 0.95).least == {"cacheblend": 0.15}
+    assert choose_target(BLEND[::-1], FAST).least == {"cacheblend": 0.15}
     twin = [replace(one, method="epic") for one in BLEND]
-    assert choose_target([*twin, *BLEND], 0.95).method == "epic"
-    assert choose_target([], 0.95) == Target(0.95, {}, None)
+    assert choose_target([*twin, *BLEND], FAST).method == "epic"
+    assert choose_target([], FAST) == Target(FAST, {}, None)
 
 
 def test_one_lucky_point_is_not_taken_and_one_unlucky_dear_one_does_no_harm():
-    lucky = [point("epic", 0.0, 0.981), point("epic", 0.1, 0.93), point("epic", 0.2, 0.95), point("epic", 0.3, 0.99)]
-    assert choose_target(lucky, 0.98).least == {"epic": 0.3}
-    unlucky = [point("epic", 0.1, 0.97), point("epic", 0.2, 0.99), point("epic", 0.3, 0.992), point("epic", 0.5, 0.976)]
-    assert choose_target(unlucky, 0.98).least == {"epic": 0.2}
+    lucky = [point("epic", value, share) for value, share in ((0.0, 0.951), (0.1, 0.8), (0.2, 0.9), (0.3, 0.97))]
+    assert choose_target(lucky, BALANCED).least == {"epic": 0.3}
+    unlucky = [point("epic", value, share) for value, share in ((0.1, 0.9), (0.2, 0.97), (0.3, 0.975), (0.5, 0.94))]
+    assert choose_target(unlucky, BALANCED).least == {"epic": 0.2}
+    lucky = [point("epic", value, 0.97, kl) for value, kl in ((0.0, 0.049), (0.1, 0.3), (0.2, 0.2), (0.3, 0.02))]
+    assert choose_target(lucky, BALANCED).least == {"epic": 0.3}
+
+
+def test_bounds_say_what_they_demand_and_how_far_beyond_a_point_is():
+    assert str(BALANCED) == "top-1 agreement at least 95.0%, KL at most 0.05"
+    assert str(Bounds(None, 0.1)) == "KL at most 0.1"
+    assert BALANCED.excess(BLEND[0]) == pytest.approx(4.0)
+    assert BALANCED.excess(BLEND[2]) == pytest.approx(0.8)
+    assert make_record().nearest(Quality.BALANCED) == BLEND[2]
+    for wrong in ((1.5, None), (None, 0.0), (None, float("inf")), (float("nan"), None), (None, None)):
+        with pytest.raises(UsageError, match="a target"):
+            Bounds(*wrong)
 
 
 def test_the_fit_is_isotonic_regression():
@@ -92,9 +147,6 @@ def test_the_fit_is_isotonic_regression():
         fitted = rising_fit(values)
         assert fitted == pytest.approx(pooled(values))
         assert all(low <= high + 1e-12 for low, high in pairwise(fitted))
-        for place, fit in enumerate(fitted):
-            if place == 0 or fit > fitted[place - 1] + 1e-12:  # the cheapest of a run: the one that can be chosen
-                assert values[place] >= fit - 1e-12
 
 
 def pooled(values):
@@ -108,7 +160,7 @@ def pooled(values):
 
 def test_a_target_cannot_name_a_method_that_misses_it():
     with pytest.raises(ValueError, match="does not reach"):
-        Target(0.98, {"epic": None}, "epic")
+        Target(FAST, {"epic": None}, "epic")
 
 
 def test_parameters_by_method():
@@ -122,7 +174,14 @@ def test_a_record_gives_the_settings_that_were_calibrated():
     assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.3, (1, 2), focus=False))
     assert record.config(Quality.FAST) == ("cachecraft", ReuseConfig(check_layers=(1, 2), focus=False, alpha=1.0))
     assert record.config(Quality.EXACT) is None
-    assert record.point(Quality.FAST) == CRAFT[1]
+    assert record.chosen(Quality.FAST) == (CRAFT[1],)
+
+
+def test_a_method_may_have_settings_of_its_own():
+    points = [replace(one, method="cacheblend:layer-2") for one in BLEND]
+    record = make_record(points, reuse={"cacheblend:layer-2": ReuseConfig(check_layers=(2,))})
+    assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.3, (2,)))
+    assert MethodChooser(record=record).choose(MethodRequest()).method == "cacheblend"
 
 
 def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
@@ -136,13 +195,13 @@ def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
     assert read_records(path) == (other, newer)
     assert [child.name for child in tmp_path.iterdir()] == [CALIBRATION_FILE]
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert data["format"] == 1
+    assert data["format"] == 2
     assert data["records"][1]["targets"]["balanced"] == {
-        "share": 0.98,
+        "bounds": {"agreement": 0.95, "kl": 0.05},
         "least": {"cachecraft": None, "cacheblend": 0.3},
         "method": "cacheblend",
     }
-    assert "capture" not in data["records"][1]["reuse"]
+    assert "capture" not in data["records"][1]["reuse"]["cacheblend"]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +210,10 @@ def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
         ("{", "no calibration record"),
         ("[]", "no calibration record"),
         ("{}", "no calibration record"),
-        ('{"format": 1, "records": [{"fingerprint": "f"}]}', "no calibration record"),
-        ('{"format": 1, "records": 7}', "no calibration record"),
-        ('{"format": 2, "records": []}', "format 2; this version reads 1"),
+        ('{"format": 2, "records": [{"fingerprint": "f"}]}', "no calibration record"),
+        ('{"format": 2, "records": 7}', "no calibration record"),
+        ('{"format": 3, "records": []}', "format 3; this version reads 2"),
+        ('{"format": 1, "records": []}', "format 1, which says what kept a share of full prefill's F1.*make a new one"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, text, said):
@@ -169,7 +229,7 @@ def test_settings_that_no_method_can_take_are_refused_when_they_are_read(tmp_pat
     path = tmp_path / CALIBRATION_FILE
     save_record(path, make_record())
     data = json.loads(path.read_text(encoding="utf-8"))
-    data["records"][0]["reuse"] |= damage
+    data["records"][0]["reuse"]["cacheblend"] |= damage
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(DocumentError, match="no calibration record"):
         read_records(path)
@@ -182,16 +242,18 @@ def test_a_missing_file_and_a_folder_are_told_apart_from_damage(tmp_path):
         read_records(tmp_path)
 
 
-def test_saving_replaces_a_damaged_file_but_never_one_of_another_version(tmp_path, caplog):
+def test_saving_replaces_a_damaged_or_older_file_but_never_one_of_a_later_version(tmp_path, caplog):
     path = tmp_path / CALIBRATION_FILE
-    path.write_text("half a rec", encoding="utf-8")
-    save_record(path, make_record())
-    assert read_records(path) == (make_record(),)
-    assert "it is replaced" in caplog.text
-    path.write_text('{"format": 2}', encoding="utf-8")
+    for text in ("half a rec", '{"format": 1, "records": []}'):
+        path.write_text(text, encoding="utf-8")
+        save_record(path, make_record())
+        assert read_records(path) == (make_record(),)
+        assert "it is replaced" in caplog.text
+        caplog.clear()
+    path.write_text('{"format": 3}', encoding="utf-8")
     with pytest.raises(OtherFormatError):
         save_record(path, make_record())
-    assert path.read_text(encoding="utf-8") == '{"format": 2}'
+    assert path.read_text(encoding="utf-8") == '{"format": 3}'
 
 
 def test_a_record_that_cannot_be_written_is_a_usage_error(tmp_path):
@@ -243,6 +305,15 @@ def test_a_record_that_names_a_method_of_the_future_is_passed_over(tmp_path, cap
     save_record(tmp_path / CALIBRATION_FILE, make_record(future))
     assert stored_calibration(None, tmp_path, FINGERPRINT) is None
     assert "wizardry" in caplog.text
+
+
+def test_a_record_may_be_shipped_for_weights_that_come_from_elsewhere(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(calibration, "shipped_records", lambda: (make_record(dataset="shipped"),))
+    assert stored_calibration(tmp_path, None, FINGERPRINT).dataset == "shipped"
+    assert stored_calibration(tmp_path, None, "0" * 32) is None
+    assert not caplog.text
+    save_record(tmp_path / CALIBRATION_FILE, make_record(dataset="own"))
+    assert stored_calibration(None, tmp_path, FINGERPRINT).dataset == "own"
 
 
 RECORD = make_record()
@@ -309,14 +380,20 @@ def test_a_method_wins_then_a_target_then_the_record_then_exactness(
     assert (choice.method, choice.why, dict(choice.parameters)) == (method, why, parameters)
 
 
-def test_a_target_that_no_method_reaches_is_answered_exactly():
-    record = make_record(
-        targets={Quality.BALANCED: choose_target(BLEND, 1.0), Quality.FAST: choose_target(BLEND, 0.95)}
-    )
+def test_a_target_that_no_method_reaches_is_answered_exactly_and_says_so(caplog):
+    out_of_reach = choose_target(BLEND, Bounds(1.0, None))
+    record = make_record(targets={Quality.BALANCED: out_of_reach, Quality.FAST: choose_target(BLEND, FAST)})
     chooser = MethodChooser(record=record)
     for method_request in (MethodRequest(), MethodRequest.of(None, "balanced")):
-        assert (chooser.choose(method_request).method, chooser.choose(method_request).why) == ("prefix", Why.EXACT)
+        choice = chooser.choose(method_request)
+        assert (choice.method, choice.why) == ("prefix", Why.OUT_OF_REACH)
+    assert not caplog.text
+    assert chooser.choose_usual().why is Why.OUT_OF_REACH
+    assert "no method came within what balanced promises (top-1 agreement at least 100.0%)" in caplog.text
+    caplog.clear()
     assert chooser.choose(MethodRequest.of(None, "fast")).method == "cacheblend"
+    assert MethodChooser(MethodRequest.of(None, "fast"), record=record).choose_usual().why is Why.CALIBRATED
+    assert not caplog.text
 
 
 def test_a_request_says_at_which_layers_a_named_method_checks():
@@ -328,7 +405,7 @@ def test_a_request_says_at_which_layers_a_named_method_checks():
 
 
 def test_the_parameter_of_a_calibrated_method_can_be_given_without_naming_it():
-    record = make_record(targets={Quality.BALANCED: Target(0.98, {"cachecraft": 1.0}, "cachecraft")})
+    record = make_record(targets={Quality.BALANCED: Target(FAST, {"cachecraft": 1.0}, "cachecraft")})
     choice = MethodChooser(record=record).choose(MethodRequest(alpha=0.5))
     assert (choice.method, choice.why, dict(choice.parameters)) == ("cachecraft", Why.ASKED_FOR, {"alpha": 0.5})
     choice = MethodChooser(record=record).choose(MethodRequest(recompute_ratio=0.2))

@@ -264,11 +264,11 @@ def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
     ],
 )
 def test_a_calibration_record_keeps_how_query_was_set(query):
-    record = make_record(reuse=ReuseConfig(query=query))
-    assert CalibrationRecord.of_dict(json.loads(json.dumps(record.as_dict()))).reuse.query == query
+    record = make_record(reuse=dict.fromkeys(("cachecraft", "cacheblend"), ReuseConfig(query=query)))
+    assert CalibrationRecord.of_dict(json.loads(json.dumps(record.as_dict()))).reuse["cacheblend"].query == query
 
 
-def test_a_calibration_record_from_before_there_were_settings_has_the_usual_ones():
+def test_a_calibration_record_that_leaves_settings_out_has_the_usual_ones():
     data = make_record().as_dict()
-    del data["reuse"]["query"]
-    assert CalibrationRecord.of_dict(data).reuse.query == QueryConfig()
+    del data["reuse"]["cacheblend"]["query"]
+    assert CalibrationRecord.of_dict(data).reuse["cacheblend"].query == QueryConfig()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration import CalibrationRecord, Quality, Target
+from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span
@@ -355,10 +355,6 @@ def test_kv_is_kept_where_something_may_reuse_it(params, server, kept):
 
 
 def calibrated() -> CalibrationRecord:
-    targets = {
-        Quality.BALANCED: Target(0.98, {"query": 0.1}, "query"),
-        Quality.FAST: Target(0.95, {"cachecraft": 0.5}, "cachecraft"),
-    }
     return CalibrationRecord(
         fingerprint="model",
         model="tiny",
@@ -366,13 +362,17 @@ def calibrated() -> CalibrationRecord:
         dataset="worlds",
         dataset_digest="",
         questions=1,
-        warm="alone",
-        max_new_tokens=1,
+        chunks=1,
+        prompt_tokens=1.0,
+        new_tokens=1,
         seed=0,
-        full_f1=1.0,
-        reuse=ReuseConfig(seed=3),
+        reuse=dict.fromkeys(("query", "cachecraft"), ReuseConfig(seed=3)),
+        references=(),
         points=(),
-        targets=targets,
+        targets={
+            Quality.BALANCED: Target(BOUNDS[Quality.BALANCED], {"query": 0.1}, "query"),
+            Quality.FAST: Target(BOUNDS[Quality.FAST], {"cachecraft": 0.5}, "cachecraft"),
+        },
     )
 
 

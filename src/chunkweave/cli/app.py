@@ -11,13 +11,14 @@ import chunkweave
 from chunkweave.cli import bench, cache, corpus
 from chunkweave.cli.ask import ask
 from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
+from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
 from chunkweave.cli.fidelity import fidelity
 from chunkweave.cli.profile import advise, profile
-from chunkweave.cli.quality import calibrate, quality
+from chunkweave.cli.quality import quality
 from chunkweave.cli.serve import config_app, keys_app, serve, vllm_serve
 from chunkweave.cli.traces import analyze, simulate
 from chunkweave.errors import ChunkweaveError, UsageError

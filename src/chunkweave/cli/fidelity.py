@@ -13,6 +13,7 @@ from chunkweave.cli import options
 from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
+from chunkweave.cli.quality import WORLDS, generated_examples
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.eval.fidelity import FidelityConfig, Task
     from chunkweave.eval.quality import Deviation
+
+Samples = Annotated[
+    Path | None,
+    typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
+]
 
 _DOCUMENT_CHUNK_TOKENS = 256
 """Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
@@ -46,7 +52,10 @@ class PromptOptions:
     ] = None
     dataset: Annotated[
         Path | None,
-        typer.Option(help="MuSiQue, SQuAD 1.1 or JSONL file; bundled documents if neither this nor --docs is given."),
+        typer.Option(
+            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out); bundled documents if neither "
+            "this nor --docs is given."
+        ),
     ] = None
     questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
@@ -67,6 +76,8 @@ class PromptOptions:
         count = self.questions + earlier
         if self.docs:
             every = self._over_documents(engine, count, seed)
+        elif self.dataset == Path(WORLDS) and not self.dataset.exists():
+            every = generated_examples(count, self.chunks, seed=seed)
         elif self.dataset is not None:
             every = load_dataset(self.dataset, squad_chunks=self.chunks, seed=seed)
         else:
@@ -74,6 +85,11 @@ class PromptOptions:
         if len(every) < count:
             raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
         return every, Random(seed).sample(every, count)
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens to which passages are cut; documents are cut before."""
+        return 0 if self.docs else self.chunk_tokens
 
     def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
         cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
@@ -113,17 +129,12 @@ def fidelity(
     ] = "",
     values: ValueOptions,
     asked: PromptOptions,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")
-    ] = 16,
+    new_tokens: options.NewTokens = 16,
     free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
     deviations: Annotated[
         int, typer.Option(min=0, help="Questions on which KV and attention deviation are measured by layer.")
     ] = 0,
-    samples: Annotated[
-        Path | None,
-        typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
-    ] = None,
+    samples: Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
     output: Output,
@@ -145,7 +156,7 @@ def fidelity(
         fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
         warm=Warmth.parse(asked.warm),
         chunks=asked.chunks,
-        chunk_tokens=0 if asked.docs else asked.chunk_tokens,
+        chunk_tokens=asked.cut_tokens,
         new_tokens=new_tokens,
         free=free,
     )
@@ -155,11 +166,11 @@ def fidelity(
         earlier, measured = tasks[: config.warm.queries], tasks[config.warm.queries :]
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
         whole = {**asdict(config), "warm": str(config.warm), **origin}
-        log = QuestionLog(samples, {**whole, "seed": model.seed, **_measured_with(engine, drawn)})
+        log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
             stderr().print(f"{len(log)} questions are there already")
         strayed: dict[str, list[Deviation]] = {}
-        found: list[Mapping[str, FidelitySample]] = [_samples(line) for line in log.of("contenders")]
+        found: list[Mapping[str, FidelitySample]] = [samples_of(line) for line in log.of("contenders")]
         run = BenchmarkRun(
             "fidelity",
             engine,
@@ -177,7 +188,7 @@ def fidelity(
             _measure_deviations(engine, measured, config, log, min(deviations, len(measured)), strayed)
 
 
-def _measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
+def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
     """What a question's result depends on beside the options."""
     import torch
 
@@ -190,7 +201,8 @@ def _measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]
     }
 
 
-def _samples(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
+def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
+    """A question's samples as a `QuestionLog` has them."""
     return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
 
 

@@ -38,6 +38,8 @@ Warm = Annotated[
         "others, `first:N` in one that begins with a question's first N chunks, `queries:N` by N earlier requests."
     ),
 ]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
@@ -340,7 +342,7 @@ class SeededModelOptions(ModelOptions):
 class TimedModelOptions(SeededModelOptions):
     """A model whose times are measured."""
 
-    threads: Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")] = None
+    threads: Threads = None
 
     def bound_threads(self) -> None:
         """Bound the CPU threads of PyTorch, if that was asked for.

@@ -178,7 +178,7 @@ class Engine:
             order: `free` or `fixed` for requests that do not say: whether their chunks may be put in another order.
             ordering: in which, and what is promoted; None = by access frequency, and every exact path is kept.
             conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
-            calibration: the record that targets resolve by; None = the one in the cache folder or beside the model.
+            calibration: the record that targets resolve by; None = from the cache folder, the model's, or shipped.
             template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
             shadow: how often woven answers are held against full prefill; None = never.
             compute: how the model is run on its device; None = our kernel on CUDA where it runs.

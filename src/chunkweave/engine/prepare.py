@@ -138,7 +138,7 @@ def open_chooser(
     """What chooses the method of each request for a model; `method_request` is for those that name nothing.
 
     `reuse` are the settings of a method that is named. `calibration` is the record that quality targets resolve by;
-    None means the one in `cache_dir`, the folder that the engine keeps segments in, or beside the model.
+    None means the one in `cache_dir`, the folder that the engine keeps segments in, beside the model, or shipped.
 
     Raises:
         UnknownMethodError: no such method.
@@ -149,7 +149,7 @@ def open_chooser(
         raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
     where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
     chooser = MethodChooser(method_request, reuse, record, f"chunkweave calibrate {where}")
-    usual = chooser.choose(MethodRequest())
+    usual = chooser.choose_usual()
     make_method(usual.method, usual.reuse)
     if record is None and usual.why is Why.EXACT:
         logger.info(

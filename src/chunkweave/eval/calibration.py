@@ -1,36 +1,47 @@
-"""Calibration: quality by method and parameter on one set of questions, and the record that follows from it."""
+"""Calibration: how close each method comes to full prefill by its parameter, and the record that follows from it.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+By the instrument of `eval.fidelity`: the model's own full prefill is the reference, so no answers have to be known.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from statistics import fmean
-from typing import Any
 
-from chunkweave.config import ReuseConfig
+import torch
+
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
-from chunkweave.eval.contenders import label_of, make_contenders
+from chunkweave.eval.contenders import value_of, with_settings
 from chunkweave.eval.datasets import Example, digest_of
-from chunkweave.eval.quality import answer_questions
-from chunkweave.eval.results import Measured, Measurements, commit, versions
-from chunkweave.eval.scores import f1, mean_interval, ratio_interval
+from chunkweave.eval.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, measure_fidelity, warm_by_earlier
+from chunkweave.eval.results import commit, machine, versions
+from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.eval.ttft import Progress, Warmth
 from chunkweave.planning.calibration import (
-    SHARES,
+    BOUNDS,
+    Bounds,
     CalibrationRecord,
     CurvePoint,
     Quality,
     choose_target,
+    method_named,
 )
-from chunkweave.planning.method import ALPHA, ReuseMethod, parameter_of
+from chunkweave.planning.method import ALPHA, parameter_of
 
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3; 0 recomputes nothing."""
+ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+"""Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3."""
 
-RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 """Recompute ratios that are tried: denser where CacheBlend's Figure 16 has its knee, up to where little is saved."""
 
-REFERENCE = "full"
+FLOOR = 10
+"""Questions that say how far arithmetic alone strays."""
+
+Samples = Mapping[str, FidelitySample]
+"""One question under one way of warming: each contender's sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +50,13 @@ class CalibrationConfig:
 
     Each method is measured at every value of its own parameter, from cheap to dear: a whole curve, because eq. 13 of
     Cache-Craft asks for its least acceptable point and noise makes the first one that passes a matter of luck.
-    `reuse` has the other settings of all methods. `shares` are what the targets demand of full prefill's F1.
+    `methods` are written as in benchmarks (`query:two-rounds`); one with a value (`epic@0.3`) is measured at that one.
+    `reuse` has the other settings of all. Every method is measured over chunks warmed in each way of `warm`, and those
+    set by alpha by `alpha_warm` too: their scores compare a chunk's neighbours with those that it was computed among.
 
     Raises:
-        UsageError: no methods, or one without a parameter; no values, or one out of range; shares outside (0, 1], or
-            `fast` demanding more than `balanced`.
+        UsageError: no methods, or one without a parameter; no values, or one out of range; `fast` demands more than
+            `balanced`.
         UnknownMethodError: a method does not exist.
     """
 
@@ -51,151 +64,148 @@ class CalibrationConfig:
     alphas: tuple[float, ...] = ALPHAS
     ratios: tuple[float, ...] = RATIOS
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
-    shares: Mapping[Quality, float] = field(default_factory=lambda: dict(SHARES))
-    warm: Warmth = field(default_factory=Warmth)
-    max_new_tokens: int = 24
+    bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: dict(BOUNDS))
+    warm: tuple[Warmth, ...] = (Warmth(),)
+    alpha_warm: tuple[Warmth, ...] = (Warmth(contexts=2),)
+    chunks: int = 6
+    chunk_tokens: int = 0
+    new_tokens: int = 16
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if not self.methods:
-            raise UsageError("there is no method to calibrate")
-        for method in self.methods:
-            if parameter_of(method) is None:
-                raise UsageError(f"{method} has no parameter to calibrate")
-        self.contenders()
-        if not all(0.0 < share <= 1.0 for share in self.shares.values()):
-            raise UsageError("a target is a share of full prefill's F1: above 0 and at most 1")
-        if self.shares[Quality.FAST] > self.shares[Quality.BALANCED]:
-            raise UsageError("the target of fast must not be above that of balanced")
+        if not self.methods or not self.warm:
+            raise UsageError("there is no method to calibrate, or no way to warm its chunks")
+        for spec in self.methods:
+            if parameter_of(_name(spec)) is None:
+                raise UsageError(f"{spec} has no parameter to calibrate")
+        self.groups()
+        balanced, fast = self.bounds[Quality.BALANCED], self.bounds[Quality.FAST]
+        if (fast.agreement or 0.0) > (balanced.agreement or 0.0) or (fast.kl or math.inf) < (balanced.kl or math.inf):
+            raise UsageError(f"fast must not demand more than balanced: {fast}; {balanced}")
+
+    def groups(self) -> dict[str, FidelityConfig]:
+        """By how chunks are warmed: what is measured over them. The first has all methods."""
+        by_alpha = tuple(spec for spec in self.methods if parameter_of(_name(spec)) == ALPHA)
+        groups = {str(warm): self._group(warm, self.methods) for warm in self.warm}
+        for warm in self.alpha_warm if by_alpha else ():
+            groups.setdefault(str(warm), self._group(warm, by_alpha))
+        return groups
+
+    def _group(self, warm: Warmth, methods: tuple[str, ...]) -> FidelityConfig:
+        return FidelityConfig(
+            methods=methods,
+            ratios=tuple(sorted(set(self.ratios))),
+            alphas=tuple(sorted(set(self.alphas))),
+            reuse=self.reuse,
+            warm=warm,
+            chunks=self.chunks,
+            chunk_tokens=self.chunk_tokens,
+            new_tokens=self.new_tokens,
+            free=0,
+        )
+
+    @property
+    def earlier(self) -> int:
+        """Questions that are drawn beside those that are measured, to warm the store."""
+        return max(config.warm.queries for config in self.groups().values())
 
     def grid(self) -> tuple[tuple[str, float], ...]:
-        """(method, value) of every point, a method's own from cheap to dear."""
-        values = {method: self.alphas if parameter_of(method) == ALPHA else self.ratios for method in self.methods}
-        return tuple((method, value) for method in values for value in sorted(set(values[method])))
+        """(method with its settings, value) of every point, a method's own from cheap to dear."""
+        labels = [label for label in next(iter(self.groups().values())).contenders({}) if "@" in label]
+        points = [(label.partition("@")[0], value_of(label)) for label in labels]
+        methods = list(dict.fromkeys(method for method, _ in points))
+        return tuple(sorted(points, key=lambda point: (methods.index(point[0]), point[1])))
 
-    def contenders(self) -> dict[str, ReuseMethod]:
-        """Full prefill and every point of the grid, by its label."""
-        ratios, alphas = (sorted(set(values)) for values in (self.ratios, self.alphas))
-        return make_contenders((REFERENCE, *self.methods), ratios, alphas, self.reuse)
+
+def _name(spec: str) -> str:
+    return method_named(spec.partition("@")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a record says about where it comes from: the data set's name and the command."""
+    """What a record says about where it comes from: the data set's name, the command, and the sources' commits."""
 
     dataset: str
     command: str = ""
-
-
-def settings_of(engine: Engine, examples: Sequence[Example], config: CalibrationConfig) -> dict[str, Any]:
-    """Everything that a measured point depends on beside its method and value.
-
-    Points measured under equal settings can be taken over; the grid is not among them, so it may grow.
-    """
-    return {
-        "fingerprint": engine.loaded.fingerprint,
-        "device": str(engine.loaded.model.device),
-        "examples": digest_of(examples),
-        "warm": str(config.warm),
-        "max_new_tokens": config.max_new_tokens,
-        "reuse": asdict(config.reuse),
-        "versions": versions(),
-        "commit": commit(),
-    }
-
-
-def check_prompts(engine: Engine, examples: Sequence[Example]) -> None:
-    """Find out before hours of measuring whether every question can be asked.
-
-    Raises:
-        PromptTooLongError: one does not fit the model's context.
-    """
-    for example in examples:
-        engine.runner.room_for_new_tokens(engine.builder.build(example.question, example.chunks))
+    commits: tuple[str, ...] = ()
 
 
 def measure(
     engine: Engine,
-    examples: Sequence[Example],
+    tasks: Sequence[Task],
     config: CalibrationConfig,
-    measurements: Measurements[Measured],
+    store: StoreConfig,
+    *,
+    skip: Callable[[int], bool] = lambda _: False,
     progress: Progress | None = None,
-) -> None:
-    """Answer every question with full prefill and at every point of the grid, where that was not done before.
+) -> Iterator[dict[str, Samples]]:
+    """Each question that is not to be left out, at every point of the grid: samples by way of warming and contender.
 
-    The same prompts, warm store and scoring as `bench quality`. Each question's results are kept at once, so that an
-    interrupted run goes on with the next one.
-
-    Raises:
-        PromptTooLongError: a question's prompt does not fit the model's context.
+    Of `tasks` the first `config.earlier` only warm. Each way of warming has a store of its own, the first the engine's,
+    the others `store`: no method finds what was computed for another way.
     """
-    contenders = config.contenders()
-    count = len(examples) - config.warm.queries
-    missing = [
-        {name: method for name, method in contenders.items() if (question, name) not in measurements}
-        for question in range(count)
-    ]
-    if not any(missing):
-        return
-    for answer in answer_questions(engine, examples, missing, config.warm, config.max_new_tokens, progress):
-        answers = examples[config.warm.queries + answer.question].answers
-        score = max(f1(answer.text, wanted) for wanted in answers)
-        measurements.add(answer.question, answer.contender, Measured(score, answer.report.recompute_fraction))
+    measured = tasks[config.earlier :]
+    with ExitStack() as stack:
+        groups = config.groups()
+        runs = []
+        for place, group in enumerate(groups.values()):
+            own = engine if place == 0 else stack.enter_context(Engine(engine.loaded, store=store, method="full"))
+            if not all(map(skip, range(len(measured)))):
+                warm_by_earlier(own, tasks[config.earlier - group.warm.queries : config.earlier])
+            report = progress if place == len(groups) - 1 else None
+            contenders = group.contenders({})
+            run = measure_fidelity(own, measured, contenders, group, exact=FLOOR, skip=skip, progress=report)
+            runs.append(run)
+        for samples in zip(*runs, strict=True):
+            yield dict(zip(groups, samples, strict=True))
 
 
 def make_record(
     engine: Engine,
     examples: Sequence[Example],
     config: CalibrationConfig,
-    measurements: Measurements[Measured],
+    found: Sequence[Mapping[str, Samples]],
     origin: Origin,
 ) -> CalibrationRecord:
-    """The record of a finished measurement.
-
-    Raises:
-        UsageError: full prefill answers nothing right, so that a share of it means nothing.
-    """
-    full = measurements.of(REFERENCE)
-    points = curve(full, {point: measurements.of(label_of(*point)) for point in config.grid()})
+    """The record of a finished measurement; `found` has at least one question."""
+    rows = {warm: summarize_fidelity([one[warm] for one in found]) for warm in config.groups()}
+    grid = config.grid()
+    every = [_point(row, warm) for warm, own in rows.items() for row in own]
+    measured = [point for point in every if (point.method, point.value) in grid]
+    points = tuple(sorted(measured, key=lambda point: grid.index((point.method, point.value))))
+    model = engine.loaded.model
     return CalibrationRecord(
         fingerprint=engine.loaded.fingerprint,
         model=engine.loaded.name,
-        dtype=str(engine.loaded.model.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
         dataset=origin.dataset,
         dataset_digest=digest_of(examples),
-        questions=len(full),
-        warm=str(config.warm),
-        max_new_tokens=config.max_new_tokens,
+        questions=len(found),
+        chunks=config.chunks,
+        prompt_tokens=next(row.prompt_tokens or 0.0 for own in rows.values() for row in own),
+        new_tokens=config.new_tokens,
         seed=config.seed,
-        full_f1=fmean(one.f1 for one in full),
-        reuse=config.reuse,
+        reuse={method: with_settings(config.reuse, method.split(":")[1:]) for method, _ in grid},
+        references=tuple(point for point in every if point.method in (SLICED, FULL_REUSE)),
         points=points,
-        targets={quality: choose_target(points, share) for quality, share in config.shares.items()},
+        targets={quality: choose_target(points, bounds) for quality, bounds in config.bounds.items()},
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        machine=machine(),
         versions=versions(),
         commit=commit(),
+        commits=origin.commits,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=origin.command,
     )
 
 
-def curve(full: Sequence[Measured], measured: Mapping[tuple[str, float], Sequence[Measured]]) -> tuple[CurvePoint, ...]:
-    """A point for each (method, value), from its results and full prefill's on the same questions, in one order.
+def _point(row: FidelityRow, warm: str) -> CurvePoint:
+    """A row of the benchmark as a point of a curve."""
+    method, at, _ = row.method.partition("@")
+    numbers = {name: getattr(row, name) for name in CurvePoint.__dataclass_fields__ if name not in _SET}
+    return CurvePoint(method, value_of(row.method) if at else 0.0, warm, **numbers)
 
-    Raises:
-        UsageError: full prefill answers nothing right.
-    """
-    wanted = [one.f1 for one in full]
-    if not any(wanted):
-        raise UsageError(
-            "full prefill answers none of these questions right (F1 0): a share of that means nothing; "
-            "take questions that the model can answer"
-        )
-    points = []
-    for (method, value), found in measured.items():
-        scores = [one.f1 for one in found]
-        own, share = mean_interval(scores), ratio_interval(scores, wanted)
-        fraction = fmean(one.recompute_fraction for one in found)
-        points.append(
-            CurvePoint(method, value, own.mean, own.low, own.high, share.mean, share.low, share.high, fraction)
-        )
-    return tuple(points)
+
+_SET = ("method", "value", "warm")
+"""The fields of a point that are not measured."""

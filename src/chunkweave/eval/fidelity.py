@@ -241,6 +241,7 @@ def measure_fidelity(
     methods: Mapping[str, ReuseMethod],
     config: FidelityConfig,
     *,
+    exact: int | None = None,
     skip: Callable[[int], bool] = lambda _: False,
     progress: Progress | None = None,
 ) -> Iterator[dict[str, FidelitySample]]:
@@ -248,7 +249,8 @@ def measure_fidelity(
 
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
     measured stores nothing, so that all find the same. Baselines that ask from another prompt come after the `methods`.
-    They, and what is exact but for arithmetic (`EXACT`), run on tasks that are answered freely.
+    They run on tasks that are answered freely; what is exact but for arithmetic (`EXACT`) does so on the first `exact`
+    tasks, or on those too.
     """
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
@@ -258,12 +260,13 @@ def measure_fidelity(
     for index, task in enumerate(tasks):
         if not skip(index):
             prepare(engine, tasks, index, config.warm)
-            free = index < config.free
+            free, floor = index < config.free, index < (config.free if exact is None else exact)
             if not warmed_up:
                 for run in runs.values():
                     run(task.prompt)
                 warmed_up = True
-            order = _taking_turns([label for label in labels if free or label not in (*EXACT, *baselines)], index)
+            left_out = {*(() if floor else EXACT), *(() if free else baselines)}
+            order = _taking_turns([label for label in labels if label not in left_out], index)
             found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
             yield {label: found[label] for label in labels if label in found}
         if progress is not None:

@@ -1,21 +1,17 @@
 """What every benchmark writes beside its rows: where, with what, from which source and how it was run."""
 
 import json
-import logging
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from chunkweave.errors import UsageError
-
-logger = logging.getLogger(__name__)
-
 
 _PACKAGES = ("chunkweave", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -172,86 +168,6 @@ def _proc_file(path: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in pairs}
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One contender on one question."""
-
-    f1: float
-    recompute_fraction: float
-
-
-ResultT = TypeVar("ResultT", bound="Measured")
-
-
-class Measurements(Generic[ResultT]):
-    """Results by question and contender, in memory and, line by line, in a file.
-
-    The file's first line has the settings; each further one a result. What was measured under other settings is not
-    taken over, nor is a last line that was cut off while it was written.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any], kind: type[ResultT]) -> None:
-        """Take over what `path` holds of this `kind` for these `settings`; nothing is written before a first result."""
-        self.path = path
-        self._kind = kind
-        self._settings = json.loads(json.dumps(settings))
-        self._found: dict[tuple[int, str], ResultT] = {}
-        self._lines = 0
-        self._read()
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, key: tuple[int, str]) -> bool:
-        return key in self._found
-
-    def of(self, contender: str) -> list[ResultT]:
-        """One contender's results in the order of the questions."""
-        return [self._found[key] for key in sorted(key for key in self._found if key[1] == contender)]
-
-    def add(self, question: int, contender: str, measured: ResultT) -> None:
-        """Keep a result, on disk before this returns to the caller's next question.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
-        lines = [] if self._lines else [json.dumps({"settings": self._settings})]
-        lines.append(json.dumps({"question": question, "contender": contender, **asdict(measured)}))
-        try:
-            with self.path.open("a" if self._lines else "w", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
-        except OSError as error:
-            raise UsageError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self._found[question, contender] = measured
-        self._lines += len(lines)
-
-    def discard(self) -> None:
-        """Remove the file: the record has what it held."""
-        self.path.unlink(missing_ok=True)
-
-    def _read(self) -> None:
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return
-        whole, _, cut_off = text.rpartition("\n")
-        try:
-            first, *rest = [json.loads(line) for line in whole.split("\n")]
-            if first["settings"] != self._settings:
-                logger.warning("%s was measured under other settings; it is replaced", self.path)
-                return
-            for line in rest:
-                key = line.pop("question"), line.pop("contender")
-                self._found[key] = self._kind(**line)
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s is damaged; it is replaced", self.path)
-            self._found.clear()
-            return
-        self._lines = 1 + len(rest)
-        if cut_off:
-            self.path.write_text(whole + "\n", encoding="utf-8")
-
-
 class QuestionLog:
     """What was measured of each finished question, in memory and, a line each, in a file if there is one.
 
@@ -318,7 +234,8 @@ class QuestionLog:
             raise UsageError(f"{path} does not hold finished questions ({error}); name another file") from error
         if before != self._settings:
             differ = sorted(key for key in {*before, *self._settings} if before.get(key) != self._settings.get(key))
-            raise UsageError(f"{path} was measured under other settings ({', '.join(differ)}); name another file")
+            named = ", ".join(differ)
+            raise UsageError(f"{path} was measured under other settings ({named}); delete it, or name another file")
         self.found, self._lines = found, lines
         if cut_off:
             path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")

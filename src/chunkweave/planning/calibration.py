@@ -2,10 +2,13 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -23,7 +26,7 @@ _NO_METHODS = "capture"
 
 
 class Quality(StrEnum):
-    """How close to full prefill's answers a request wants to be (DESIGN §5.6)."""
+    """How close to full prefill of the same model a request wants to be (DESIGN §5.6)."""
 
     EXACT = "exact"
     """Full prefill's KV: only exact prefixes are reused."""
@@ -43,37 +46,80 @@ class Quality(StrEnum):
             raise UsageError(f"unknown quality {text!r}; there are: {', '.join(cls)}") from None
 
 
-SHARES: dict[Quality, float] = {Quality.BALANCED: 0.98, Quality.FAST: 0.95}
-"""Share of full prefill's F1 that an approximate target keeps, unless the calibration sets another."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far a quality lets answers stray from full prefill of the same model on the same prompt.
+
+    Over the tokens of full prefill's own greedy continuation: at least `agreement` of them are also what the method
+    expects most, and D_KL(full || method) is at most `kl` nats a token, both in the mean over questions. None demands
+    nothing.
+
+    Raises:
+        UsageError: a number out of range, or nothing is demanded.
+    """
+
+    agreement: float | None
+    kl: float | None
+
+    def __post_init__(self) -> None:
+        if self.agreement is not None and not 0.0 < self.agreement <= 1.0:
+            raise UsageError(f"a target's top-1 agreement is above 0 and at most 1, not {self.agreement:g}")
+        if self.kl is not None and not 0.0 < self.kl < math.inf:
+            raise UsageError(f"a target's KL is above 0, not {self.kl:g}")
+        if self.agreement is None and self.kl is None:
+            raise UsageError("a target demands an agreement, a KL, or both")
+
+    def __str__(self) -> str:
+        agreement = [] if self.agreement is None else [f"top-1 agreement at least {self.agreement:.1%}"]
+        return ", ".join([*agreement, *([] if self.kl is None else [f"KL at most {self.kl:g}"])])
+
+    def met(self, agreement: float, kl: float) -> bool:
+        """Whether an agreement and a divergence are within."""
+        return (self.agreement is None or agreement >= self.agreement) and (self.kl is None or kl <= self.kl)
+
+    def excess(self, point: "CurvePoint") -> float:
+        """How many times what is allowed a point strays, at the ends that speak against it; up to 1 is within."""
+        apart = 0.0 if self.agreement is None else (1.0 - point.agreement_low) / max(1.0 - self.agreement, 1e-9)
+        return max(apart, 0.0 if self.kl is None else point.kl_high / self.kl)
+
+
+BOUNDS: dict[Quality, Bounds] = {Quality.BALANCED: Bounds(0.95, 0.05), Quality.FAST: Bounds(0.9, 0.1)}
+"""What an approximate quality promises, unless the calibration sets something else."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """One method at one value of its parameter, over all questions of a calibration.
 
-    `share` is its mean F1 over that of full prefill on the same questions. The ends of `f1` and of `share` (paired by
-    question) are bootstrap percentiles. `recompute_fraction` is a mean.
+    `method` is written as in benchmarks, with settings after colons; `warm` says how its chunks were computed before.
+    `kl` (nats) and `agreement` are means over questions of the mean over positions, `speedup` is the median over
+    questions of full prefill's time to first token by this one's in the same run, `recompute_fraction` a mean. The
+    `_low` and `_high` ends are 95 % bootstrap percentiles by question. What has no parameter has value 0.
     """
 
     method: str
     value: float
-    f1: float
-    f1_low: float
-    f1_high: float
-    share: float
-    share_low: float
-    share_high: float
+    warm: str
+    kl: float
+    kl_low: float
+    kl_high: float
+    agreement: float
+    agreement_low: float
+    agreement_high: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
     recompute_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one quality target means: the least value of each method's parameter that keeps `share` of full's F1.
+    """What one quality means: the least value of each method's parameter that stays within its bounds.
 
-    `method` is, of those that reach it, the one that recomputes least; None if none does.
+    `method` is, of those that do, the one that recomputes least; None if none does.
     """
 
-    share: float
+    bounds: Bounds
     least: dict[str, float | None]
     method: str | None
 
@@ -86,8 +132,10 @@ class Target:
 class CalibrationRecord:
     """A finished calibration: what was measured, how, and what came out.
 
-    It holds for the model of `fingerprint` (weights and dtype) and says something about questions like those of
-    `dataset`. `reuse` is the configuration of every method beside its parameter. `warm` is how the store was filled.
+    It holds for the model of `fingerprint` (weights and dtype) and says something about prompts like those of
+    `dataset`. `reuse` has the configuration of each method beside its parameter. `references` are full prefill in
+    slices (how far arithmetic alone strays) and full KV reuse, for each way in which chunks were warmed. Speed-ups are
+    those of `machine`; `commits` are the sources' when questions were measured, `commit` when the record was made.
     """
 
     fingerprint: str
@@ -96,15 +144,20 @@ class CalibrationRecord:
     dataset: str
     dataset_digest: str
     questions: int
-    warm: str
-    max_new_tokens: int
+    chunks: int
+    prompt_tokens: float
+    new_tokens: int
     seed: int
-    full_f1: float
-    reuse: ReuseConfig
+    reuse: dict[str, ReuseConfig]
+    references: tuple[CurvePoint, ...]
     points: tuple[CurvePoint, ...]
     targets: dict[Quality, Target]
+    device: str = ""
+    threads: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    commits: tuple[str, ...] = ()
     created: str = ""
     command: str = ""
 
@@ -113,22 +166,29 @@ class CalibrationRecord:
         target = self.targets.get(quality)
         if target is None or target.method is None:
             return None
-        parameter, value = parameter_of(target.method), target.least[target.method]
+        method = method_named(target.method)
+        parameter, value = parameter_of(method), target.least[target.method]
         changes: dict[str, Any] = {} if parameter is None else {parameter: value}
-        return target.method, replace(self.reuse, **changes)
+        return method, replace(self.reuse[target.method], **changes)
 
-    def point(self, quality: Quality) -> CurvePoint | None:
-        """The measured point that a target resolves to."""
+    def chosen(self, quality: Quality) -> tuple[CurvePoint, ...]:
+        """The measured points that a target resolves to, one for each way in which chunks were warmed."""
         target = self.targets.get(quality)
         if target is None or target.method is None:
-            return None
+            return ()
         wanted = (target.method, target.least[target.method])
-        return next((point for point in self.points if (point.method, point.value) == wanted), None)
+        return tuple(point for point in self.points if (point.method, point.value) == wanted)
+
+    def nearest(self, quality: Quality) -> CurvePoint | None:
+        """The point that strays least beyond a target's bounds."""
+        target = self.targets.get(quality)
+        return None if target is None else min(self.points, key=target.bounds.excess, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
         data = asdict(self)
-        del data["reuse"][_NO_METHODS]
+        for reuse in data["reuse"].values():
+            del reuse[_NO_METHODS]
         return data
 
     @classmethod
@@ -138,17 +198,29 @@ class CalibrationRecord:
         Raises:
             ValueError, KeyError, TypeError, AttributeError: it is no such thing, or what it says cannot be used.
         """
+        targets = {Quality(name): _target_of(target) for name, target in data["targets"].items()}
         record = cls(
             **{
                 **data,
-                "reuse": _reuse_of(data["reuse"]),
+                "reuse": {method: _reuse_of(reuse) for method, reuse in data["reuse"].items()},
+                "references": tuple(CurvePoint(**point) for point in data["references"]),
                 "points": tuple(CurvePoint(**point) for point in data["points"]),
-                "targets": {Quality(name): Target(**target) for name, target in data["targets"].items()},
+                "targets": targets,
+                "commits": tuple(data["commits"]),
             }
         )
         for quality in record.targets:
             record.config(quality)
         return record
+
+
+def method_named(spec: str) -> str:
+    """The method of a specification such as `query:two-rounds`."""
+    return spec.partition(":")[0]
+
+
+def _target_of(data: Mapping[str, Any]) -> Target:
+    return Target(Bounds(**data["bounds"]), data["least"], data["method"])
 
 
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
@@ -170,29 +242,42 @@ def _query_of(data: Mapping[str, Any]) -> QueryConfig:
     return replace(QueryConfig(), **{name: kinds[name](v) if name in kinds else v for name, v in data.items()})
 
 
-def choose_target(points: Sequence[CurvePoint], share: float) -> Target:
-    """What a target of `share` means, given the curves of some methods (Cache-Craft eq. 13, on a grid).
+def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
+    """What a target means, given the curves of some methods (Cache-Craft eq. 13, on a grid).
 
-    A method's least value is the cheapest one whose *fitted* share reaches the target, so that one lucky point does not
-    count. Of the methods that reach it, the one that recomputes least is named; of equals, the first.
+    A point counts by the ends of its intervals that speak against it: lowest agreement, highest divergence. A value is
+    within the bounds if its point is, and if the *fitted* curve is there too, so that one lucky point does not count;
+    a method whose chunks were warmed in several ways has to be within them by each. A method's least value is the
+    cheapest such one. Of the methods that have one, that which recomputes least is named; of equals, the first.
     """
     least: dict[str, float | None] = {}
-    reached: list[CurvePoint] = []
+    spent: dict[str, float] = {}
     for method in dict.fromkeys(point.method for point in points):
-        curve = sorted((point for point in points if point.method == method), key=lambda point: point.value)
-        fitted = rising_fit([point.share for point in curve])
-        found = next((point for point, fit in zip(curve, fitted, strict=True) if fit >= share), None)
-        least[method] = found.value if found is not None else None
-        reached += [found] if found is not None else []
-    best = min(reached, key=lambda point: point.recompute_fraction, default=None)
-    return Target(share, least, best.method if best is not None else None)
+        own = [point for point in points if point.method == method]
+        within = [_within([point for point in own if point.warm == warm], bounds) for warm in {p.warm for p in own}]
+        least[method] = found = min(set.intersection(*within), default=None)
+        if found is not None:
+            spent[method] = max(point.recompute_fraction for point in own if point.value == found)
+    return Target(bounds, least, min(spent, key=lambda method: spent[method], default=None))
+
+
+def _within(points: Sequence[CurvePoint], bounds: Bounds) -> set[float]:
+    """The values of one curve that are within the bounds."""
+    curve = sorted(points, key=lambda point: point.value)
+    agreements = rising_fit([point.agreement_low for point in curve])
+    divergences = [-fit for fit in rising_fit([-point.kl_high for point in curve])]
+    return {
+        point.value
+        for point, agreement, kl in zip(curve, agreements, divergences, strict=True)
+        if bounds.met(agreement, kl) and bounds.met(point.agreement_low, point.kl_high)
+    }
 
 
 def rising_fit(values: Sequence[float]) -> list[float]:
     """The never-falling sequence closest to `values` in least squares (isotonic regression, by its min-max formula).
 
-    More recomputation cannot truly make answers worse; where measured quality falls it is noise, and neighbours are
-    averaged. The first value of an averaged run is never below its fit, so what the fit lets pass passed itself.
+    More recomputation hardly makes answers worse; where what was measured falls it is taken for noise, and neighbours
+    are averaged.
 
     >>> rising_fit([0.5, 0.75, 0.25, 1.0])
     [0.5, 0.5, 0.5, 1.0]
@@ -207,11 +292,13 @@ CALIBRATION_FILE = "chunkweave-calibration.json"
 PARTIAL_FILE = "chunkweave-calibration.partial.jsonl"
 """Beside the record while a calibration is not finished."""
 
-_FORMAT = 1
+_FORMAT = 2
+_OLDER = {1: "says what kept a share of full prefill's F1, not how close answers are to full prefill's"}
+"""Formats that are no longer read, and why."""
 
 
 class OtherFormatError(DocumentError):
-    """A calibration record of a version of chunkweave that writes them in another way."""
+    """A calibration record of a version of chunkweave that this one does not know."""
 
 
 def record_path(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> Path:
@@ -230,7 +317,7 @@ def record_path(cache_dir: Path | None, folder: Path | None, fingerprint: str) -
 
 
 def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> CalibrationRecord | None:
-    """The first record found for this model, in the cache folder (one's own data) or else beside the model; or None.
+    """The first record of this model: in the cache folder (one's own data), beside the model, shipped; or None.
 
     A file that cannot be read, and one that only has records of other models, are logged and passed over.
     """
@@ -247,11 +334,18 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
         if record is None:
             others = ", ".join(f"{one.model} in {one.dtype}" for one in records) or "nothing"
             logger.warning("%s is not used: made for other weights or another dtype (%s)", path, others)
-        elif unknown := {target.method for target in record.targets.values() if target.method} - {*METHODS}:
+        elif unknown := {method_named(t.method) for t in record.targets.values() if t.method} - {*METHODS}:
             logger.warning("%s is not used: it names methods that this version lacks: %s", path, ", ".join(unknown))
         else:
             return record
-    return None
+    return next((one for one in shipped_records() if one.fingerprint == fingerprint), None)
+
+
+@cache
+def shipped_records() -> tuple[CalibrationRecord, ...]:
+    """Records of models whose weights come from elsewhere (SmolLM2); they are found by fingerprint alone."""
+    path = Path(str(files("chunkweave") / "assets" / "smollm2" / CALIBRATION_FILE))
+    return read_records(path) if path.exists() else ()
 
 
 def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
@@ -259,10 +353,15 @@ def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
-        DocumentError: it cannot be read, or holds something else.
+        DocumentError: it cannot be read, is of an older format, or holds something else.
     """
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] in _OLDER:
+            raise DocumentError(
+                f"{path} is a calibration record of format {data['format']}, which {_OLDER[data['format']]}; make a "
+                "new one with `chunkweave calibrate`"
+            )
         if data["format"] != _FORMAT:
             raise OtherFormatError(
                 f"{path} is a calibration record of format {data['format']!r}; this version reads {_FORMAT}"
@@ -280,7 +379,7 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
     """Add a record to a file, whole or not at all; it replaces one of the same model or of the same dtype.
 
     Two dtypes are two fingerprints, and which one a machine computes in depends on its CPU: so a file beside a model
-    can hold both. A damaged file is replaced, one of another version is not.
+    can hold both. A damaged file, or one of an older format, is replaced; one of a version not known is not.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
@@ -299,7 +398,7 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
 
 
 def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
-    """What a new record will stand beside: nothing where there is no file, or a damaged one, which is logged.
+    """What a new record will stand beside: nothing where there is no file, or a damaged or older one, which is logged.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.

@@ -1,5 +1,6 @@
 """Which method answers a request: the one it names, the calibrated one, or the exact one."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -9,6 +10,8 @@ from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.calibration import CalibrationRecord, Quality
 from chunkweave.planning.method import METHODS, RATIO, needs_profiles, parameter_of, reuses_nothing
+
+logger = logging.getLogger(__name__)
 
 EXACT_METHOD = "prefix"
 """What answers unless another method is named or calibrated: it is exact."""
@@ -21,7 +24,9 @@ class Why(StrEnum):
     """What a method was chosen for."""
 
     EXACT = "exact"
-    """No approximate method was requested, or none reaches the requested quality."""
+    """No approximate method was requested."""
+    OUT_OF_REACH = "target not reached"
+    """No method came within the bounds of the requested quality when the model was calibrated: the answer is exact."""
     CALIBRATED = "calibrated"
     ASKED_FOR = "asked for"
     SWITCHED_OFF = "switched off"
@@ -187,7 +192,7 @@ class MethodChooser:
             raise UsageError(f"quality {quality.value!r} sets what is recomputed: give no {', '.join(given)} with it")
         found = self._calibrated(quality)
         if found is None:
-            return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
+            return MethodChoice(EXACT_METHOD, reuse, Why.OUT_OF_REACH)
         method, calibrated = found
         own = parameter_of(method)
         if others := given.keys() - {own, RATIO}:
@@ -202,6 +207,24 @@ class MethodChooser:
         """What a request with that method keeps; `profiles` in place of what is configured."""
         configured = self.reuse.capture.profile
         return Kept.by(choice, self.choose(MethodRequest()), configured if profiles is None else profiles)
+
+    def choose_usual(self) -> MethodChoice:
+        """What answers requests that say nothing. A target that no method reaches is logged as a warning.
+
+        Raises:
+            UsageError: as `choose`.
+        """
+        choice = self.choose(MethodRequest())
+        if choice.why is Why.OUT_OF_REACH and self.record is not None:
+            quality = self.usual.quality or Quality.BALANCED
+            logger.warning(
+                "no method came within what %s promises (%s) when %s was calibrated: only exact prefixes are reused "
+                "unless a method is named",
+                quality,
+                self.record.targets[quality].bounds if quality in self.record.targets else "no such target",
+                self.record.model,
+            )
+        return choice
 
     def _calibrated(self, quality: Quality | None) -> tuple[str, ReuseConfig] | None:
         if self.record is None:

@@ -26,8 +26,8 @@ logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below
 class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types
     """Brings chunks' KV into vLLM's blocks, by plans of chunkweave's reuse methods.
 
-    `kv_connector_extra_config` holds what `PluginSettings` reads. A calibration record is looked for in `cache_dir` and
-    beside the model.
+    `kv_connector_extra_config` holds what `PluginSettings` reads. A calibration record is looked for in `cache_dir`,
+    beside the model, and among those that are shipped.
     """
 
     _scheduler: ConnectorScheduler

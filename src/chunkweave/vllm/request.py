@@ -102,7 +102,7 @@ class Defaults:
         request = _method_request(extra)
         reuse = replace(_compared(extra, ReuseConfig()), **request.parameters)
         chooser = MethodChooser(request, reuse, record, how_to_calibrate)
-        chooser.choose(MethodRequest())  # refused now, not with every request
+        chooser.choose_usual()  # refused now, not with every request
         return cls(chooser, _capture(extra, None))
 
 

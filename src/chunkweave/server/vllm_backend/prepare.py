@@ -15,6 +15,7 @@ from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
+from chunkweave.models.gguf import models_folder
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
@@ -170,7 +171,7 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
 def chooser_for(
     source: str, *, method: str | None, quality: str | None, reuse: ReuseConfig, dtype: str | None
 ) -> MethodChooser:
-    """What chooses methods: what the operator says, and the calibration record beside the model, if there is one.
+    """What chooses methods: what the operator says, and the calibration record beside the model, or a shipped one.
 
     A record is that of weights and dtype: weights are read only if there is a record to compare with.
 
@@ -179,12 +180,12 @@ def chooser_for(
     """
     record = _calibration(Path(source), dtype)
     chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
-    chooser.choose(MethodRequest())
+    chooser.choose_usual()
     return chooser
 
 
 def _calibration(folder: Path, dtype: str | None) -> CalibrationRecord | None:
-    if not (folder / CALIBRATION_FILE).is_file():
+    if not (folder / CALIBRATION_FILE).is_file() and folder.parent != models_folder():
         return None
     from transformers import AutoConfig
 
