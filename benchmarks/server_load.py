@@ -1,14 +1,17 @@
 """TTFT, TPOT, throughput and errors of an OpenAI-compatible server under open-loop load, by reuse method.
 
-    python benchmarks/server_load.py --serve "chunkweave serve --model reader --port 8011" --url http://127.0.0.1:8011 \
-        --out server-load.json --update-docs docs/benchmarks.md
+    python benchmarks/server_load.py --serve "chunkweave serve --model reader --method {method} --port 8011" \
+        --url http://127.0.0.1:8011 --out server-load.json --update-docs docs/benchmarks.md
     python benchmarks/server_load.py --url http://127.0.0.1:8000 --methods none
 
 Requests are questions over documents that are popular by Zipf's law. They are sent at their times (Poisson, or those
-of `--arrivals`, stretched to the rate), whether or not earlier ones were answered. For each method: warm-up requests,
-requests one after the other (the unloaded server), the highest sustainable rate, and runs at `--rates`, or else at
-half, once and twice the rate that the first method sustains. With `--serve` each method has a fresh server; without,
-they find what those before have stored. `none` sends no `chunkweave` field.
+of `--arrivals`, stretched to the rate), whether or not earlier ones were answered. A contender is a method with its
+chunks in the order given (`fixed`) or, apart, in the order that is best for reuse (`free`): what reordering gains is no
+merit of a method, and `prefix, fixed` is plain prefix caching. For each contender: warm-up requests, requests one after
+the other (the unloaded server), the highest sustainable rate, and runs at `--rates`, or else at half, once and twice
+the rate that the first contender sustains. With `--serve` each has a fresh server, `{method}` and `{order}` in its
+command are the contender's, so that it keeps nothing for other methods; without, they find what those before have
+stored. `none` sends no `chunkweave` field.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -34,15 +37,23 @@ from server_load_client import FAILURES, Asker
 from server_load_workload import Workload, arrival_times, read_arrivals
 from server_process import serving
 
+from chunkweave.config import ReuseConfig
 from chunkweave.errors import ChunkweaveError
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.planning.method import reuses_nothing
 
 METHODS = ["full", "prefix", "cacheblend", "cachecraft"]
+ORDERS = ["fixed", "free"]
 RATE_SHARES = (0.5, 1.0, 2.0)
 WITHIN = 5.0
 """RAGCache §7.1: a rate is sustained if the mean TTFT is at most so many times that of the unloaded server."""
 HEADS = ["method", "rate/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "requests/s", "tokens/s", "errors"]
-SUMMARY_HEADS = ["method", "unloaded TTFT", "sustainable rate/s", "over full", "over prefix"]
+OVER = {
+    "over_full": ("over full", ("full", "fixed")),
+    "over_prefix": ("over prefix", ("prefix", "fixed")),
+    "over_prefix_free": ("over prefix, free", ("prefix", "free")),
+}
+"""Whose sustainable rate each one's is divided by: the key, the table's head, method and order."""
 NONE = "none"
 
 console = Console(stderr=True)
@@ -69,13 +80,51 @@ class Target:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A method, and whether chunks may be reordered; no method of ours (`none`) has no order."""
+
+    method: str
+    order: str | None
+
+    @property
+    def label(self) -> str:
+        """The name of its rows."""
+        return label_of({"method": self.method, "order": self.order})
+
+    @property
+    def field(self) -> dict[str, str] | None:
+        """What its requests say to the server about reuse."""
+        return None if self.order is None else {"method": self.method, "order": self.order}
+
+    def command(self, serve: str) -> str:
+        """The command of its server."""
+        return serve.replace("{method}", self.method).replace("{order}", self.order or "fixed")
+
+
+def choices(methods: Sequence[str], orders: Sequence[str]) -> list[Choice]:
+    """Every method in every order; in one order only where nothing is reused, and the order changes nothing."""
+    found: list[Choice] = []
+    for method in methods:
+        if method == NONE:
+            found.append(Choice(method, None))
+        elif reuses_nothing(method, ReuseConfig()):
+            found.append(Choice(method, "fixed"))
+        else:
+            found += [Choice(method, order) for order in orders]
+    return found
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """What a row is called: files of before have no order."""
+    return row["method"] if row.get("order") is None else f"{row['method']}, {row['order']}"
+
+
 class Contender:
     """One method's runs against one server."""
 
-    def __init__(
-        self, method: str, target: Target, client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]]
-    ) -> None:
-        self.method = method
+    def __init__(self, label: str, target: Target, client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]]) -> None:
+        self.label = label
         self._target = target
         self._client = client
         self._bodies = bodies
@@ -89,7 +138,7 @@ class Contender:
         """
         result = await self._asker(requests).in_turn()
         if result.error_rate:
-            raise ChunkweaveError(f"{self.method}: the unloaded server fails: {_errors(result)}")
+            raise ChunkweaveError(f"{self.label}: the unloaded server fails: {_errors(result)}")
         return result
 
     async def at_rate(self, rate_per_s: float, requests: int) -> LoadResult:
@@ -98,18 +147,18 @@ class Contender:
         times = arrival_times(requests, rate_per_s, self._target.trace, self._target.seed + self._runs)
         result = await run_load(self._asker(requests), times, timeout_s=self._target.timeout_s, errors=FAILURES)
         figures = f"TTFT {result.ttft_mean_s:.3f} s, errors {result.error_rate:.0%}"
-        console.print(f"{self.method} at {rate_per_s:.3g}/s: {figures}")
+        console.print(f"{self.label} at {rate_per_s:.3g}/s: {figures}")
         return result
 
     def _asker(self, requests: int) -> Asker:
         return Asker(self._client, self._target.path, list(islice(self._bodies, requests)))
 
 
-async def measure(arguments: argparse.Namespace, target: Target, method: str, rates: list[float]) -> dict[str, Any]:
-    """All runs of one method; `rates` are filled in by the first one if they are empty."""
+async def measure(arguments: argparse.Namespace, target: Target, choice: Choice, rates: list[float]) -> dict[str, Any]:
+    """All runs of one contender; `rates` are filled in by the first one if they are empty."""
     workload = workload_of(arguments)
     async with target.client() as client:
-        contender = Contender(method, target, client, workload.bodies(None if method == NONE else method))
+        contender = Contender(choice.label, target, client, workload.bodies(choice.field))
         await contender.in_turn(arguments.warm)
         unloaded = await contender.in_turn(arguments.unloaded)
         guess = 1 / unloaded.ttft_mean_s
@@ -124,7 +173,8 @@ async def measure(arguments: argparse.Namespace, target: Target, method: str, ra
             rates += [share * (found.rate_per_s or guess) for share in RATE_SHARES]
         runs = [await contender.at_rate(rate, arguments.requests) for rate in rates]
     return {
-        "method": method,
+        "method": choice.method,
+        "order": choice.order,
         "sustainable_rate_per_s": found.rate_per_s,
         "sustainable_rate_bounded": found.bounded,
         "unloaded": unloaded.as_dict(),
@@ -152,16 +202,11 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their sustainable rate over that of `full` and `prefix`, where these were measured."""
-    by_method = {row["method"]: row["sustainable_rate_per_s"] for row in rows}
+    """Rows with their sustainable rate over that of `full` and of `prefix` in either order, as far as measured."""
+    measured = {(row["method"], row["order"]): row["sustainable_rate_per_s"] for row in rows}
+    others = {key: measured.get(other) for key, (_, other) in OVER.items()}
     return [
-        {
-            **row,
-            **{
-                f"over_{other}": row["sustainable_rate_per_s"] / by_method[other] if by_method.get(other) else None
-                for other in ("full", "prefix")
-            },
-        }
+        {**row, **{key: row["sustainable_rate_per_s"] / rate if rate else None for key, rate in others.items()}}
         for row in rows
     ]
 
@@ -170,7 +215,7 @@ def run_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """One line for each method and rate."""
     return [
         [
-            row["method"],
+            label_of(row),
             f"{run['rate_per_s']:.3g}",
             *(_milliseconds(run[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")),
             f"{run['requests_per_s']:.3g}",
@@ -182,14 +227,24 @@ def run_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def summary_heads(rows: list[dict[str, Any]]) -> list[str]:
+    """The heads of `summary_table`: files of before know no `prefix` that reorders."""
+    return [
+        "method",
+        "unloaded TTFT",
+        "sustainable rate/s",
+        *(head for key, (head, _) in OVER.items() if key in rows[0]),
+    ]
+
+
 def summary_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """One line for each method."""
+    """One line for each contender."""
     return [
         [
-            row["method"],
+            label_of(row),
             _milliseconds(row["unloaded"]["ttft_mean_s"]),
             ("" if row["sustainable_rate_bounded"] else "at least ") + f"{row['sustainable_rate_per_s']:.3g}",
-            *("" if row[key] is None else f"{row[key]:.2f}x" for key in ("over_full", "over_prefix")),
+            *("" if row[key] is None else f"{row[key]:.2f}x" for key in OVER if key in row),
         ]
         for row in rows
     ]
@@ -204,12 +259,13 @@ def main() -> None:
     target = Target(arguments.url.rstrip("/"), arguments.path, key, arguments.timeout, trace, arguments.seed)
     rates: list[float] = list(arguments.rates)
     rows: list[dict[str, Any]] = []
-    for method in arguments.methods:
-        server = nullcontext() if arguments.serve is None else _server(arguments, target)
+    contenders = choices(arguments.methods, arguments.orders)
+    for choice in contenders:
+        server = nullcontext() if arguments.serve is None else _server(arguments, target, choice)
         with server:
-            rows.append(asyncio.run(measure(arguments, target, method, rates)))
+            rows.append(asyncio.run(measure(arguments, target, choice, rates)))
         finished = with_ratios(rows)
-        _write(arguments, finished, complete=method == arguments.methods[-1])
+        _write(arguments, finished, complete=choice == contenders[-1])
     _show(finished)
     if arguments.update_docs is not None:
         update_page(arguments.update_docs, arguments.out)
@@ -218,7 +274,7 @@ def main() -> None:
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
     """The tables of a result for the documentation, as one."""
     rows = result["rows"]
-    both = (markdown_table(SUMMARY_HEADS, summary_table(rows)), markdown_table(HEADS, run_table(rows)))
+    both = (markdown_table(summary_heads(rows), summary_table(rows)), markdown_table(HEADS, run_table(rows)))
     return {"server-load": "\n\n".join(both)}
 
 
@@ -226,11 +282,14 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--path", default="/v1/chat/completions")
-    parser.add_argument("--serve", metavar="COMMAND", help="start this server for each method, and stop it afterwards")
+    parser.add_argument(
+        "--serve", metavar="COMMAND", help="start this server for each contender, and stop it afterwards"
+    )
     parser.add_argument("--ready-path", default="/ready", help="answers with 200 once --serve is ready (vLLM: /health)")
     parser.add_argument("--server-log", type=Path, default=Path("server-load.log"))
     parser.add_argument("--api-key-variable", default="OPENAI_API_KEY", metavar="NAME", help="where the key is")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="each method is measured in each")
     parser.add_argument("--rates", type=float, nargs="+", default=[], metavar="PER_S")
     parser.add_argument("--arrivals", type=Path, metavar="CSV", help="arrival times (column TIMESTAMP), else Poisson")
     parser.add_argument("--requests", type=int, default=100, help="of each run")
@@ -247,13 +306,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     arguments = parser.parse_args()
+    if NONE in arguments.methods and "{method}" in (arguments.serve or ""):
+        parser.error("`none` is no method that a server could be started with: leave {method} out of --serve")
     if arguments.out is not None:
         check_writable(arguments.out)
     return arguments
 
 
-def _server(arguments: argparse.Namespace, target: Target) -> Any:
-    return serving(arguments.serve, target.url, ready_path=arguments.ready_path, log=arguments.server_log)
+def _server(arguments: argparse.Namespace, target: Target, choice: Choice) -> Any:
+    return serving(
+        choice.command(arguments.serve), target.url, ready_path=arguments.ready_path, log=arguments.server_log
+    )
 
 
 def _write(arguments: argparse.Namespace, rows: list[dict[str, Any]], *, complete: bool) -> None:
@@ -272,7 +335,7 @@ def _write(arguments: argparse.Namespace, rows: list[dict[str, Any]], *, complet
 def _show(rows: list[dict[str, Any]]) -> None:
     for title, heads, lines in (
         ("under load", HEADS, run_table(rows)),
-        ("sustained", SUMMARY_HEADS, summary_table(rows)),
+        ("sustained", summary_heads(rows), summary_table(rows)),
     ):
         table = Table(title=title, title_justify="left")
         for head in heads:

@@ -1,7 +1,7 @@
 """Who asks when, and for what: arrival times, and questions over documents that are popular by Zipf's law."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
@@ -39,8 +39,8 @@ class Workload:
         Random(f"popularity {self.seed}").shuffle(documents)
         return documents
 
-    def bodies(self, method: str | None) -> Iterator[dict[str, Any]]:
-        """Bodies of streamed chat requests without end: the same for every method but for its name."""
+    def bodies(self, reuse: Mapping[str, str] | None) -> Iterator[dict[str, Any]]:
+        """Bodies of streamed chat requests without end: the same for all but for the field `chunkweave`, `reuse`."""
         documents = self.documents()
         weights = list(accumulate((rank + 1) ** -self.zipf for rank in range(len(documents))))
         rng = Random(f"requests {self.seed}")
@@ -57,7 +57,7 @@ class Workload:
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            yield body if method is None else {**body, "chunkweave": {"method": method}}
+            yield body if reuse is None else {**body, "chunkweave": dict(reuse)}
 
 
 def arrival_times(count: int, rate_per_s: float, trace: Sequence[float] | None, seed: int) -> list[float]:

@@ -17,7 +17,16 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from load_generator import LoadedRequest, LoadResult, run_load  # noqa: E402
-from server_load import Target, measure, run_table, summary_table, with_ratios  # noqa: E402
+from server_load import (  # noqa: E402
+    Choice,
+    Target,
+    choices,
+    measure,
+    run_table,
+    summary_heads,
+    summary_table,
+    with_ratios,
+)
 from server_load_client import FAILURES, Asker  # noqa: E402
 from server_load_workload import Workload, arrival_times, read_arrivals  # noqa: E402
 from server_process import serving  # noqa: E402
@@ -161,7 +170,7 @@ def test_a_contender_finds_where_a_server_no_longer_keeps_up(capsys):
     async def main():
         async with fake_server(one_at_a_time()) as client:
             target = Target(str(client.base_url), PATH, "", 30.0, None, 0)
-            return await measure(arguments, target, "prefix", rates)
+            return await measure(arguments, target, Choice("prefix", "fixed"), rates)
 
     rates: list[float] = []
     row = asyncio.run(main())
@@ -176,9 +185,10 @@ def test_a_contender_finds_where_a_server_no_longer_keeps_up(capsys):
 
 def test_methods_are_asked_the_same_and_popular_documents_come_back():
     workload = Workload(chunks=4, zipf=1.2, new_tokens=3, seed=5)
-    full, woven = (list(islice(workload.bodies(method), 60)) for method in ("full", "cacheblend"))
+    reuse = (Choice("full", "fixed").field, Choice("cacheblend", "free").field)
+    full, woven = (list(islice(workload.bodies(one), 60)) for one in reuse)
     assert [{**body, "chunkweave": None} for body in full] == [{**body, "chunkweave": None} for body in woven]
-    assert {body["chunkweave"]["method"] for body in woven} == {"cacheblend"}
+    assert all(body["chunkweave"] == {"method": "cacheblend", "order": "free"} for body in woven)
     assert "chunkweave" not in next(workload.bodies(None))
     counts: dict[str, int] = {}
     for body in full:
@@ -212,23 +222,44 @@ def test_arrivals_have_the_rate_that_was_asked_for(tmp_path):
         read_arrivals(tmp_path / "not-there.csv")
 
 
+def test_each_method_is_measured_in_each_order_where_the_order_matters():
+    found = choices(["none", "full", "prefix", "cacheblend"], ["fixed", "free"])
+    labels = ["none", "full, fixed", "prefix, fixed", "prefix, free", "cacheblend, fixed", "cacheblend, free"]
+    assert [choice.label for choice in found] == labels
+    assert [choice.field for choice in found[:2]] == [None, {"method": "full", "order": "fixed"}]
+    assert found[3].command("serve --method {method} --order {order}") == "serve --method prefix --order free"
+
+
 def test_ratios_are_over_full_and_prefix():
     run = {"rate_per_s": 2.0, **LoadResult((LoadedRequest(0.0, 0.1, 0.4, 4),), 0.4).as_dict()}
     rows = [
         {
             "method": method,
+            "order": order,
             "sustainable_rate_per_s": rate,
             "sustainable_rate_bounded": True,
             "unloaded": run,
             "runs": [run, run],
         }
-        for method, rate in (("full", 2.0), ("prefix", 4.0), ("query", 10.0))
+        for method, order, rate in (
+            ("full", "fixed", 2.0),
+            ("prefix", "fixed", 4.0),
+            ("prefix", "free", 5.0),
+            ("query", "free", 10.0),
+        )
     ]
-    ratios = [(row["over_full"], row["over_prefix"]) for row in with_ratios(rows)]
-    assert ratios == [(1.0, 0.5), (2.0, 1.0), (5.0, 2.5)]
+    finished = with_ratios(rows)
+    ratios = [(row["over_full"], row["over_prefix"], row["over_prefix_free"]) for row in finished]
+    assert ratios == [(1.0, 0.5, 0.4), (2.0, 1.0, 0.8), (2.5, 1.25, 1.0), (5.0, 2.5, 2.0)]
     assert with_ratios(rows[1:])[0]["over_full"] is None
-    assert len(run_table(rows)) == 6
-    assert summary_table(with_ratios(rows))[2] == ["query", "100 ms", "10", "5.00x", "2.50x"]
+    assert len(run_table(rows)) == 8
+    heads = ["method", "unloaded TTFT", "sustainable rate/s", "over full", "over prefix", "over prefix, free"]
+    assert summary_heads(finished) == heads
+    assert summary_table(finished)[3] == ["query, free", "100 ms", "10", "5.00x", "2.50x", "2.00x"]
+    before = {key: finished[0][key] for key in finished[0].keys() - {"order", "over_prefix_free"}}  # as in older files
+    assert summary_heads([before]) == heads[:-1]
+    assert summary_table([before]) == [["full", "100 ms", "2", "1.00x", "0.50x"]]
+    assert run_table([before])[0][0] == "full"
 
 
 SLOW_START = """
