@@ -16,7 +16,8 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     if result["benchmark"] == "quality":
         return {"quality": quality(rows), "quality-by-kind": quality_by_kind(rows)}
     if result["benchmark"] == "fidelity":
-        return {"fidelity": fidelity(rows), "fidelity-headline": fidelity_headline(rows)}
+        found = {"fidelity": fidelity(rows), "fidelity-headline": fidelity_headline(rows)}
+        return found | ({"recomputing": recomputing(result["figures"]["attention"])} if "figures" in result else {})
     makers = {"ttft": ttft, "loading": loading}
     return {name: make(rows) for name, make in makers.items() if name == result["benchmark"]}
 
@@ -121,6 +122,21 @@ def calibration(record: Row) -> str:
             ]
         )
     return markdown_table(heads, lines)
+
+
+def recomputing(points: Sequence[Row]) -> str:
+    """Attention deviation by the share of tokens recomputed, those of highest KV deviation beside random ones."""
+    choices, ratios = (list(dict.fromkeys(point[name] for point in points)) for name in ("tokens", "ratio"))
+    found = {(point["tokens"], point["ratio"]): point for point in points}
+    cells = [
+        [f"{ratio:.0%}", *(cell for choice in choices for cell in _attention_cells(found[choice, ratio]))]
+        for ratio in ratios
+    ]
+    return markdown_table(["recomputed", *(head for choice in choices for head in (choice, "95 %", "left"))], cells)
+
+
+def _attention_cells(point: Row) -> list[str]:
+    return [f"{point['mean']:.3f}", f"{point['mean_low']:.3f}..{point['mean_high']:.3f}", f"{point['left']:.0%}"]
 
 
 def ttft(rows: Sequence[Row]) -> str:

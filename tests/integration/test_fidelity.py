@@ -317,3 +317,19 @@ def test_the_command_measures_documents_and_goes_on_where_it_was(tmp_path: Path)
     refused = invoke(*command, "--questions", 3)
     assert refused.exit_code == 2
     assert "other settings (examples, questions)" in " ".join(refused.stderr.split())
+
+
+def test_the_command_draws_deviations_by_layer(tmp_path: Path):
+    picture, data = tmp_path / "figures.png", tmp_path / "found.json"
+    command = ["bench", "fidelity", "--shape", "demo", "--questions", 2, "--chunks", 2, "--chunk-tokens", 24]
+    command += ["--methods", "random", "--new-tokens", 1, "--free", 0, "--plot-deviations", picture]
+    refused = invoke(*command)
+    assert refused.exit_code == 2
+    assert "--plot-deviations needs --deviations" in " ".join(refused.stderr.split())
+    assert invoke(*command, "--deviations", 1, "--out", data).exit_code == 0
+    found = json.loads(data.read_text())
+    assert list(found["deviation"]) == ["full", "full-reuse", "random@0.15"]
+    assert found["figures"]["questions"] == 1
+    left = {(one["tokens"], one["ratio"]): one["left"] for one in found["figures"]["attention"]}
+    assert left["highest", 0.3] < left["highest", 0.05] < left["highest", 0.0] == 1.0
+    assert picture.read_bytes().startswith(b"\x89PNG")

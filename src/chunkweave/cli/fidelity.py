@@ -19,13 +19,19 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
 from chunkweave.eval.results import QuestionLog, check_writable
-from chunkweave.eval.summaries import FidelityRow, FidelitySample, plot_fidelity, summarize_fidelity
+from chunkweave.eval.summaries import (
+    FidelityRow,
+    FidelitySample,
+    plot_deviations,
+    plot_fidelity,
+    summarize_fidelity,
+)
 from chunkweave.planning import methods as reuse_methods
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
+    from chunkweave.eval.deviation import PromptDeviation
     from chunkweave.eval.fidelity import FidelityConfig, Task
-    from chunkweave.eval.quality import Deviation
 
 Samples = Annotated[
     Path | None,
@@ -132,17 +138,27 @@ def fidelity(
     new_tokens: options.NewTokens = 16,
     free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
     deviations: Annotated[
-        int, typer.Option(min=0, help="Questions on which KV and attention deviation are measured by layer.")
+        int,
+        typer.Option(
+            min=0,
+            help="Questions on which KV and attention deviation are measured by layer (CacheBlend's Figures 6 to 8).",
+        ),
     ] = 0,
     samples: Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--plot-deviations", help="Draw what --deviations measures into this PNG.", show_default=False),
+    ] = None,
     output: Output,
 ) -> None:
     """How close reuse methods come to full prefill, and how much sooner: your model, your documents, no labels."""
-    for path in (plot, samples):
+    for path in (plot, figures, samples):
         if path is not None:
             check_writable(path)
+    if figures is not None and not deviations:
+        raise UsageError("--plot-deviations needs --deviations, the number of questions to measure them on")
     model.named()
     model.bound_threads()
     from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
@@ -169,7 +185,7 @@ def fidelity(
         log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
             stderr().print(f"{len(log)} questions are there already")
-        strayed: dict[str, list[Deviation]] = {}
+        strayed: list[PromptDeviation] = []
         found: list[Mapping[str, FidelitySample]] = [samples_of(line) for line in log.of("contenders")]
         run = BenchmarkRun(
             "fidelity",
@@ -179,13 +195,13 @@ def fidelity(
             summarize=lambda: summarize_fidelity(found, log.found),
             table=lambda rows, shown: fidelity_table(rows, shown),
             more=lambda: _more(log, strayed),
-            draw=lambda rows: None if plot is None else plot_fidelity(rows, plot, _title(whole)),
+            draw=lambda rows: _draw(rows, strayed, plot, figures, _title(whole)),
         )
         with run.reported(output, found):
             with progress("warming") as report:
                 warm_by_earlier(engine, earlier, report)
             _measure(engine, measured, config, log, found)
-            _measure_deviations(engine, measured, config, log, min(deviations, len(measured)), strayed)
+            _measure_deviations(engine, measured, config, log, deviations, strayed)
 
 
 def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
@@ -233,27 +249,39 @@ def _measure_deviations(
     config: "FidelityConfig",
     log: QuestionLog,
     count: int,
-    strayed: "dict[str, list[Deviation]]",
+    strayed: "list[PromptDeviation]",
 ) -> None:
-    from chunkweave.eval.fidelity import prepare
-    from chunkweave.eval.quality import deviation_from
+    from chunkweave.eval.deviation import measure_deviations
 
+    contenders, prompts = config.contenders(log.found or {}), [task.prompt for task in tasks]
+    seed = config.reuse.seed
     with progress("measuring deviations") as report:
-        for done, task in enumerate(tasks[:count], start=1):
-            prepare(engine, tasks, done - 1, config.warm)
-            contenders = config.contenders(log.found or {})
-            full = engine.runner.prefill(task.prompt, contenders.pop("full"), capture=False)
-            for label, method in contenders.items():
-                woven = engine.runner.prefill(task.prompt, method, capture=False)
-                strayed.setdefault(label, []).append(deviation_from(full, woven, engine.loaded.model))
-            report(done, count)
+        for one in measure_deviations(
+            engine, prompts, contenders, config.warm, count=count, recomputing=True, seed=seed, progress=report
+        ):
+            strayed.append(one)
 
 
-def _more(log: QuestionLog, strayed: "dict[str, list[Deviation]]") -> dict[str, Any]:
-    from chunkweave.eval.quality import mean_deviation
+def _more(log: QuestionLog, strayed: "Sequence[PromptDeviation]") -> dict[str, Any]:
+    from chunkweave.eval.deviation import summarize_deviations
 
-    deviation = {label: mean_deviation(found) for label, found in strayed.items()}
-    return {"commits": sorted({commit for commit in log.of("commit") if commit}), "deviation": deviation}
+    return {"commits": sorted({commit for commit in log.of("commit") if commit}), **summarize_deviations(strayed)}
+
+
+def _draw(
+    rows: Sequence[FidelityRow],
+    strayed: "Sequence[PromptDeviation]",
+    plot: Path | None,
+    figures: Path | None,
+    title: str,
+) -> None:
+    from chunkweave.eval.deviation import summarize_deviations
+
+    if plot is not None:
+        plot_fidelity(rows, plot, title)
+    found = summarize_deviations(strayed)
+    if figures is not None and "figures" in found:
+        plot_deviations(found, rows, figures, title)
 
 
 def _title(config: Mapping[str, Any]) -> str:

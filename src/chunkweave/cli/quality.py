@@ -23,7 +23,8 @@ from chunkweave.planning import methods as reuse_methods
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
-    from chunkweave.eval.quality import Deviation, QualityConfig
+    from chunkweave.eval.deviation import PromptDeviation
+    from chunkweave.eval.quality import QualityConfig
 
 
 WORLDS = "worlds"
@@ -135,10 +136,10 @@ def quality(
     examples = asked.draw(model.seed, earlier=config.warm.queries, worlds=worlds)
     drawn = {"dataset": asked.dataset, "chunks": asked.chunks, "worlds": worlds, "kinds": asked.kinds}
     with model.open(store=store) as engine:
-        from chunkweave.eval.quality import mean_deviation
+        from chunkweave.eval.deviation import summarize_deviations
 
         samples: list[QualitySample] = []
-        strayed: dict[str, list[Deviation]] = {}
+        strayed: list[PromptDeviation] = []
         title = f"{model.name} on {asked.dataset}"
         run = BenchmarkRun(
             "quality",
@@ -147,12 +148,12 @@ def quality(
             config.seed,
             summarize=lambda: summarize_quality(samples),
             table=lambda rows, _: _quality_table(rows, title),
-            more=lambda: {"deviation": {label: mean_deviation(found) for label, found in strayed.items()}},
+            more=lambda: summarize_deviations(strayed),
             draw=lambda rows: _draw(rows, plot, config),
         )
         with run.reported(output, samples):
             _measure_quality(engine, config, examples, samples)
-            _measure_deviations(engine, config, examples[config.warm.queries :][:deviations], strayed)
+            _measure_deviations(engine, config, examples[config.warm.queries :], deviations, strayed)
 
 
 def _measure_quality(
@@ -166,19 +167,18 @@ def _measure_quality(
 
 
 def _measure_deviations(
-    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], strayed: "dict[str, list[Deviation]]"
+    engine: "Engine",
+    config: "QualityConfig",
+    examples: Sequence[Example],
+    count: int,
+    strayed: "list[PromptDeviation]",
 ) -> None:
-    from chunkweave.eval.quality import deviation_from
+    from chunkweave.eval.deviation import measure_deviations
 
+    prompts = [engine.builder.build(example.question, example.chunks) for example in examples]
     with progress("measuring deviations") as report:
-        for done, example in enumerate(examples, start=1):
-            prompt = engine.builder.build(example.question, example.chunks)
-            contenders = config.contenders().items()
-            caches = {label: engine.runner.prefill(prompt, method, capture=False) for label, method in contenders}
-            for label, woven in caches.items():
-                found = deviation_from(caches["full"], woven, engine.loaded.model)
-                strayed.setdefault(label, []).append(found)
-            report(done, len(examples))
+        for one in measure_deviations(engine, prompts, config.contenders(), config.warm, count=count, progress=report):
+            strayed.append(one)
 
 
 def _draw(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> None:

@@ -1,4 +1,4 @@
-"""What the samples of quality and TTFT benchmarks say: one row a contender, and the quality plot. Imports no torch."""
+"""What the samples of benchmarks say: one row a contender, and their plots. Imports no torch."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -414,8 +414,58 @@ def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
     figure.savefig(path, format="png")
 
 
-def _figure() -> tuple[Any, Any]:
-    """An empty figure and its axes.
+def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path: Path, title: str) -> None:
+    """CacheBlend's Figures 6 to 8 of what `summarize_deviations` found, a PNG at `path`.
+
+    Left: attention deviation as more tokens are recomputed, with the methods of `rows` at their recompute fractions.
+    Middle: how the tokens' KV deviation is distributed on some layers. Right: how far one layer's ranking of the tokens
+    holds on another.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    figures, deviation = found["figures"], found["deviation"]
+    figure, (left, middle, right) = _figure(panels=3)
+    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for point in figures["attention"]:
+        lines[point["tokens"]].append(point)
+    for name, points in lines.items():
+        means = [point["mean"] for point in points]
+        spread = [[p["mean"] - p["mean_low"] for p in points], [p["mean_high"] - p["mean"] for p in points]]
+        shares = [point["ratio"] for point in points]
+        left.errorbar(
+            shares,
+            means,
+            yerr=spread,
+            marker="o",
+            capsize=2,
+            label=f"{name} tokens" if name == "random" else f"{name} KV deviation",
+        )
+    for row in rows:
+        if row.method in deviation and row.recompute_fraction:
+            at = row.recompute_fraction, fmean(deviation[row.method]["attention"])
+            left.plot(*at, marker="x", color="black", linestyle="none")
+            left.annotate(row.method, at, xytext=(3, 3), textcoords="offset points", fontsize=7)
+    left.set(
+        xlabel="share of the reused tokens recomputed", ylabel="attention deviation, mean of layers", ylim=(0, None)
+    )
+    layers = len(figures["kv"]["quantiles"])
+    for layer in dict.fromkeys((1, layers // 4, layers // 2, layers - 1)):
+        middle.plot(figures["kv"]["quantiles"][layer], figures["kv"]["shares"], label=f"layer {layer}")
+    middle.set(xscale="log", xlabel="KV deviation of a token (L2)", ylabel="share of the tokens below")
+    for name, first, label in (("next", 1, "and the next"), ("first", 2, "and layer 1")):
+        values = figures["rank_correlation"][name]
+        right.plot(range(first, first + len(values)), values, marker="o", markersize=3, label=f"the layer {label}")
+    right.set(xlabel="layer", ylabel="Spearman's rank correlation of KV deviation", ylim=(None, 1))
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    figure.savefig(path, format="png")
+
+
+def _figure(panels: int = 1) -> tuple[Any, Any]:
+    """An empty figure and its axes, those of several panels in a row.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -425,9 +475,9 @@ def _figure() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plots need matplotlib: pip install 'chunkweave[bench]'") from error
-    figure = Figure(figsize=(7.2, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7.2 if panels == 1 else 4.8 * panels, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    return figure, figure.subplots(1, panels)
 
 
 def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
