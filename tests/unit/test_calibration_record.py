@@ -3,7 +3,9 @@
 import json
 import logging
 from dataclasses import replace
+from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from statistics import fmean
 
@@ -314,6 +316,15 @@ def test_a_record_may_be_shipped_for_weights_that_come_from_elsewhere(tmp_path, 
     assert not caplog.text
     save_record(tmp_path / CALIBRATION_FILE, make_record(dataset="own"))
     assert stored_calibration(None, tmp_path, FINGERPRINT).dataset == "own"
+
+
+def test_what_comes_with_the_package_is_of_this_format_and_keeps_what_it_promises():
+    bundled = read_records(Path(str(files("chunkweave") / "assets" / "reader" / CALIBRATION_FILE)))
+    assert {one.dtype for one in bundled} == {"bfloat16", "float32"}
+    for record in (*bundled, *calibration.shipped_records()):
+        assert record.targets == {quality: choose_target(record.points, bounds) for quality, bounds in BOUNDS.items()}
+        for quality, target in record.targets.items():
+            assert all(target.bounds.excess(one) <= 1.0 for one in record.chosen(quality))
 
 
 RECORD = make_record()
