@@ -22,7 +22,7 @@ SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(DEMO_VENV)/.installed ## Install into .venv and show woven answers with times by method
+demo: $(DEMO_VENV)/.installed ## Install into .venv; answers by method, time saved, distance from full prefill
 	$(DEMO_VENV)/bin/chunkweave demo
 
 test: ## Fresh .venv-test, then linters, type check and all tests that need no server

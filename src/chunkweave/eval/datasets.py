@@ -220,9 +220,13 @@ class BundledQuestion:
     sources: tuple[str, ...]
 
 
-def bundled_documents() -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
-    """(name, text) of every bundled document, and the questions about them."""
-    with as_file(files("chunkweave") / "assets" / "documents") as folder:
+HARBOUR, VALLEY = "documents", "valley"
+"""Folders of bundled documents: long ones whose questions take two, and short ones for the demo's small model."""
+
+
+def bundled_documents(which: str = HARBOUR) -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
+    """(name, text) of every bundled document of a folder, and the questions about them."""
+    with as_file(files("chunkweave") / "assets" / which) as folder:
         documents = [(document.name, document.text) for document in read_documents([folder])]
         entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     questions = [
@@ -231,9 +235,9 @@ def bundled_documents() -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
     return documents, questions
 
 
-def bundled_examples(count: int, *, seed: int = 0) -> list[Example]:
-    """The bundled questions in turn, each over all documents in an order of its own, until there are `count`."""
-    documents, questions = bundled_documents()
+def bundled_examples(count: int, *, seed: int = 0, which: str = HARBOUR) -> list[Example]:
+    """A folder's questions in turn, each over all its documents in an order of its own, until there are `count`."""
+    documents, questions = bundled_documents(which)
     chunks = [Chunk(text, name) for name, text in documents]
     rng = Random(seed)
     chosen = [questions[i % len(questions)] for i in range(count)]

@@ -248,9 +248,9 @@ def measure_fidelity(
     """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
 
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
-    measured stores nothing, so that all find the same. Baselines that ask from another prompt come after the `methods`.
-    They run on tasks that are answered freely; what is exact but for arithmetic (`EXACT`) does so on the first `exact`
-    tasks, or on those too.
+    measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
+    Baselines that ask from another prompt come after the `methods`. They run on tasks that are answered freely; what is
+    exact but for arithmetic (`EXACT`) does so on the first `exact` tasks, or on those too.
     """
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
@@ -261,12 +261,13 @@ def measure_fidelity(
         if not skip(index):
             prepare(engine, tasks, index, config.warm)
             free, floor = index < config.free, index < (config.free if exact is None else exact)
-            if not warmed_up:
-                for run in runs.values():
-                    run(task.prompt)
-                warmed_up = True
             left_out = {*(() if floor else EXACT), *(() if free else baselines)}
             order = _taking_turns([label for label in labels if label not in left_out], index)
+            if not warmed_up:
+                for label in order:
+                    if label in runs:
+                        runs[label](task.prompt)
+                warmed_up = True
             found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
             yield {label: found[label] for label in labels if label in found}
         if progress is not None:
@@ -383,6 +384,7 @@ class _Question:
             flops_limit=one.report.flops_limit,
             recompute_fraction=one.recompute_fraction,
             prompt_tokens=one.report.prompt_tokens,
+            text=text,
         )
 
 

@@ -243,7 +243,8 @@ class FidelitySample:
     `kl` has the divergence of its next-token distribution from full prefill's, D_KL(full || contender) in nats, and
     `agrees` whether both expect the same token most, at each position of full prefill's continuation; both are empty
     where the prompt is another one. `answer_nll` is in nats a token of the first right answer. `identical` says whether
-    the continuation came out as full prefill's when it was decoded freely, `f1` what that text is worth.
+    the continuation came out as full prefill's when it was decoded freely, `text` what it says, and `f1` what that is
+    worth.
     """
 
     kl: tuple[float, ...]
@@ -255,6 +256,7 @@ class FidelitySample:
     flops_limit: float
     recompute_fraction: float | None
     prompt_tokens: int
+    text: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, numbers as exact as they are worth."""
