@@ -66,7 +66,7 @@ def _scene() -> _Scene:
 def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")], output: Output) -> None:
     """Answer a few questions with full prefill and by reuse method; then what was saved, and how far off it was.
 
-    With SmolLM2 if it is installed, else with the bundled reader. Under 90 seconds on two cores.
+    With SmolLM2 if it is installed, else with the bundled reader.
     """
     scene = _scene()
     model = ModelOptions(ModelConfig(scene.model))
