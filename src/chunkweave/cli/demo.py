@@ -108,7 +108,7 @@ def _ask(
     made = config.contenders({})
     names = sorted(made, key=lambda label: METHODS.index(label.partition("@")[0]))
     tasks = make_tasks(engine, examples, examples, config)
-    measured = measure_fidelity(engine, tasks, {name: made[name] for name in names}, config, exact=0)
+    measured = measure_fidelity(engine, tasks, {name: made[name] for name in names}, config, exact=0, together=False)
     found: list[Mapping[str, FidelitySample]] = []
     for example in examples:
         with progress(f"question {len(found) + 1}") as report:
