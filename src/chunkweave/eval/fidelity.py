@@ -242,7 +242,6 @@ def measure_fidelity(
     config: FidelityConfig,
     *,
     exact: int | None = None,
-    together: bool = True,
     skip: Callable[[int], bool] = lambda _: False,
     progress: Progress | None = None,
 ) -> Iterator[dict[str, FidelitySample]]:
@@ -251,9 +250,9 @@ def measure_fidelity(
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
     measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
     Baselines that ask from another prompt come after the `methods`. They run on tasks that are answered freely; what is
-    exact but for arithmetic (`EXACT`) does so on the first `exact` tasks, or on those too. Contenders are decoded
-    `together`, which is faster, or each by itself, as an engine answers one request: in bfloat16 two tokens that are
-    nearly level may come out the other way round in a batch.
+    exact but for arithmetic (`EXACT`) does so on the first `exact` tasks, or on those too. Each is decoded by itself,
+    as an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other
+    way round.
     """
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
@@ -271,9 +270,7 @@ def measure_fidelity(
                     if label in runs:
                         runs[label](task.prompt)
                 warmed_up = True
-            found = _Question(engine, task, _Contenders(runs, baselines), config, free=free, together=together).samples(
-                order
-            )
+            found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
             yield {label: found[label] for label in labels if label in found}
         if progress is not None:
             progress(index + 1, len(tasks))
@@ -318,18 +315,10 @@ class _Question:
     """One task, and what full prefill says to it once it has run."""
 
     def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        contenders: _Contenders,
-        config: FidelityConfig,
-        *,
-        free: bool,
-        together: bool,
+        self, engine: Engine, task: Task, contenders: _Contenders, config: FidelityConfig, *, free: bool
     ) -> None:
         self._engine, self._model = engine, engine.loaded.model
         self._task, self._contenders, self._config, self._free = task, contenders, config, free
-        self._together = together
         self._continuation: tuple[int, ...] = ()
         self._expected = torch.empty(0)
 
@@ -342,16 +331,11 @@ class _Question:
                 full = ran[REFERENCE].prefilled
                 self._continuation = decode_greedily(self._engine, [full], self._config.new_tokens)[0].token_ids
                 self._expected = self._behind(full, follows=True)[0]
-            silent = [label for label, one in ran.items() if self._free and one.decoded is None]
-            if silent:
-                caches = [ran[label].prefilled for label in silent]
-                groups = [caches] if self._together else [[cache] for cache in caches]
-                tokens = self._config.new_tokens
-                decoded = [one for group in groups for one in decode_greedily(self._engine, group, tokens)]
-                ran |= {
-                    label: replace(ran[label], decoded=one.token_ids)
-                    for label, one in zip(silent, decoded, strict=True)
-                }
+                ran[REFERENCE] = replace(ran[REFERENCE], decoded=self._continuation if self._free else None)
+            for label, one in ran.items():
+                if self._free and one.decoded is None:
+                    [decoded] = decode_greedily(self._engine, [one.prefilled], self._config.new_tokens)
+                    ran[label] = replace(one, decoded=decoded.token_ids)
             found |= {label: self._sample(one) for label, one in ran.items()}
         return found
 
