@@ -143,7 +143,7 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
         ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
         ({"documents": ["a"], "chunkweave": {"methd": "full"}}, "unknown fields"),
         ({"documents": ["a"], "max_tokens": 10**6}, "max_tokens must be at most"),
-        ({"documents": ["a " * 5000]}, "the model's context holds 2048"),
+        ({"documents": ["a " * 5000]}, "at most 2048 fit into the context"),
         ({"documents": ["a"], "chunkweave": {"corpus": "c"}}, "either documents or"),
         ({"chunkweave": {"corpus": "c"}}, "no corpus 'c'"),
         ({"documents": ["a"], "chunkweave": {"quality": "fast"}}, "was not calibrated"),

@@ -1,17 +1,20 @@
 """Keys and limits, and that nothing of one tenant is another's."""
 
+import asyncio
 import statistics
+import threading
 
 import pytest
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits, TokenBucket
 from chunkweave.server.observability import RequestMeta
 from chunkweave.server.requests import ChatBody
 from chunkweave.server.settings import LimitSettings
-from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service
+from chunkweave.server.threads import TenantThreads
+from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service, wait_until
 from tests.server.conftest import bearer as auth
 
 LONG = "The keeper of the lighthouse writes down every ship that passes the northern cape in a storm. " * 12
@@ -192,6 +195,155 @@ def test_a_tenant_may_do_so_much_at_once():
     slots[0].release()
     assert limits.running("acme") == 1
     limits.occupy("acme")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"question": LONG * 1000, "documents": ["Short."]},
+        {
+            "messages": [{"role": "system", "content": LONG * 1000}, {"role": "user", "content": "When?"}],
+            "documents": ["Short."],
+        },
+        {"documents": ["The ferry leaves at seven.", LONG * 1000]},
+        {"documents": [f"{number} {LONG}" for number in range(64)]},
+        {"question": LONG * 1000, "chunkweave": {"conversation_id": "c"}},
+        {"question": LONG * 1000, "chunkweave": {"corpus": "notes"}},
+    ],
+    ids=["question", "system", "document", "documents", "conversation", "corpus"],
+)
+def test_of_a_prompt_that_is_far_too_long_the_beginning_is_tokenized(client: Client, monkeypatch, body: dict):
+    client.post("/v1/corpora", json={"name": "notes"})
+    client.post("/v1/corpora/notes/documents", json={"documents": [LONG]})
+    read = watched_tokenizer(client, monkeypatch)
+    refused = client.ask(**body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "fit into the context; send fewer or smaller chunks" in error["message"]
+    assert sum(read) < 100_000
+    assert client.ask(chunkweave={"conversation_id": "c"}).status_code == 200, "the conversation is not busy"
+
+
+@pytest.mark.backend("engine")
+def test_a_search_for_more_than_a_question_may_have_is_refused(client: Client, monkeypatch):
+    client.post("/v1/corpora", json={"name": "notes"})
+    read = watched_tokenizer(client, monkeypatch)
+    refused = client.post("/v1/corpora/notes/search", json={"query": "x" * 2_000_000})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert sum(read) < 100_000
+
+
+def watched_tokenizer(client: Client, monkeypatch) -> list[int]:
+    """How many characters each text has that is tokenized from now on."""
+    tokenizer, read = client.parts.started.tokenizer, []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: read.append(len(text)) or encode(text, **more))
+    return read
+
+
+def test_whoever_has_much_to_tokenize_keeps_no_other_tenant_waiting(tenants: Client, monkeypatch):
+    tokenizer, gate, statuses = tenants.parts.started.tokenizer, threading.Event(), []
+    encode = tokenizer.encode
+
+    def slow(text: str, **more) -> list[int]:
+        assert "slow" not in text or gate.wait(30)
+        return encode(text, **more)
+
+    def ask(question: str, key: str) -> None:
+        statuses.append((key, tenants.ask(question, documents=["Short."], key=KEYS[key]).status_code))
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    asking = [threading.Thread(target=ask, args=("slow?", "acme")) for _ in range(40)]
+    for thread in asking:
+        thread.start()
+    try:
+        wait_until(lambda: tenants.service.limits.running("acme") == 40)
+        quick = threading.Thread(target=ask, args=("quick?", "bolt"))
+        quick.start()
+        quick.join(10)
+        assert statuses == [("bolt", 200)]
+    finally:
+        gate.set()
+    for thread in asking:
+        thread.join(30)
+    assert statuses[1:] == [("acme", 200)] * 40
+
+
+class Work:
+    """Pieces of work that end when they are told to, and in which order they began."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = TenantThreads(threads)
+        self.begun: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+        self.tasks: dict[str, asyncio.Task[str]] = {}
+        self.undone: list[str] = []
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.gates[name] = threading.Event()
+            self.tasks[name] = asyncio.create_task(
+                self.threads.run(name[0], lambda name=name: self._do(name), undo=self._undo)
+            )
+        await asyncio.sleep(0.02)
+
+    async def end(self, name: str) -> None:
+        self.gates[name].set()
+        await asyncio.wait([self.tasks[name]])
+        await asyncio.sleep(0.02)
+
+    async def cancel(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await asyncio.sleep(0.02)
+
+    def _do(self, name: str) -> str:
+        self.begun.append(name)
+        assert self.gates[name].wait(30)
+        return name
+
+    async def _undo(self, name: str) -> None:
+        self.undone.append(name)
+
+
+def test_tenants_take_turns_and_none_has_all_threads():
+    async def main() -> None:
+        work = Work(3)
+        await work.start("a1", "a2", "a3", "a4", "b1", "b2", "c1")
+        assert work.begun == ["a1", "a2", "b1"], "one thread is kept from a"
+        for name in ("b1", "a1", "a2", "b2", "c1", "a3", "a4"):
+            await work.end(name)
+        assert work.begun == ["a1", "a2", "b1", "b2", "a3", "c1", "a4"]
+        assert [task.result() for task in work.tasks.values()] == list(work.tasks)
+        await work.start("a5", "a6", "a7")
+        assert work.begun[7:] == ["a5", "a6"], "nobody else is there, and one thread is free all the same"
+        for name in ("a5", "a6", "a7"):
+            await work.end(name)
+
+    asyncio.run(main())
+
+
+def test_who_goes_while_waiting_has_nothing_done_and_who_goes_later_has_it_undone():
+    async def main() -> None:
+        work = Work(2)
+        await work.start("a1", "a2", "a3")
+        await work.cancel("a2")
+        assert work.tasks["a2"].cancelled()
+        await work.cancel("a1")
+        assert not work.tasks["a1"].done(), "what it uses is in use"
+        await work.end("a1")
+        assert work.tasks["a1"].cancelled()
+        await work.end("a3")
+        assert (work.begun, work.undone) == (["a1", "a3"], ["a1"])
+        await work.start("a4", "a5")
+        work.threads.close()
+        await asyncio.wait([work.tasks["a5"]])
+        assert isinstance(work.tasks["a5"].exception(), RequestAbortedError)
+        await work.end("a4")
+        assert work.tasks["a4"].result() == "a4"
+        with pytest.raises(RequestAbortedError):
+            await work.threads.run("b", lambda: None)
+
+    asyncio.run(main())
 
 
 def test_large_bodies_are_refused_before_they_are_read(serve: Serve):

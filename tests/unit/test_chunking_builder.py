@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import PromptTemplate, plain_template, template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TokenCache
-from chunkweave.errors import UsageError
+from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, without_template
 
@@ -161,3 +161,49 @@ def test_turns_as_the_bundled_reader_was_trained_on_them() -> None:
     turn = builder.turn_part(builder.question_part("Why?"), tokenizer.encode(" So it is."))
     trained = [*tokenizer.encode("Question: Why?\nAnswer:"), *tokenizer.encode(" So it is."), *tokenizer.end_ids]
     assert list(turn.token_ids) == trained
+
+
+def longest_tokens(tokenizer: HuggingFaceTokenizer, count: int) -> str:
+    """A text of `count` tokens, of the longest that the vocabulary has."""
+    pieces = sorted((tokenizer.decode([token]) for token in range(4096)), key=len, reverse=True)
+    longest = next(piece for piece in pieces if len(tokenizer.encode(piece * 3)) == 3)
+    assert len(longest) > 8
+    return longest * count
+
+
+@pytest.mark.parametrize("tokenizer", FAMILIES, ids=["bundled", "llama", "chatml", "mistral", "plain"])
+def test_a_prompt_that_fits_is_never_refused_however_long_its_tokens_are(tokenizer: HuggingFaceTokenizer) -> None:
+    builder = builder_for(tokenizer)
+    long = longest_tokens(tokenizer, 9000)
+    for question, chunks in ((long, ()), ("Why?", (long,)), ("Why?", (long[: len(long) // 2], long[len(long) // 2 :]))):
+        whole = builder.build(question, chunks)
+        assert max(map(len, (question, *chunks))) > 65536 or len(chunks) == 2
+        assert builder.build(question, chunks, limit=PromptLimit(len(whole))) == whole
+
+
+@pytest.mark.parametrize("where", ["question", "system", "chunk"])
+def test_what_is_far_too_long_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    tokenizer = without_template()
+    builder, read, encode = builder_for(tokenizer), [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: read.append(len(text)) or encode(text, **more))
+    long = "The ferry leaves at seven. " * 40_000
+    texts = {"question": "Why?", "system": "Be brief.", "chunk": "One.", where: long}
+    with pytest.raises(PromptTooLongError, match=r"at most 4096 fit .* send fewer or smaller"):
+        builder.build(texts["question"], [texts["chunk"]], system=texts["system"], limit=PromptLimit(4096))
+    assert sum(read) < 100_000
+
+
+def test_of_too_many_chunks_the_last_ones_are_not_tokenized() -> None:
+    builder = builder_for(without_template())
+    chunks = [f"{number} " + "The ferry leaves at seven. " * 100 for number in range(50)]
+    with pytest.raises(PromptTooLongError, match=r"before chunk \d+ have \d+ tokens, but at most 1000 fit"):
+        builder.build("Why?", chunks, limit=PromptLimit(1000))
+    assert builder._cache.held_tokens < 3000
+    assert len(builder.build("Why?", [chunks[0]] * 50, limit=PromptLimit(1000))) > 2000, "its own length says more"
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FAMILIES), st.text(max_size=60), st.text(max_size=60))
+def test_a_cut_changes_few_tokens(tokenizer: HuggingFaceTokenizer, left: str, right: str) -> None:
+    cut = len(tokenizer.encode(left)) + len(tokenizer.encode(right))
+    assert cut - len(tokenizer.encode(left + right)) <= 16

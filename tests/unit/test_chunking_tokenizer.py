@@ -1,6 +1,10 @@
 """The adapter around Hugging Face tokenizers, and the bundled tokenizer itself."""
 
 import json
+import os
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -73,6 +77,48 @@ def test_encoding_text_leaves_the_tokenizer_as_it_was() -> None:
     before = tokenizer.encode("a</s>b", control_tokens=True)
     tokenizer.encode("a</s>b")
     assert tokenizer.encode("a</s>b", control_tokens=True) == before
+
+
+@settings(deadline=None)
+@given(st.sampled_from([bundled(), llama(), chatml(), mistral()]), st.text() | HOSTILE)
+def test_the_ids_are_those_of_the_wrapped_tokenizer(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    wrapped = tokenizer._tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode(text, control_tokens=True) == wrapped
+
+
+def test_others_go_on_while_a_long_text_is_tokenized() -> None:
+    """Without the interpreter's lock: a thread that only counts gets on while another one tokenizes."""
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        core, before = bundled()._core, counted[0]
+        assert core.encode_batch_fast(["The ferry leaves at seven. " * 20_000], add_special_tokens=False)
+        assert counted[0] - before > 20
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux how much memory the process has")
+def test_memory_of_a_long_text_is_given_back() -> None:
+    def resident_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    tokens: list[int] = []
+    text = "0123 " * 80_000
+    tokenizing = threading.Thread(target=lambda: tokens.append(len(bundled().encode(text))))
+    before = resident_mb()
+    tokenizing.start()
+    tokenizing.join()
+    assert tokens[0] > 300_000
+    assert resident_mb() - before < 20
 
 
 def test_stop_ids_hold_eos_end_of_turn_and_what_the_caller_gives() -> None:

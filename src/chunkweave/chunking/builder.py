@@ -6,8 +6,61 @@ from functools import cached_property
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.chunking.template import PromptTemplate
 from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
-from chunkweave.errors import UsageError
-from chunkweave.types import Chunk
+from chunkweave.errors import PromptTooLongError, UsageError
+from chunkweave.types import Chunk, ChunkId
+
+_USUAL_CHARACTERS = 8
+"""A text of more characters for each token that fits is looked at in slices first; ordinary text has 2 to 6."""
+
+_SLICE_CHARACTERS = 1 << 16
+_CUT_TOKENS = 256
+"""How many tokens more a slice may have than its characters have in the whole text. A cut changes but a few."""
+
+
+class PromptLimit:
+    """Stops the tokenizing of a prompt that is far too long, so that it costs no more than the longest that fits.
+
+    A prompt of at most `most_tokens` is never refused here, whatever it consists of; one that is only somewhat longer
+    is tokenized to its end, since whoever has it can say then how long it is. For one prompt, used by one thread.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self._tokens = 0
+        self._counted: set[ChunkId] = set()
+
+    def check(self, tokenizer: TextTokenizer, text: str, what: str) -> None:
+        """Refuse `text`, the next part's, before it is tokenized as a whole.
+
+        Raises:
+            PromptTooLongError: the parts before it have twice the tokens that fit, or it has more than fit.
+        """
+        if self._tokens > 2 * self.most_tokens:
+            raise self._error(f"the parts of the prompt before {what} have {self._tokens} tokens")
+        if not self.doubts(text):
+            return
+        tokens = 0
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            slice_tokens = len(tokenizer.encode(text[start : start + _SLICE_CHARACTERS]))
+            tokens += max(0, slice_tokens - _CUT_TOKENS)
+            if tokens > self.most_tokens:
+                raise self._error(f"{what} has {len(text)} characters, of which the first ones are {tokens} tokens")
+
+    def doubts(self, text: str) -> bool:
+        """Whether `text` is so long that `check` has to tokenize slices of it to find out."""
+        return len(text) > max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
+
+    def count(self, part: PromptPart) -> None:
+        """A part was tokenized. The same chunk counts once: a conversation does not send it again."""
+        if part.id not in self._counted:
+            self._tokens += len(part)
+            if part.id is not None:
+                self._counted.add(part.id)
+
+    def _error(self, why: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"{why}, but at most {self.most_tokens} fit into the context; send fewer or smaller chunks"
+        )
 
 
 class PromptBuilder:
@@ -39,71 +92,98 @@ class PromptBuilder:
         *,
         system: str | None = None,
         cache_salt: str = "",
+        limit: PromptLimit | None = None,
     ) -> Prompt:
         """START, SYSTEM, the chunks in the order given, QUESTION; parts without tokens are left out.
 
         `system=None` means the template's instruction, `system=""` none. `question=None` makes a prompt to
-        precompute. No chunks is plain generation.
+        precompute. No chunks is plain generation. A `limit` refuses what is far too long before all of it is tokenized.
 
         Raises:
             UsageError: the question or a chunk is empty, or there is nothing at all.
+            PromptTooLongError: what the `limit` raises.
         """
-        parts = [*self.opening(system=system, cache_salt=cache_salt), *self.chunk_parts(chunks, cache_salt=cache_salt)]
+        parts = [
+            *self.opening(system=system, cache_salt=cache_salt, limit=limit),
+            *self.chunk_parts(chunks, cache_salt=cache_salt, limit=limit),
+        ]
         if question is not None:
-            parts.append(self.question_part(question))
+            parts.append(self.question_part(question, limit=limit))
         if all(part.kind is PartKind.START for part in parts):
             raise UsageError("nothing to build a prompt from: no instruction, no chunk, no question")
         return Prompt(tuple(parts))
 
-    def chunk_part(self, chunk: Chunk | str, *, cache_salt: str = "", number: int | None = None) -> PromptPart:
+    def chunk_part(
+        self,
+        chunk: Chunk | str,
+        *,
+        cache_salt: str = "",
+        number: int | None = None,
+        limit: PromptLimit | None = None,
+    ) -> PromptPart:
         """One chunk as it stands in every prompt; `number` names it where it is refused.
 
         Raises:
             UsageError: the chunk is empty.
+            PromptTooLongError: what the `limit` raises.
         """
         if isinstance(chunk, str):
             chunk = Chunk(chunk)
-        token_ids = self._chunk_ids(chunk.text, cache_salt) if chunk.text.strip() else ()
+        which = "the chunk" if number is None else f"chunk {number}"
+        which = f"{which} ({chunk.source})" if chunk.source else which
+        token_ids = self._chunk_ids(chunk.text, cache_salt, which, limit) if chunk.text.strip() else ()
         if not token_ids:
-            which = "the chunk" if number is None else f"chunk {number}"
-            raise UsageError(f"{which}{f' ({chunk.source})' if chunk.source else ''} is empty")
-        return self._stored(PartKind.CHUNK, token_ids, cache_salt, chunk.source)
+            raise UsageError(f"{which} is empty")
+        return _counted(self._stored(PartKind.CHUNK, token_ids, cache_salt, chunk.source), limit)
 
-    def alone(self, chunk: Chunk | str, *, cache_salt: str = "") -> Prompt:
+    def alone(self, chunk: Chunk | str, *, cache_salt: str = "", limit: PromptLimit | None = None) -> Prompt:
         """START and this chunk only: the prompt that computes its context-free segment.
 
         Raises:
             UsageError: the chunk is empty.
+            PromptTooLongError: what the `limit` raises.
         """
-        return Prompt((*self._start, self.chunk_part(chunk, cache_salt=cache_salt)))
+        return Prompt((*self._start, self.chunk_part(chunk, cache_salt=cache_salt, limit=limit)))
 
-    def opening(self, *, system: str | None = None, cache_salt: str = "") -> tuple[PromptPart, ...]:
-        """What every prompt begins with: START and SYSTEM, those that have tokens."""
+    def opening(
+        self, *, system: str | None = None, cache_salt: str = "", limit: PromptLimit | None = None
+    ) -> tuple[PromptPart, ...]:
+        """What every prompt begins with: START and SYSTEM, those that have tokens.
+
+        Raises:
+            PromptTooLongError: what the `limit` raises.
+        """
         instruction = self._template.instruction if system is None else system
-        text_ids = self._tokenizer.encode(self._template.instruction_text(instruction))
+        text_ids = self._encode(self._template.instruction_text(instruction), "the instruction", limit)
         token_ids = (*self._head_ids, *text_ids, *self._lead_ids)
         if not token_ids:
             return self._start
-        return (*self._start, self._stored(PartKind.SYSTEM, token_ids, cache_salt))
+        return (*self._start, _counted(self._stored(PartKind.SYSTEM, token_ids, cache_salt), limit))
 
-    def chunk_parts(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> tuple[PromptPart, ...]:
+    def chunk_parts(
+        self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", limit: PromptLimit | None = None
+    ) -> tuple[PromptPart, ...]:
         """The chunks in the order given, as they stand in every prompt.
 
         Raises:
             UsageError: one is empty; the message says which.
+            PromptTooLongError: what the `limit` raises.
         """
-        return tuple(self.chunk_part(chunk, cache_salt=cache_salt, number=n) for n, chunk in enumerate(chunks))
+        return tuple(
+            self.chunk_part(chunk, cache_salt=cache_salt, number=n, limit=limit) for n, chunk in enumerate(chunks)
+        )
 
-    def question_part(self, question: str) -> PromptPart:
+    def question_part(self, question: str, *, limit: PromptLimit | None = None) -> PromptPart:
         """The question as it stands in every prompt.
 
         Raises:
             UsageError: it is empty.
+            PromptTooLongError: what the `limit` raises.
         """
         if not question.strip():
             raise UsageError("the question is empty")
-        text_ids = self._tokenizer.encode(self._template.question_text(question))
-        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
+        text_ids = self._encode(self._template.question_text(question), "the question", limit)
+        return _counted(PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids)), limit)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """An answer as the model would write it behind a prompt, without the token that ends it."""
@@ -135,10 +215,20 @@ class PromptBuilder:
     def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
         return PromptPart(kind, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), source)
 
-    def _chunk_ids(self, text: str, cache_salt: str) -> tuple[int, ...]:
-        key = f"{len(cache_salt)}:{cache_salt}{text}"  # the length keeps two pairs from spelling one key
-        token_ids = self._cache.get(key)
+    def _chunk_ids(self, text: str, cache_salt: str, which: str, limit: PromptLimit | None) -> tuple[int, ...]:
+        token_ids = self._cache.get(text, cache_salt)
         if token_ids is None:
-            token_ids = tuple(self._tokenizer.encode(self._template.chunk_text(text)))
-            self._cache.put(key, token_ids)
+            token_ids = tuple(self._encode(self._template.chunk_text(text), which, limit))
+            self._cache.put(text, token_ids, cache_salt)
         return token_ids
+
+    def _encode(self, text: str, what: str, limit: PromptLimit | None) -> list[int]:
+        if limit is not None:
+            limit.check(self._tokenizer, text, what)
+        return self._tokenizer.encode(text)
+
+
+def _counted(part: PromptPart, limit: PromptLimit | None) -> PromptPart:
+    if limit is not None:
+        limit.count(part)
+    return part

@@ -1,8 +1,10 @@
 """What chunkweave needs of a tokenizer, a Hugging Face one as that, and a cache of token ids."""
 
+import ctypes
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any, Protocol
 
@@ -46,16 +48,28 @@ class TextTokenizer(Protocol):
 
 _MARK = "CHUNKWEAVE-ANSWER-MARK"
 
+_LONG_CHARACTERS = 1 << 18
+"""Tokenizing a longer text takes so much memory (some 300 bytes a token) that it is given back to the system."""
+
 
 class HuggingFaceTokenizer:
     """Adapter around a `transformers.PreTrainedTokenizerFast` (or what looks like one).
 
     `stop_ids` are added to those found in the tokenizer, for example the `eos_token_id`s of the model's
     generation config.
+
+    Texts go straight to the tokenizer's Rust core, by the one of its functions that leaves the interpreter to other
+    threads meanwhile (`encode` does not) and computes no offsets: the wrapper's call takes twice the time and memory.
     """
 
     def __init__(self, tokenizer: Any, *, stop_ids: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._lock = Lock()  # a tokenizer without such a core is not made for several threads at once
+        self._core = getattr(tokenizer, "backend_tokenizer", None)
+        if self._core is not None:  # what the wrapper's call sets each time
+            self._core.no_truncation()
+            self._core.no_padding()
+            self._core.encode_special_tokens = getattr(tokenizer, "split_special_tokens", False)
         self._given_stop_ids = frozenset(stop_ids)
         self._control_ids = _control_ids(tokenizer)
 
@@ -133,8 +147,14 @@ class HuggingFaceTokenizer:
         after = (rendered or "").partition(_MARK)[2].lstrip()
         return [token for token in self._ids(after)[:1] if token in self._control_ids] if after else []
 
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
+    def _ids(self, text: str) -> list[int]:
+        if self._core is not None:
+            ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            if len(text) > _LONG_CHARACTERS:
+                give_memory_back()
+            return ids
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _cut_inside_control(self, text: str) -> list[str]:
         """`text` cut in the middle of everything that was read as a control token.
@@ -142,10 +162,12 @@ class HuggingFaceTokenizer:
         Rejected: `split_special_tokens=True`. It sets a flag on the tokenizer that other threads share, and
         it leaves added tokens that are not marked special (Qwen3's `<think>`) as they are.
         """
-        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        if self._core is None:
+            raise UsageError("this tokenizer does not say where control tokens stand in a text: use a fast tokenizer")
+        [encoded] = self._core.encode_batch([text], add_special_tokens=False)
         pieces: list[str] = []
         done = 0
-        for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if token not in self._control_ids:
                 continue
             middle = (start + stop) // 2
@@ -154,6 +176,20 @@ class HuggingFaceTokenizer:
             done = stop if stop - start < 2 else middle
         pieces.append(text[done:])
         return [piece for piece in pieces if piece]
+
+
+def give_memory_back() -> None:
+    """Return what was freed to the system: glibc would keep it, for each thread apart. Elsewhere nothing happens."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+        return None
 
 
 def _control_ids(tokenizer: Any) -> frozenset[int]:
@@ -166,29 +202,35 @@ def _control_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class TokenCache:
-    """Least recently used texts leave first when more than `max_tokens` ids are held. Safe to share by threads."""
+    """Token ids of texts, under a salt. Safe to share by threads.
+
+    The least recently used leave first when more than `max_tokens` ids are held. Texts are known by a hash: what is
+    held does not grow with their length.
+    """
 
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
         self._held_tokens = 0
-        self._ids_by_text: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._ids_by_text: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, text: str) -> tuple[int, ...] | None:
+    def get(self, text: str, salt: str = "") -> tuple[int, ...] | None:
         """The ids of `text`, which becomes the most recently used; None if it is not held."""
+        key = _key(text, salt)
         with self._lock:
-            token_ids = self._ids_by_text.get(text)
+            token_ids = self._ids_by_text.get(key)
             if token_ids is not None:
-                self._ids_by_text.move_to_end(text)
+                self._ids_by_text.move_to_end(key)
             return token_ids
 
-    def put(self, text: str, token_ids: tuple[int, ...]) -> None:
+    def put(self, text: str, token_ids: tuple[int, ...], salt: str = "") -> None:
         """Hold the ids of `text`, unless they are more than the whole bound."""
+        key = _key(text, salt)
         with self._lock:
-            self._held_tokens -= len(self._ids_by_text.pop(text, ()))
+            self._held_tokens -= len(self._ids_by_text.pop(key, ()))
             if len(token_ids) > self._max_tokens:
                 return
-            self._ids_by_text[text] = token_ids
+            self._ids_by_text[key] = token_ids
             self._held_tokens += len(token_ids)
             while self._held_tokens > self._max_tokens:
                 _, dropped = self._ids_by_text.popitem(last=False)
@@ -201,3 +243,10 @@ class TokenCache:
     def held_tokens(self) -> int:
         """Number of ids held."""
         return self._held_tokens
+
+
+def _key(text: str, salt: str) -> bytes:
+    salted, encoded = (one.encode("utf-8", "surrogatepass") for one in (salt, text))
+    digest = hashlib.blake2b(len(salted).to_bytes(8, "little") + salted, digest_size=16)
+    digest.update(encoded)
+    return digest.digest()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
@@ -147,24 +147,26 @@ class TurnBuilder:
             QueueFullError: too many conversations are being answered.
         """
         assert request.conversation_id is not None, "a turn is one of a conversation"
+        positions = min(self._max_positions, most_tokens or self._max_positions)
+        limit = PromptLimit(positions)
         closing = self._builder.turn_break_ids
-        question = self._builder.question_part(request.question)
-        chunks = self._builder.chunk_parts(request.chunks, cache_salt=request.cache_salt)
+        question = self._builder.question_part(request.question, limit=limit)
+        chunks = self._builder.chunk_parts(request.chunks, cache_salt=request.cache_salt, limit=limit)
         key = (request.cache_salt, request.conversation_id)
         before = self.conversations.begin(key)
         try:
             system = before.system if request.system is None else request.system
-            opening = self._builder.opening(system=system, cache_salt=request.cache_salt)
-            context = min(self._max_positions, most_tokens or self._max_positions) - len(closing)
+            opening = self._builder.opening(system=system, cache_salt=request.cache_salt, limit=limit)
+            context = positions - len(closing)
             config = self.conversations.config
             most = context - 1 if config.max_tokens is None else min(context - 1, config.max_tokens)
-            limit = min(most, context - min(request.sampling.max_new_tokens, context // _ANSWER_SHARE))
+            most_with_answer = min(most, context - min(request.sampling.max_new_tokens, context // _ANSWER_SHARE))
             fixed = sum(map(len, opening)) + len(question)
             content = next_turn(
                 before.turns,
                 chunks,
-                room=limit - fixed,
-                keep_tokens=int(config.keep * limit),
+                room=most_with_answer - fixed,
+                keep_tokens=int(config.keep * most_with_answer),
                 deduplicate=config.deduplicate,
             )
             if fixed + content.tokens > most:

@@ -134,7 +134,6 @@ class AsyncEngine:
             engine.preparer, self._config, interrupt=lambda: self._urgent, checks=engine.shadow_checks
         )
         self._changed = threading.Condition()
-        self._preparing = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[int, _Open] = {}
         self._errands: list[Future[Any]] = []
@@ -170,6 +169,11 @@ class AsyncEngine:
         """Whether it takes nothing more: it was closed, or ended by a bug that the log tells."""
         return self._closing
 
+    @property
+    def most_tokens(self) -> int:
+        """No prompt with more tokens is taken, however long the model's context is."""
+        return self._core.most_tokens
+
     def submit(
         self,
         request: Request,
@@ -203,10 +207,9 @@ class AsyncEngine:
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full(speculative=speculative)
-        with self._preparing:  # tokenizers are not made for several threads at once
-            method_request = method_request or MethodRequest.of(**options)
-            most = self._core.most_tokens
-            prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
+        method_request = method_request or MethodRequest.of(**options)
+        most = self._core.most_tokens
+        prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:
             fitting = self._core.fitting(prepared)
             with self._changed:
@@ -245,8 +248,7 @@ class AsyncEngine:
                 self._refuse_if_full()
             one.confirmed = True
             self._command(number, self._core.confirm)
-        with self._preparing:
-            self._preparer.confirm(one.request.prepared)
+        self._preparer.confirm(one.request.prepared)
 
     def abort(self, number: int) -> None:
         """End a request; its stream raises `RequestAbortedError`.

@@ -1,11 +1,12 @@
 """What happens to a request before its prefill and right after it."""
 
 import logging
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
@@ -57,8 +58,8 @@ class PreparedRequest:
 class RequestPreparer:
     """Makes prompts, puts their chunks in order, and chooses methods, with one model's parts.
 
-    Its only state is what the arranger has counted. One caller at a time. `shadow`, if there is one, may replace the
-    method that was chosen by the exact one.
+    Its only state is what the arranger has counted. May be called from several threads; they tokenize beside each
+    other. `shadow`, if there is one, may replace the method that was chosen by the exact one.
     """
 
     loaded: LoadedModel
@@ -68,6 +69,7 @@ class RequestPreparer:
     arranger: Arranger
     turn_builder: TurnBuilder
     shadow: ShadowMonitor | None = None
+    _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def prepare(
         self,
@@ -80,7 +82,7 @@ class RequestPreparer:
         """Everything that can be said about a request before anything is computed. It counts as asked for then.
 
         `end` or `abandon` it. A `speculative` one counts once it is confirmed. A conversation is cut down to
-        `most_tokens`, its answer among them.
+        `most_tokens`, its answer among them; a prompt with far more is refused before all of it is tokenized.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
@@ -95,13 +97,19 @@ class RequestPreparer:
             choice, method = allowed, make_method(allowed.method, allowed.reuse)
         turn: TurnUnderWay | None = None
         if request.conversation_id is None:
+            context = self.loaded.model.geometry.max_positions
             prompt = self.builder.build(
-                request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
+                request.question,
+                request.chunks,
+                system=request.system,
+                cache_salt=request.cache_salt,
+                limit=PromptLimit(min(context, most_tokens or context)),
             )
         else:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = self.runner.room_for_new_tokens(prompt) - (0 if turn is None else len(turn.closing))
-        arranged = self.arranger.arrange(prompt, order, counted=not speculative)
+        with self._arranging:
+            arranged = self.arranger.arrange(prompt, order, counted=not speculative)
         if arranged.promotion is not None and turn is None:  # a conversation keeps whatever its next turn goes on from
             method = PrefixGrowingMethod(method, arranged.promotion)
         kept = self.chooser.kept(choice)
@@ -112,7 +120,8 @@ class RequestPreparer:
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """A speculative request is asked for."""
-        self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
+        with self._arranging:
+            self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
     def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; harmless behind `end`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
+from chunkweave.chunking.builder import PromptLimit
 from chunkweave.config import SamplingParams
 from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError
@@ -172,6 +173,16 @@ class Answering:
             sweep.add_done_callback(self._sweeps.discard)
         return removed
 
+    async def check_length(self, tenant: Tenant, question: str) -> None:
+        """Refuse a question that no prompt has room for, before a corpus is searched for it.
+
+        Raises:
+            PromptTooLongError: it is too long.
+        """
+        parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
+        if limit.doubts(question):
+            await parts.threads.run(tenant.name, lambda: limit.check(parts.tokenizer, question, "the question"))
+
     async def swept(self) -> None:
         """Wait until what is to be removed is removed."""
         while self._sweeps:
@@ -199,7 +210,7 @@ class Answering:
             request = Request(
                 question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id
             )
-            submission = Submission(request, reuse.method_request, body, arrived_s)
+            submission = Submission(request, reuse.method_request, body, arrived_s, tenant.name)
             answer = await self._backend.submit(submission, speculative=speculative)
             self._note(answer)
             return answer
@@ -212,6 +223,7 @@ class Answering:
             running = RunningAnswer(self, meta, slot, salt, chunks)
             running.answer = await submit(chunks, speculative=False)
         else:
+            await self.check_length(tenant, question.text)
             speculation = self.retriever.question(submit_found)
             try:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)

@@ -18,6 +18,7 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.auth import Tenant
 from chunkweave.server.metrics import SampleSource
 from chunkweave.server.requests import CompletionBody
+from chunkweave.server.threads import TenantThreads
 
 if TYPE_CHECKING:
     from chunkweave.server.engine_backend import CacheCommands
@@ -52,6 +53,7 @@ class Submission:
     method_request: MethodRequest
     body: CompletionBody
     arrived_s: float
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,10 @@ class BackendParts:
     """Whether a request may name a quality."""
     check: Callable[[CompletionBody], None]
     """Raises `HttpError` for a field or a model that the backend does not know."""
+    threads: TenantThreads
+    """Where requests are tokenized."""
+    most_tokens: int
+    """No prompt, and so no question, with more tokens is answered."""
     samples: Sequence[SampleSource] = ()
     """Read more metrics."""
     more_metrics: Callable[[], Awaitable[bytes]] | None = None
@@ -171,7 +177,7 @@ class Backend(Protocol):
         """End what is under way, write what is still to be written, and close everything; harmless if not started."""
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> BackendAnswer:
-        """Let a request wait for its turn. A `speculative` one delays no other until it is confirmed.
+        """Tokenize a request and let it wait for its turn. A `speculative` one delays no other until it is confirmed.
 
         Raises:
             ChunkweaveError: the request is wrong, or too many wait.

@@ -19,7 +19,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import batching_samples, store_samples
 from chunkweave.server.requests import CompletionBody, refuse_for_engine
 from chunkweave.server.settings import Settings
-from chunkweave.server.threads import in_thread, to_its_end
+from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId
 
@@ -88,6 +88,7 @@ class EngineBackend:
         self.batching: AsyncEngine
         self._settings = settings
         self._load = load or load_engine
+        self._threads = TenantThreads()
         self._cache: CacheCommands | None = None
 
     @property
@@ -110,6 +111,8 @@ class EngineBackend:
             engine.conversations,
             engine.calibration is not None,
             self._check,
+            self._threads,
+            min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
             samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
             cache=self._cache,
             speculate=self._settings.fleet.speculate,
@@ -117,6 +120,7 @@ class EngineBackend:
 
     async def stop(self) -> None:
         """Close the thread, write what is still to be written, and close the engine."""
+        self._threads.close()
         cache, self._cache = self._cache, None
         if cache is None:
             return
@@ -126,22 +130,15 @@ class EngineBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
         """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
-        loop = asyncio.get_running_loop()
-        submitting = asyncio.ensure_future(
-            asyncio.to_thread(
-                self.batching.submit,
-                submission.request,
-                method_request=submission.method_request,
-                loop=loop,
-                speculative=speculative,
-            )
+        work = partial(
+            self.batching.submit,
+            submission.request,
+            method_request=submission.method_request,
+            loop=asyncio.get_running_loop(),
+            speculative=speculative,
         )
-        try:
-            return EngineAnswer(self.batching, await to_its_end(submitting))
-        except asyncio.CancelledError:
-            if submitting.done() and not submitting.cancelled() and submitting.exception() is None:
-                await submitting.result().aclose()
-            raise
+        stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
+        return EngineAnswer(self.batching, stream)
 
     async def forget(self, texts: Sequence[str], salt: str) -> int:
         """Remove chunks between two steps."""

@@ -259,6 +259,7 @@ async def delete_document(name: str, document: str, parts: ReadyParts, tenant: O
 @corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
 async def search(name: str, body: SearchBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
+    await parts.answering.check_length(tenant, body.query)
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
         k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
         found = await in_thread(lambda: served.corpus.search(body.query, k)) if k else ()

@@ -1,8 +1,14 @@
-"""Work in threads that a handler waits for, whatever happens to the handler."""
+"""Work in threads that a handler waits for, whatever happens to the handler; and whose turn it is."""
 
 import asyncio
+import os
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
+
+from chunkweave.errors import RequestAbortedError
 
 ResultT = TypeVar("ResultT")
 
@@ -25,3 +31,95 @@ async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
         if not task.cancelled():
             task.exception()  # looked at, so that nobody complains that it was not
         raise
+
+
+_MOST_THREADS = 8
+
+
+class TenantThreads:
+    """Threads for what a request costs before it waits for the model: above all for tokenizing it.
+
+    Tenants take turns, one piece of work each, and none of them has more than all threads but one: however much one
+    sends, a thread is soon free for the others. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        """So many threads, at least two; None: as many as there are cores, up to eight."""
+        self._threads = max(2, threads or min(_MOST_THREADS, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare")
+        self._working: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # first the tenant whose turn is next
+        self._closed = False
+
+    async def run(
+        self,
+        tenant: str,
+        work: Callable[[], ResultT],
+        *,
+        undo: Callable[[ResultT], Awaitable[None]] | None = None,
+    ) -> ResultT:
+        """Run `work` in a thread, when it is the tenant's turn, and return what it returns.
+
+        A caller that is cancelled while it waits has nothing done. One whose work has begun gets its cancellation when
+        that is done, and when `undo` has been called with what it returned.
+
+        Raises:
+            RequestAbortedError: the server stops.
+        """
+        await self._take_thread(tenant)
+        try:
+            context, loop = copy_context(), asyncio.get_running_loop()
+            working = loop.run_in_executor(self._pool, lambda: context.run(work))
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                await asyncio.wait([working])
+                if working.exception() is None and undo is not None:
+                    await undo(working.result())
+                raise
+        finally:
+            self._give_thread(tenant)
+
+    def close(self) -> None:
+        """Begin nothing more; what has begun goes on."""
+        self._closed = True
+        for turn in (one for turns in self._waiting.values() for one in turns):
+            if not turn.done():
+                turn.set_exception(_stopping())
+        self._waiting.clear()
+        self._pool.shutdown(wait=False)
+
+    async def _take_thread(self, tenant: str) -> None:
+        if self._closed:
+            raise _stopping()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._next_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:  # its turn had just come
+                self._give_thread(tenant)
+            raise
+
+    def _give_thread(self, tenant: str) -> None:
+        self._working[tenant] -= 1
+        self._next_turns()
+
+    def _next_turns(self) -> None:
+        """Let those begin whose turn it is, as long as a thread is free for them."""
+        while self._working.total() < self._threads:
+            tenant = next((one for one in self._waiting if self._working[one] < self._threads - 1), None)
+            if tenant is None:
+                return
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the others
+            if not turn.done():  # whoever waited may have gone
+                turn.set_result(None)
+                self._working[tenant] += 1
+
+
+def _stopping() -> RequestAbortedError:
+    return RequestAbortedError("the server stops")

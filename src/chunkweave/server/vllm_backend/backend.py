@@ -15,7 +15,7 @@ from chunkweave.server.backend import BackendParts, Stage, Submission
 from chunkweave.server.errors import HttpError
 from chunkweave.server.requests import ChatBody, CompletionBody
 from chunkweave.server.settings import Settings
-from chunkweave.server.threads import in_thread
+from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.server.vllm_backend.answer import AnswerContext, VllmAnswer
 from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
 from chunkweave.server.vllm_backend.passthrough import Passthrough
@@ -65,6 +65,7 @@ class VllmBackend:
         self._flags = flags
         self._given_tokenizer = tokenizer
         self._upstreams: list[Upstream] = []
+        self._threads = TenantThreads()
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
 
@@ -100,6 +101,8 @@ class VllmBackend:
             preparer.conversations,
             preparer.chooser.record is not None,
             self._check,
+            self._threads,
+            most_tokens,
             samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries)],
             more_metrics=self._metrics,
             replicas=len(fleet.replicas),
@@ -108,6 +111,7 @@ class VllmBackend:
 
     async def stop(self) -> None:
         """End the checks, then the vLLM servers."""
+        self._threads.close()
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
         for task in self._watching:
@@ -122,7 +126,11 @@ class VllmBackend:
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread; the answer finds its replica when it is read."""
         preparer = self.context.preparer
-        prepared = await in_thread(lambda: preparer.prepare(submission.request, submission.method_request))
+        prepared = await self._threads.run(
+            submission.tenant,
+            lambda: preparer.prepare(submission.request, submission.method_request),
+            undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
+        )
         body = self._upstream_body(submission.body, prepared)
         return VllmAnswer(self.context, prepared, body, arrived_s=submission.arrived_s, speculative=speculative)
 

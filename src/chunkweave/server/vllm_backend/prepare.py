@@ -1,12 +1,11 @@
 """From a question over chunks to prompt and method, as in our own engine, but with a tokenizer alone."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
@@ -71,7 +70,6 @@ class PromptPreparer:
         self._most_tokens = most_tokens
         self._usual_order = usual_order
         self._shadow = shadow
-        self._lock = threading.Lock()  # tokenizers are not made for several threads at once
 
     def prepare(self, request: Request, method_request: MethodRequest) -> PreparedPrompt:
         """Everything that does not depend on the replica; `end` or `abandon` it.
@@ -82,14 +80,17 @@ class PromptPreparer:
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         choice = self._choice(method_request)
-        with self._lock:
-            turn: TurnUnderWay | None = None
-            if request.conversation_id is None:
-                prompt = self.builder.build(
-                    request.question, request.chunks, system=request.system, cache_salt=request.cache_salt
-                )
-            else:
-                turn, prompt = self._turn_builder.begin(request)
+        turn: TurnUnderWay | None = None
+        if request.conversation_id is None:
+            prompt = self.builder.build(
+                request.question,
+                request.chunks,
+                system=request.system,
+                cache_salt=request.cache_salt,
+                limit=PromptLimit(self._most_tokens),
+            )
+        else:
+            turn, prompt = self._turn_builder.begin(request)
         room = self._most_tokens - len(prompt) - (0 if turn is None else len(turn.closing))
         if room < 1:
             if turn is not None:
@@ -109,11 +110,10 @@ class PromptPreparer:
         """
         if prepared.turn is None:
             return
-        with self._lock:
-            said = answer_ids if text is None else self.tokenizer.encode(text)
-            while said and said[-1] in self.tokenizer.stop_ids:  # what ends a turn comes from the template
-                said = said[:-1]
-            self._turn_builder.said(prepared.turn, prompt, said)
+        said = answer_ids if text is None else self.tokenizer.encode(text)
+        while said and said[-1] in self.tokenizer.stop_ids:  # what ends a turn comes from the template
+            said = said[:-1]
+        self._turn_builder.said(prepared.turn, prompt, said)
 
     def abandon(self, prepared: PreparedPrompt) -> None:
         """A request ends without an answer; harmless behind `end`."""
