@@ -75,6 +75,21 @@ def test_it_finds_the_passage_that_a_question_names():
         assert any(question.answers[0] in one.text for one in found if one in question.chunks), question.question
 
 
+def test_a_query_leaves_nothing_behind_that_the_next_one_could_be_timed_by():
+    embedder = HashedNgramEmbedder()
+    embedder.embed_documents(["The lighthouse keeper writes."])
+    remembered = embedder._features.cache_info()
+    first = embedder.embed_query("Where is the zeppelin's lighthouse?")
+    assert embedder._features.cache_info() == remembered
+    assert np.array_equal(first, embedder.embed_documents(["Where is the zeppelin's lighthouse?"])[0])
+
+
+def test_huge_words_are_not_remembered():
+    embedder = HashedNgramEmbedder()
+    embedder.embed_documents([f"{number}{'x' * 1000}" for number in range(10)])
+    assert embedder._features.cache_info().currsize == 0
+
+
 def test_too_few_dimensions_are_refused():
     with pytest.raises(UsageError, match="at least 64"):
         HashedNgramEmbedder(32)

@@ -5,7 +5,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -84,6 +84,9 @@ _NGRAMS_WEIGHT = 1.0
 _PAIR_WEIGHT = 0.3
 _FUNCTION_WEIGHT = 0.1
 _REMEMBERED_WORDS = 1 << 16
+_REMEMBERED_CHARACTERS = 64
+"""Of a longer word the features are not remembered: they take 50 bytes a character."""
+
 _FUNCTION_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -133,19 +136,22 @@ class HashedNgramEmbedder:
         """Vectors `[texts, dimension]` of length 1; a text of white space alone is the zero vector."""
         vectors = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for row, text in enumerate(texts):
-            vectors[row] = self._embed(text)
+            vectors[row] = self._embed(text, self._remembered)
         return vectors
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector `[dimension]` of a question: that of the same text as a document."""
-        return self._embed(text).astype(np.float32)
+        """The vector `[dimension]` of a question: that of the same text as a document.
 
-    def _embed(self, text: str) -> NDArray[np.float64]:
+        Words of questions are not remembered: whoever asks next could tell from the time it takes who asked what.
+        """
+        return self._embed(text, self._word_features).astype(np.float32)
+
+    def _embed(self, text: str, features_of: Callable[[str], _Features]) -> NDArray[np.float64]:
         words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
         if not words:
             return np.zeros(self.dimension)
         counts = Counter(words)
-        found = [self._features(word) for word in counts]
+        found = [features_of(word) for word in counts]
         columns = np.concatenate([features.columns for features in found])
         weights = np.concatenate(
             [features.weights * (1 + log(counts[word])) for word, features in zip(counts, found, strict=True)]
@@ -170,6 +176,9 @@ class HashedNgramEmbedder:
         columns = np.array([column for column, _ in hashed], dtype=np.int64)
         counted = [sign * _PAIR_WEIGHT * (1 + log(n)) for (_, sign), n in zip(hashed, pairs.values(), strict=True)]
         return columns, np.array(counted, dtype=np.float64)
+
+    def _remembered(self, word: str) -> _Features:
+        return self._features(word) if len(word) <= _REMEMBERED_CHARACTERS else self._word_features(word)
 
     def _word_features(self, word: str) -> _Features:
         """The word itself and, together as long a vector, its character n-grams with the word's ends marked."""
