@@ -106,7 +106,7 @@ def test_without_a_threshold_everything_is_kept(model):
 @pytest.mark.parametrize("method", ["cacheblend", "cachecraft", "query", "epic", "full-reuse"])
 def test_a_promoted_chunk_is_computed_exactly_and_continues_the_prefix(model, method):
     ordering = OrderingConfig(continuation_threshold=2)
-    with Engine(model, ordering=ordering) as engine, Engine(model, method="full") as reference:
+    with Engine(model, ordering=ordering) as engine, Engine(model, method="prefix") as reference:
         engine.precompute(CHUNKS)
         first = ask(engine, CHUNKS[:3], method=method)
         assert {chunk.kv_source for chunk in first.report.chunks[1:]} == {"reused"}
