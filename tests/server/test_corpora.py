@@ -99,13 +99,14 @@ def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_pa
 @pytest.mark.backend("engine")
 def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(notes: Client, monkeypatch):
     forgotten = []
-    real = notes.engine.forget
+    store = notes.engine.store
+    real = store.forget_chunks
 
-    def forget(chunks, **options):
-        forgotten.append(real(chunks, **options))
+    def forget(chunks):
+        forgotten.append(real(chunks))
         return forgotten[-1]
 
-    monkeypatch.setattr(notes.engine, "forget", forget)
+    monkeypatch.setattr(store, "forget_chunks", forget)
     running = notes.portal.start_task_soon(
         lambda: notes.parts.answering.start(
             notes.service.tenant_of(None), *_asked(chunkweave={"corpus": "notes", "top_k": 1}, max_tokens=200)

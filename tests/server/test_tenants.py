@@ -242,17 +242,11 @@ def watched_tokenizer(client: Client, monkeypatch) -> list[int]:
 
 
 def test_whoever_has_much_to_tokenize_keeps_no_other_tenant_waiting(tenants: Client, monkeypatch):
-    tokenizer, gate, statuses = tenants.parts.started.tokenizer, threading.Event(), []
-    encode = tokenizer.encode
-
-    def slow(text: str, **more) -> list[int]:
-        assert "slow" not in text or gate.wait(30)
-        return encode(text, **more)
+    gate, statuses = slow_tokenizer(tenants, monkeypatch), []
 
     def ask(question: str, key: str) -> None:
         statuses.append((key, tenants.ask(question, documents=["Short."], key=KEYS[key]).status_code))
 
-    monkeypatch.setattr(tokenizer, "encode", slow)
     asking = [threading.Thread(target=ask, args=("slow?", "acme")) for _ in range(40)]
     for thread in asking:
         thread.start()
@@ -267,6 +261,77 @@ def test_whoever_has_much_to_tokenize_keeps_no_other_tenant_waiting(tenants: Cli
     for thread in asking:
         thread.join(30)
     assert statuses[1:] == [("acme", 200)] * 40
+
+
+def slow_tokenizer(client: Client, monkeypatch) -> threading.Event:
+    """Texts that hold `slow` are tokenized once the event is set."""
+    tokenizer, gate = client.parts.started.tokenizer, threading.Event()
+    encode = tokenizer.encode
+
+    def slow(text: str, **more) -> list[int]:
+        assert "slow" not in text or gate.wait(30)
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    return gate
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("command", ["clear", "pin", "unpin"])
+def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch, command: str):
+    client = serve(keys=key_ring(), max_concurrent=1)
+    gate, done = slow_tokenizer(client, monkeypatch), []
+    body = {"documents": ["slow to tokenize"]}
+
+    def act() -> None:
+        done.append(client.post(f"/v1/cache/{command}", json=body, headers=auth(KEYS["acme"])).json())
+
+    acting = threading.Thread(target=act)
+    acting.start()
+    try:
+        wait_until(lambda: client.service.limits.running("acme") == 1)
+        assert client.ask(key=KEYS["bolt"]).status_code == 200
+        assert client.post(f"/v1/cache/{command}", json=body, headers=auth(KEYS["acme"])).status_code == 429
+        assert not done
+    finally:
+        gate.set()
+    acting.join(30)
+    assert set(done[0].values()) <= {0, 1}
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("command", ["clear", "pin", "unpin", "warm"])
+def test_commands_on_far_too_long_documents_are_refused(client: Client, monkeypatch, command: str):
+    read = watched_tokenizer(client, monkeypatch)
+    refused = client.post(f"/v1/cache/{command}", json={"documents": ["Short.", LONG * 1000]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "documents[1]" in refused.json()["error"]["message"]
+    assert sum(read) < 100_000
+
+
+@pytest.mark.backend("engine")
+def test_documents_that_no_context_can_hold_are_removed_all_the_same(client: Client):
+    client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 4096})
+    client.post("/v1/corpora/notes/documents", json={"documents": [{"id": "a", "text": LONG * 10}]})
+    removed = client.delete("/v1/corpora/notes")
+    assert (removed.status_code, removed.json()["segments_removed"]) == (200, 0)
+
+
+@pytest.mark.backend("engine")
+def test_what_is_cleared_while_its_request_is_tokenized_is_cleared_again(client: Client, monkeypatch):
+    gate, answers = slow_tokenizer(client, monkeypatch), []
+    monkeypatch.setattr(client.parts.started.threads, "_threads", 3)
+    asking = threading.Thread(target=lambda: answers.append(client.ask("slow?", documents=[LONG])))
+    asking.start()
+    try:
+        wait_until(lambda: client.service.limits.running("") == 1)
+        assert client.post("/v1/cache/clear", json={"documents": [LONG]}).json() == {"segments_removed": 0}
+    finally:
+        gate.set()
+    asking.join(30)
+    assert answers[0].status_code == 200
+    client.portal.call(client.parts.answering.swept)
+    assert client.ask(documents=[LONG]).json()["chunkweave"]["chunks"][1]["kv_source"] == "computed"
 
 
 class Work:

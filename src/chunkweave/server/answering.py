@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
@@ -134,6 +135,7 @@ class Answering:
         self._corpora = corpora
         self._limits = limits
         self._settings = settings
+        self._starting: dict[RunningAnswer, None] = {}
         self._submitted: dict[BackendAnswer, None] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
 
@@ -166,22 +168,23 @@ class Answering:
         gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
             return 0
-        removed = await self._backend.forget(sorted(gone), salt)
-        if using := [running for running in self.running if running.uses(salt, gone)]:
-            sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt))
+        before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
+        removed = await self._backend.forget(sorted(gone), salt, tenant=tenant.name)
+        if using := before | self._using(salt, gone):
+            sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
             self._sweeps.add(sweep)
             sweep.add_done_callback(self._sweeps.discard)
         return removed
 
-    async def check_length(self, tenant: Tenant, question: str) -> None:
-        """Refuse a question that no prompt has room for, before a corpus is searched for it.
+    async def check_length(self, tenant: Tenant, text: str, what: str = "the question") -> None:
+        """Refuse a text that no prompt has room for by far, before something is done with it.
 
         Raises:
             PromptTooLongError: it is too long.
         """
         parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
-        if limit.doubts(question):
-            await parts.threads.run(tenant.name, lambda: limit.check(parts.tokenizer, question, "the question"))
+        if limit.doubts(text):
+            await parts.threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
 
     async def swept(self) -> None:
         """Wait until what is to be removed is removed."""
@@ -221,7 +224,8 @@ class Answering:
         if reuse.corpus is None:
             chunks = chunks_of(body.documents)
             running = RunningAnswer(self, meta, slot, salt, chunks)
-            running.answer = await submit(chunks, speculative=False)
+            with self._starts(running):
+                running.answer = await submit(chunks, speculative=False)
         else:
             await self.check_length(tenant, question.text)
             speculation = self.retriever.question(submit_found)
@@ -229,16 +233,29 @@ class Answering:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
                 running = RunningAnswer(self, meta, slot, salt, (one.chunk for one in found.chunks))
                 running.retrieval = _Retrieval(found, speculation)
-                if (started := await speculation.final(found.chunks)) is None:
-                    running.answer = await submit_found(found.chunks, False)
-                else:
-                    started.confirm()
-                    running.answer = cast("BackendAnswer", started)
+                with self._starts(running):
+                    if (started := await speculation.final(found.chunks)) is None:
+                        running.answer = await submit_found(found.chunks, False)
+                    else:
+                        started.confirm()
+                        running.answer = cast("BackendAnswer", started)
             except BaseException:
                 await speculation.aclose()
                 raise
-        self.running[running] = None
         return running
+
+    @contextmanager
+    def _starts(self, running: RunningAnswer) -> Iterator[None]:
+        """While an answer is being started; what is forgotten meanwhile is forgotten again at its end."""
+        self._starting[running] = None
+        try:
+            yield
+            self.running[running] = None
+        except BaseException:
+            running.ended.set()
+            raise
+        finally:
+            del self._starting[running]
 
     async def _retrieve(
         self, tenant: Tenant, name: str, question: str, body: CompletionBody, speculation: SpeculativeAnswer[Event]
@@ -268,7 +285,12 @@ class Answering:
             del self._submitted[ended]
         self._submitted[answer] = None
 
-    async def _forget_after(self, using: Sequence[RunningAnswer], texts: Sequence[str], salt: str) -> None:
+    def _using(self, salt: str, texts: frozenset[str]) -> set[RunningAnswer]:
+        return {one for one in (*self._starting, *self.running) if one.uses(salt, texts)}
+
+    async def _forget_after(
+        self, using: Iterable[RunningAnswer], texts: Sequence[str], salt: str, tenant: Tenant
+    ) -> None:
         for running in using:
             await running.ended.wait()
-        await self._backend.forget(texts, salt)
+        await self._backend.forget(texts, salt, tenant=tenant.name)

@@ -183,8 +183,11 @@ class Backend(Protocol):
             ChunkweaveError: the request is wrong, or too many wait.
         """
 
-    async def forget(self, texts: Sequence[str], salt: str) -> int:
-        """Remove the KV of chunks from every tier; returns how many copies of segments there were."""
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
+        """Remove the KV of chunks from every tier; returns how many copies of segments there were.
+
+        It costs `tenant` one of its turns, and no answer under way a step.
+        """
 
     def stats(self) -> Mapping[str, Any]:
         """What `/v1/cache` shows admins; called in a thread."""

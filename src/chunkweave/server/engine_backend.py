@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -10,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from chunkweave.chunking.builder import PromptLimit
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
-from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
 from chunkweave.server.errors import HttpError
@@ -21,7 +24,7 @@ from chunkweave.server.requests import CompletionBody, refuse_for_engine
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.store.lease import TieredLease
-from chunkweave.types import Chunk, ChunkId
+from chunkweave.types import Chunk, ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ class EngineBackend:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
         self.batching = AsyncEngine(engine, self._settings.batching)
-        self._cache = CacheCommands(engine, self.batching, self._settings.limits.pin_budget_bytes)
+        self._cache = CacheCommands(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
         return BackendParts(
             engine.loaded.tokenizer,
             engine.conversations,
@@ -140,13 +143,13 @@ class EngineBackend:
         stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
         return EngineAnswer(self.batching, stream)
 
-    async def forget(self, texts: Sequence[str], salt: str) -> int:
-        """Remove chunks between two steps."""
-        work = partial(self.engine.forget, texts, cache_salt=salt)
-        try:
-            return await asyncio.wrap_future(self.batching.between_steps(work))
-        except RequestAbortedError:  # the thread has ended: nobody else uses the store
-            return await in_thread(work)
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
+        """Remove chunks beside the steps: the store is made for several threads."""
+        ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
+        with suppress(RequestAbortedError):  # the engine has stopped
+            # What has ended is stored by then, and removed below.
+            await asyncio.wrap_future(self.batching.between_steps(lambda: None))
+        return await self._threads.run(tenant, lambda: self.engine.store.forget_chunks(ids))
 
     def stats(self) -> Mapping[str, Any]:
         """What all tiers hold and what the engine does."""
@@ -160,24 +163,35 @@ class EngineBackend:
             raise HttpError(404, message, param="model", code="model_not_found")
         refuse_for_engine(body)
 
+    async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
+        assert self._cache is not None, "the server has started"
+        return await self._cache.ids(chunks, salt, tenant)
+
     def _close(self) -> None:
         if not self.engine.store.flush(_FLUSH_S):
             logger.warning("some segments were not written in time")
         self.engine.close()
 
 
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
+
+
 class CacheCommands:
     """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
 
     One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's
-    thread.
+    thread, but for what it hands to the tenants' threads.
     """
 
-    def __init__(self, engine: Engine, batching: AsyncEngine, budget_bytes: int) -> None:
+    def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, budget_bytes: int) -> None:
         """A tenant may pin `budget_bytes` of segments."""
         self._engine = engine
         self._batching = batching
+        self._threads = threads
         self._budget_bytes = budget_bytes
+        self._most_tokens = engine.loaded.model.geometry.max_positions
+        self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
     async def warm(self, chunks: Sequence[Chunk], salt: str) -> int:
@@ -194,15 +208,13 @@ class CacheCommands:
         Raises:
             HttpError: 403, that and what the tenant has pinned is more than it may.
         """
-        return await asyncio.wrap_future(
-            self._batching.between_steps(lambda: self._pin(tenant, self._ids(chunks, salt)))
-        )
+        ids = await self.ids(chunks, salt, tenant)
+        return await self._threads.run(tenant, lambda: self._pin(tenant, ids))
 
     async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Take pins back; returns how many chunks were pinned."""
-        return await asyncio.wrap_future(
-            self._batching.between_steps(lambda: self._unpin(tenant, self._ids(chunks, salt)))
-        )
+        ids = await self.ids(chunks, salt, tenant)
+        return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
     async def clear(self) -> int:
         """Remove everything of all tenants; returns how many segments there were."""
@@ -212,35 +224,54 @@ class CacheCommands:
 
     def release_all(self) -> None:
         """Take all pins back."""
-        for leases in self._leases.values():
-            for lease in leases.values():
-                lease.release()
-        self._leases.clear()
+        with self._pinning:
+            for leases in self._leases.values():
+                for lease in leases.values():
+                    lease.release()
+            self._leases.clear()
 
-    def _ids(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
-        parts = [self._engine.builder.chunk_part(chunk, cache_salt=salt) for chunk in chunks]
-        return list(dict.fromkeys(part.id for part in parts if part.id is not None))
+    async def ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
+        """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
+        found: dict[ChunkId, None] = {}
+        for start in range(0, len(chunks), _AT_A_TIME):
+            some = chunks[start : start + _AT_A_TIME]
+            found |= dict.fromkeys(await self._threads.run(tenant, partial(self._ids_of, some, salt)))
+        return list(found)
+
+    def _ids_of(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
+        ids = []
+        for chunk in chunks:
+            with suppress(PromptTooLongError):
+                limit = PromptLimit(self._most_tokens)
+                ids.append(self._engine.builder.chunk_part(chunk, cache_salt=salt, limit=limit).id)
+        return [one for one in ids if one is not None]
 
     def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
-        own = self._leases.setdefault(tenant, {})
-        wanted = {*ids, *own}
-        records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
-        if sum(record.nbytes for record in records) > self._budget_bytes:
-            raise HttpError(403, f"more than {self._budget_bytes} bytes would be pinned", code="pin_budget_exceeded")
-        pinned = 0
-        for chunk in ids:
-            lease = self._engine.store.lease(record.id for record in records if record.chunk_id == chunk)
-            if lease.ids:
-                own[chunk] = lease
-                pinned += len(lease.ids)
-        return pinned
+        with self._pinning:
+            own = self._leases.setdefault(tenant, {})
+            wanted = {*ids, *own}
+            records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
+            if sum(record.nbytes for record in records) > self._budget_bytes:
+                message = f"more than {self._budget_bytes} bytes would be pinned"
+                raise HttpError(403, message, code="pin_budget_exceeded")
+            segments: dict[ChunkId, list[SegmentId]] = defaultdict(list)
+            for record in records:
+                segments[record.chunk_id].append(record.id)
+            pinned = 0
+            for chunk in ids:
+                lease = self._engine.store.lease(segments[chunk])
+                if lease.ids:
+                    own[chunk] = lease
+                    pinned += len(lease.ids)
+            return pinned
 
     def _unpin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
-        own = self._leases.get(tenant, {})
-        found = [lease for chunk in ids if (lease := own.pop(chunk, None)) is not None]
-        for lease in found:
-            lease.release()
-        return len(found)
+        with self._pinning:
+            own = self._leases.get(tenant, {})
+            found = [lease for chunk in ids if (lease := own.pop(chunk, None)) is not None]
+            for lease in found:
+                lease.release()
+            return len(found)
 
 
 def load_engine(settings: Settings) -> Engine:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from typing import Self
 
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.errors import HttpError
@@ -35,7 +36,7 @@ class TokenBucket:
 
 
 class Slot:
-    """A tenant's place among its requests at once; give it back once."""
+    """A tenant's place among its requests at once; give it back, or use it as a context manager."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
@@ -45,6 +46,12 @@ class Slot:
         if self._release is not None:
             self._release()
             self._release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
 
 
 class TenantLimits:

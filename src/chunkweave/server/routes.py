@@ -307,28 +307,30 @@ async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
 @cache.post("/warm", responses=error_responses(400, 404, 501, 503))
 async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
-    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
-    slot = parts.limits.occupy(tenant.name)
-    try:
+    commands = parts.cache
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
         computed = await unless_gone(request.receive, commands.warm(chunks, tenant.salt(body.cache_salt)))
-    finally:
-        slot.release()
     return {"chunks": len(chunks), "computed": computed}
 
 
 @cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
 async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
-    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
-    pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    commands = parts.cache
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
+        pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
     return {"chunks": len(chunks), "segments_pinned": pinned}
 
 
 @cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
 async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Take pins back."""
-    commands, chunks = parts.cache, await _chunks(body, parts, tenant)
-    unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    commands = parts.cache
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
+        unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
     return {"chunks": len(chunks), "chunks_unpinned": unpinned}
 
 
@@ -336,19 +338,21 @@ async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[s
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
     commands = parts.cache
-    if body.everything:
-        if not tenant.admin:
-            raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
-        return {"segments_removed": await commands.clear()}
-    chunks = await _chunks(body, parts, tenant)
-    return {"segments_removed": await parts.answering.forget(tenant, (chunk.text for chunk in chunks), body.cache_salt)}
+    if body.everything and not tenant.admin:
+        raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+    with parts.limits.occupy(tenant.name):
+        if body.everything:
+            return {"segments_removed": await commands.clear()}
+        texts = [chunk.text for chunk in await _chunks(body, parts, tenant)]
+        return {"segments_removed": await parts.answering.forget(tenant, texts, body.cache_salt)}
 
 
 async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Chunk]:
     """The chunks that a command is about.
 
     Raises:
-        HttpError: none are named, or a corpus that is not there.
+        HttpError: none are named, too many, or a corpus that is not there.
+        PromptTooLongError: a document is longer than any prompt may be.
     """
     if body.corpus is not None:
         async with parts.corpora.locked(parts.corpora.get(tenant, body.corpus)) as served:
@@ -356,7 +360,10 @@ async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Ch
     if not body.documents:
         raise HttpError(400, "name documents or a corpus", param="documents")
     check_documents(len(body.documents), parts.limits.settings)
-    return chunks_of(body.documents)
+    chunks = chunks_of(body.documents)
+    for place, chunk in enumerate(chunks):
+        await parts.answering.check_length(tenant, chunk.text, f"documents[{place}]")
+    return chunks
 
 
 operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)

@@ -134,7 +134,7 @@ class VllmBackend:
         body = self._upstream_body(submission.body, prepared)
         return VllmAnswer(self.context, prepared, body, arrived_s=submission.arrived_s, speculative=speculative)
 
-    async def forget(self, texts: Sequence[str], salt: str) -> int:  # noqa: ARG002
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:  # noqa: ARG002
         """The plug-in removes nothing by name: what no request asks for any more leaves by eviction."""
         return 0
 
