@@ -134,8 +134,9 @@ def test_a_list_that_changes_ends_what_was_computed_for_the_old_one(front, corpu
 
 def test_one_that_fails_costs_no_answer(front, corpus, vllm):
     vllm.behave = lambda body: JSONResponse({"error": {"message": "no"}}, 400) if body["max_tokens"] == 1 else None
-    corpus.go_on.set()
     thread, answers = asked(front)
+    wait_until(lambda: len(vllm.seen) == 1)
+    corpus.go_on.set()
     thread.join()
     assert answers[0].status_code == 200
     assert not answers[0].json()["chunkweave"]["pipelining"]["matched"]
