@@ -387,7 +387,16 @@ class ConversationConfig:
     deduplicate: bool = setting(True, "Do not send a chunk again that is in a conversation's context already.")
     max_conversations: int = setting(
         1024,
-        "Conversations that are kept; of more, the one that was idle longest is forgotten.",
+        "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "
+        "its share.",
+        places=SERVERS,
+        least=1,
+    )
+    share: int | None = setting(
+        None,
+        "Conversations of each tenant that others' never push out, up to an equal part of max_conversations for each "
+        "tenant that has any; none: that part.",
+        name="conversation_share",
         places=SERVERS,
         least=1,
     )

@@ -8,7 +8,8 @@ ChunkweaveError
 │   ├── UnknownDocumentError   no document of that id in the corpus
 │   ├── UnknownRequestError    no request of that id is under way: it never was, or it has ended
 │   ├── ConversationBusyError  the conversation's last question is still being answered: wait for it
-│   └── ConversationEndedError the conversation was idle for too long, or was closed: begin another
+│   ├── ConversationTurnError  a turn of the conversation is not the one that comes next: look which was the last
+│   └── ConversationEndedError the conversation was forgotten, or was closed: begin it anew, or another
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder or file, or files are missing or unreadable in it
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
@@ -61,8 +62,12 @@ class ConversationBusyError(UsageError):
     """A conversation is asked something while its last question is still being answered."""
 
 
+class ConversationTurnError(UsageError):
+    """A conversation is asked for another turn than the one that comes next."""
+
+
 class ConversationEndedError(UsageError):
-    """A conversation that was idle for too long, or was closed, is asked something."""
+    """A conversation that was idle for too long, made room for others, or was closed, is asked something."""
 
 
 class ModelError(ChunkweaveError):

@@ -37,6 +37,7 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
         method=settings.requests.method,
         reuse=ReuseConfig(recompute_ratio=0.3, capture=settings.capture),
         order=settings.requests.order or "",
+        conversations=settings.conversations,
         shadow=settings.shadow,
     )
 

@@ -1,5 +1,7 @@
 """Conversations and free order over HTTP."""
 
+from typing import Any
+
 import pytest
 
 from tests.server.conftest import KEYS, Client, Serve, key_ring
@@ -8,8 +10,10 @@ DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board shi
 MORE = "The harbour of Skerrow was founded in 1871."
 
 
-def turn(client: Client, question: str, documents: list[str], *, name: str = "c", **body):
-    reuse = {"conversation_id": name, "method": "prefix"}
+def turn(
+    client: Client, question: str, documents: list[str], *, name: str = "c", number: int | None = None, **body
+) -> Any:
+    reuse = {"conversation_id": name, "method": "prefix"} | ({} if number is None else {"turn": number})
     return client.ask(question, documents=documents, chunkweave=reuse, **body)
 
 
@@ -60,6 +64,62 @@ def test_conversations_of_tenants_never_meet(serve: Serve):
     client = serve(keys=key_ring())
     report(turn(client, "When does the ferry leave?", DOCUMENTS, key=KEYS["acme"]))
     assert report(turn(client, "And who boards ships?", DOCUMENTS, key=KEYS["bolt"]))["history_tokens"] == 0
+
+
+def refused_with(response, status: int, code: str) -> None:
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code), response.text
+    assert error["param"] == "chunkweave.conversation_id"
+
+
+def test_a_tenant_cannot_push_out_the_conversations_of_another(serve: Serve):
+    client = serve(keys=key_ring(), max_conversations=4)
+    report(turn(client, "When does the ferry leave?", DOCUMENTS, key=KEYS["acme"]))
+    for number in range(6):
+        report(turn(client, "When?", DOCUMENTS, name=f"flood {number}", key=KEYS["bolt"]))
+    assert report(turn(client, "And who boards ships?", [], key=KEYS["acme"]))["history_tokens"] > 0
+    refused_with(turn(client, "And?", [], name="flood 0", key=KEYS["bolt"]), 404, "conversation_not_found")
+
+
+def test_a_share_is_what_the_operator_says(serve: Serve):
+    client = serve(keys=key_ring(), max_conversations=4, conversation_share=1)
+    for name in ("older", "newer"):
+        report(turn(client, "When does the ferry leave?", DOCUMENTS, name=name, key=KEYS["acme"]))
+    for number in range(3):
+        report(turn(client, "When?", DOCUMENTS, name=f"flood {number}", key=KEYS["bolt"]))
+    refused_with(turn(client, "And?", [], name="older", key=KEYS["acme"]), 404, "conversation_not_found")
+    assert report(turn(client, "And?", [], name="newer", key=KEYS["acme"]))["history_tokens"] > 0
+
+
+def test_a_forgotten_conversation_is_not_answered_without_its_history(serve: Serve):
+    client = serve(max_conversations=1)
+    report(turn(client, "When does the ferry leave?", DOCUMENTS))
+    report(turn(client, "When does the ferry leave?", DOCUMENTS, name="another"))
+    refused_with(turn(client, "And who boards ships?", []), 404, "conversation_not_found")
+    assert report(turn(client, "And who boards ships?", [], number=1))["history_tokens"] == 0
+    assert report(turn(client, "And when?", []))["history_tokens"] > 0
+
+
+def test_who_says_that_it_continues_is_not_answered_by_a_server_that_knows_nothing(client):
+    refused_with(turn(client, "And who boards ships?", DOCUMENTS, number=2), 404, "conversation_not_found")
+    earlier = [{"role": "user", "content": "When?"}, {"role": "user", "content": "And who boards ships?"}]
+    refused_with(turn(client, "", DOCUMENTS, messages=earlier), 404, "conversation_not_found")
+
+
+def test_a_turn_is_the_one_that_comes_next(client):
+    report(turn(client, "When does the ferry leave?", DOCUMENTS, number=1))
+    for wrong in (1, 3):
+        refused_with(turn(client, "And who boards ships?", [], number=wrong), 409, "conversation_mismatch")
+    assert report(turn(client, "And who boards ships?", [], number=2))["history_tokens"] > 0
+    refused_with(turn(client, "And who boards ships?", [], number=2), 409, "conversation_mismatch")
+
+
+def test_a_turn_needs_a_conversation_and_agrees_with_the_messages(client):
+    alone = client.ask(chunkweave={"turn": 2})
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "chunkweave")
+    earlier = [{"role": "user", "content": "When?"}, {"role": "user", "content": "And who boards ships?"}]
+    other = turn(client, "", DOCUMENTS, messages=earlier, number=3)
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "chunkweave.turn")
 
 
 def test_documents_may_be_reordered_unless_the_request_says_no(client):

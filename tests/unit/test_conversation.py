@@ -1,5 +1,7 @@
 """Which turns and chunks go into the next prompt, against a model that works it out from a list of turns."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,13 @@ from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ConversationConfig
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, PastTurn
 from chunkweave.conversation.turns import next_turn
-from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
+from chunkweave.errors import (
+    ConversationBusyError,
+    ConversationEndedError,
+    ConversationTurnError,
+    QueueFullError,
+    UsageError,
+)
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -117,8 +125,8 @@ class Held:
         assert set(segments) <= self.kept
         self.kept -= set(segments)
 
-    def say(self, key, turns) -> ConversationState:
-        before = self.conversations.begin(key)
+    def say(self, key, turns=(), **said) -> ConversationState:
+        before = self.conversations.begin(key, **said)
         after = ConversationState(tuple(turns), before.system, before.turn_count + 1)
         self.conversations.commit(key, before, after)
         return after
@@ -199,11 +207,79 @@ def test_of_too_many_the_one_idle_longest_goes():
     held.conversations.begin(A)
     held.conversations.begin(("", "c"))
     with pytest.raises(QueueFullError, match="2 conversations"):
-        held.conversations.begin(B)
+        held.conversations.begin(B, turn=1)
+
+
+@given(
+    capacity=st.integers(1, 8),
+    share=st.none() | st.integers(1, 8),
+    turns=st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 9), st.booleans()), max_size=60),
+)
+def test_no_tenant_loses_one_of_its_share_to_another(capacity, share, turns):
+    conversations = Conversations(ConversationConfig(max_conversations=capacity, share=share))
+    there: dict[tuple[str, str], str] = {}
+    for tenant, number, stays_busy in turns:
+        key = (tenant, str(number))
+        try:
+            before = conversations.begin(key, tenant=tenant)
+        except (QueueFullError, ConversationBusyError):
+            assert set(there) == {other for other in there if conversations.state(other) is not None}
+            continue
+        if not stays_busy:
+            conversations.abandon(key, before)
+        there[key] = tenant
+        held = Counter(there.values())
+        for lost in [other for other in there if conversations.state(other) is None]:
+            equal = capacity // len(held)
+            assert held[there.pop(lost)] > min(equal, share or equal)
+        assert len(conversations) == len(there) <= capacity
+
+
+def test_a_forgotten_one_is_not_begun_anew_unless_that_is_said():
+    held = Held(idle_s=10, max_conversations=1)
+    held.say(A, [turn("a")])
+    held.now_s = 20
+    with pytest.raises(ConversationEndedError, match="'a'"):
+        held.conversations.begin(A)
+    assert held.say(A, turn=1).turn_count == 1
+    held.say(B)
+    with pytest.raises(ConversationEndedError, match="'a'"):
+        held.conversations.begin(A)
+    assert held.conversations.close(B)
+    assert held.say(B).turn_count == 1
+
+
+def test_one_that_never_had_an_answer_is_not_missed():
+    held = Held(idle_s=10)
+    held.conversations.abandon(A, held.conversations.begin(A))
+    held.now_s = 20
+    assert held.conversations.begin(A) == ConversationState()
+
+
+def test_forgotten_names_of_a_tenant_are_bounded_and_its_own(monkeypatch):
+    monkeypatch.setattr("chunkweave.conversation.registry._MOST_FORGOTTEN", 2)
+    held = Held(max_conversations=1)
+    held.say(("x", "mine"), tenant="x")
+    for number in range(4):
+        held.say(("y", str(number)), tenant="y")
+    for key, tenant in [(("x", "mine"), "x"), (("y", "2"), "y"), (("y", "1"), "y")]:
+        with pytest.raises(ConversationEndedError):
+            held.conversations.begin(key, tenant=tenant)
+    assert held.conversations.begin(("y", "0"), tenant="y") == ConversationState()
+
+
+def test_a_turn_has_the_number_that_comes_next():
+    held = Held()
+    with pytest.raises(ConversationEndedError):
+        held.conversations.begin(A, turn=2)
+    held.say(A, turn=1)
+    with pytest.raises(ConversationTurnError, match="turn 2"):
+        held.conversations.begin(A, turn=1)
+    assert held.say(A, turn=2).turn_count == 2
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"keep": 1.5}, {"keep": -0.1}, {"max_conversations": 0}, {"idle_s": 0}]
+    "wrong", [{"max_tokens": 0}, {"keep": 1.5}, {"keep": -0.1}, {"max_conversations": 0}, {"share": 0}, {"idle_s": 0}]
 )
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(UsageError):

@@ -236,7 +236,12 @@ def test_the_connector_gets_what_is_not_as_it_is_there():
 
 
 def test_requests_say_what_may_be_said_by_requests():
-    others = {"conversation_id": "whose turn it is", "corpus": "what is asked about", "top_k": "how much of it"}
+    others = {
+        "conversation_id": "whose turn it is",
+        "turn": "which",
+        "corpus": "what is asked about",
+        "top_k": "how much of it",
+    }
     assert set(ReuseField.model_fields) - set(others) == {
         name for name, (_, one) in ALL.items() if Place.REQUEST in one.places
     }

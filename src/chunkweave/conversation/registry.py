@@ -1,5 +1,6 @@
 """The conversations that are going on: a bounded number, each tenant's apart, idle ones forgotten."""
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,11 +10,20 @@ from threading import Lock
 
 from chunkweave.chunking.prompt import PromptPart
 from chunkweave.config import ConversationConfig
-from chunkweave.errors import ConversationBusyError, QueueFullError, UsageError
+from chunkweave.errors import (
+    ConversationBusyError,
+    ConversationEndedError,
+    ConversationTurnError,
+    QueueFullError,
+    UsageError,
+)
 from chunkweave.types import SegmentId
 
 Key = tuple[str, str]
 """(cache salt, conversation id): ids of different tenants never meet."""
+
+_MOST_FORGOTTEN = 16_384
+"""Names of forgotten conversations that are remembered of each tenant, as hashes."""
 
 OnSegments = Callable[[Collection[SegmentId]], None]
 
@@ -62,6 +72,7 @@ class ConversationState:
 class _Entry:
     state: ConversationState
     used_s: float
+    tenant: str
     busy: bool = False
 
 
@@ -69,7 +80,8 @@ class Conversations:
     """The conversations of one engine: `ChunkMap` of CRAFT §4.3, with the turns that hold its chunks.
 
     A turn begins with `begin` and ends with `commit` or `abandon`; in between no other turn of it may begin.
-    Conversations live in this process alone; a restarted one finds segments in its store, not conversations. `kept` is
+    Conversations live in this process alone; a restarted one finds segments in its store, not conversations. Where
+    there are too many, the one idle for longest is forgotten, of a tenant that has more than its share. `kept` is
     called with segments that only conversations can use when they join one, `released` when no conversation has them
     any more: it was cut, expired or closed. Thread-safe; both are called without the lock held.
     """
@@ -88,6 +100,7 @@ class Conversations:
         self._released = released
         self._lock = Lock()
         self._entries: dict[Key, _Entry] = {}  # the one idle for longest first
+        self._forgotten: dict[str, dict[bytes, None]] = {}  # hashes of keys by tenant, the oldest first
         self._holders: Counter[SegmentId] = Counter()
         self._freed: set[SegmentId] = set()
 
@@ -106,27 +119,43 @@ class Conversations:
 
         Raises:
             UsageError: there is one of that key.
-            QueueFullError: there are as many as may be, and all are being answered.
+            QueueFullError: there are as many as may be, and none can be forgotten now.
         """
         with self._changing():
             self._expire()
             if key in self._entries:
                 raise UsageError(f"there is a conversation {key[1]!r} already: go on with it, or close it")
-            self._enter(key, ConversationState(system=system))
+            self._enter(key, "", ConversationState(system=system))
 
-    def begin(self, key: Key) -> ConversationState:
-        """Begin a turn, of a new conversation if there is none of that key.
+    def begin(self, key: Key, *, tenant: str = "", turn: int | None = None) -> ConversationState:
+        """Begin a turn of a `tenant`'s conversation, of a new one if there is none of that key.
+
+        With the number of the `turn`, from 1, that is done for the first turn alone. Without one, a conversation that
+        was forgotten is not begun anew, as long as its name is remembered: `_MOST_FORGOTTEN` are of each tenant.
 
         Raises:
             ConversationBusyError: its last turn has not ended.
-            QueueFullError: there are as many as may be, and all are being answered.
+            ConversationEndedError: it was forgotten, or there is none and this is a later turn.
+            ConversationTurnError: another turn comes next.
+            QueueFullError: there are as many as may be, and none can be forgotten now.
         """
         with self._changing():
             self._expire()
-            entry = self._entries.get(key) or self._enter(key, ConversationState())
+            entry = self._entries.get(key)
+            gone = _digest(key) in self._forgotten.get(tenant, ()) if turn is None else turn > 1
+            if entry is None and gone:
+                raise ConversationEndedError(
+                    f"there is no conversation {key[1]!r} here any more: it was idle for too long, made room for "
+                    f"others, or this process began later; turn 1 begins it anew"
+                )
+            entry = entry or self._enter(key, tenant, ConversationState())
             if entry.busy:
                 raise ConversationBusyError(
                     f"the conversation {key[1]!r} is still being answered: wait for that answer, or abort it"
+                )
+            if turn not in (None, entry.state.turn_count + 1):
+                raise ConversationTurnError(
+                    f"turn {entry.state.turn_count + 1} of the conversation {key[1]!r} comes next here, not turn {turn}"
                 )
             entry.busy = True
             return entry.state
@@ -172,14 +201,32 @@ class Conversations:
             if free:
                 self._released(free)
 
-    def _enter(self, key: Key, state: ConversationState) -> _Entry:
+    def _enter(self, key: Key, tenant: str, state: ConversationState) -> _Entry:
         if len(self._entries) >= self.config.max_conversations:
-            idle = next((other for other, entry in self._entries.items() if not entry.busy), None)
-            if idle is None:
-                raise QueueFullError(f"{len(self._entries)} conversations are being answered, and no more may be")
-            self._drop(idle)
-        entry = self._entries[key] = _Entry(state, self._clock())
+            self._forget(self._dispensable(tenant))
+        self._forgotten.get(tenant, {}).pop(_digest(key), None)
+        entry = self._entries[key] = _Entry(state, self._clock(), tenant)
         return entry
+
+    def _dispensable(self, tenant: str) -> Key:
+        """What makes room for another conversation of `tenant`: the one idle longest of those above their share."""
+        held = Counter(entry.tenant for entry in self._entries.values())
+        held[tenant] += 1
+        equal = self.config.max_conversations // len(held)
+        share = equal if self.config.share is None else min(equal, self.config.share)
+        for key, entry in self._entries.items():
+            if not entry.busy and held[entry.tenant] > share:
+                return key
+        raise QueueFullError(f"there are {len(self._entries)} conversations, and none of them can be forgotten now")
+
+    def _forget(self, key: Key) -> None:
+        entry = self._entries[key]
+        if entry.state.turn_count:
+            forgotten = self._forgotten.setdefault(entry.tenant, {})
+            forgotten[_digest(key)] = None
+            if len(forgotten) > _MOST_FORGOTTEN:
+                del forgotten[next(iter(forgotten))]
+        self._drop(key)
 
     def _rest(self, key: Key, before: ConversationState) -> bool:
         """Whether the turn that began with `before` is still going on; from now on it is not."""
@@ -196,7 +243,7 @@ class Conversations:
         latest = self._clock() - self.config.idle_s
         expired = [key for key, entry in self._entries.items() if not entry.busy and entry.used_s < latest]
         for key in expired:
-            self._drop(key)
+            self._forget(key)
         return len(expired)
 
     def _drop(self, key: Key) -> None:
@@ -208,6 +255,10 @@ class Conversations:
             if self._holders[segment] <= 0:
                 del self._holders[segment]
                 self._freed.add(segment)
+
+
+def _digest(key: Key) -> bytes:
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
 
 
 def _own(turns: Sequence[PastTurn]) -> frozenset[SegmentId]:

@@ -144,6 +144,8 @@ class TurnBuilder:
             UsageError: an empty question or chunk, or a chat template that takes no second turn.
             PromptTooLongError: not even the new turn fits.
             ConversationBusyError: the conversation's last question is still being answered.
+            ConversationEndedError: it was forgotten.
+            ConversationTurnError: the request's is not the turn that comes next.
             QueueFullError: too many conversations are being answered.
         """
         assert request.conversation_id is not None, "a turn is one of a conversation"
@@ -153,7 +155,7 @@ class TurnBuilder:
         question = self._builder.question_part(request.question, limit=limit)
         chunks = self._builder.chunk_parts(request.chunks, cache_salt=request.cache_salt, limit=limit)
         key = (request.cache_salt, request.conversation_id)
-        before = self.conversations.begin(key)
+        before = self.conversations.begin(key, tenant=request.tenant, turn=request.turn)
         try:
             system = before.system if request.system is None else request.system
             opening = self._builder.opening(system=system, cache_salt=request.cache_salt, limit=limit)

@@ -30,7 +30,8 @@ class Request:
     are never found under another. `order` is `free` if the chunks (given best first) may be
     reordered, `fixed` if not; None leaves it to the engine. With a `conversation_id`, one among those of the same salt,
     the question is the next turn of that conversation, or the first of a new one; `system=None` is then the
-    conversation's own instruction.
+    conversation's own instruction. Who says the number of the `turn`, from 1, is refused where another one comes next.
+    Conversations are shared out by `tenant`.
     """
 
     question: str
@@ -40,6 +41,8 @@ class Request:
     cache_salt: str = ""
     order: str | None = None
     conversation_id: str | None = None
+    turn: int | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from chunkweave.server.corpora import Corpora
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import Slot, TenantCounts, TenantLimits
 from chunkweave.server.observability import Observer, RequestMeta
-from chunkweave.server.requests import CompletionBody, check_earlier, check_limits, chunks_of
+from chunkweave.server.requests import CompletionBody, check_limits, chunks_of, turn_of
 from chunkweave.server.settings import LimitSettings
 from chunkweave.types import Chunk
 
@@ -206,12 +206,20 @@ class Answering:
         reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
         self._parts.check(body)
         most_tokens = check_limits(body, self._settings, calibrated=self._parts.calibrated)
-        check_earlier(self._parts.conversations, reuse.conversation_id, salt, earlier=question.earlier)
+        turn = turn_of(body, question)
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
 
         async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> BackendAnswer:
             request = Request(
-                question.text, chunks, question.system, sampling, salt, reuse.order, reuse.conversation_id
+                question.text,
+                chunks,
+                question.system,
+                sampling,
+                salt,
+                reuse.order,
+                reuse.conversation_id,
+                turn,
+                tenant.name,
             )
             submission = Submission(request, reuse.method_request, body, arrived_s, tenant.name)
             answer = await self._backend.submit(submission, speculative=speculative)

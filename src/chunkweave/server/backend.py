@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chunkweave.chunking.tokenizer import TextTokenizer
-from chunkweave.conversation.registry import Conversations
 from chunkweave.engine.request import Request as EngineRequest
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import MethodRequest
@@ -111,7 +110,6 @@ class BackendParts:
     """What a backend has once it has started, for the server to work with."""
 
     tokenizer: TextTokenizer
-    conversations: Conversations
     calibrated: bool
     """Whether a request may name a quality."""
     check: Callable[[CompletionBody], None]

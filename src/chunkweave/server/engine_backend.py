@@ -111,7 +111,6 @@ class EngineBackend:
         self._cache = CacheCommands(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
         return BackendParts(
             engine.loaded.tokenizer,
-            engine.conversations,
             engine.calibration is not None,
             self._check,
             self._threads,

@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException
 from chunkweave.errors import (
     ChunkweaveError,
     ConversationBusyError,
+    ConversationEndedError,
+    ConversationTurnError,
     CorpusError,
     DeadlineError,
     DocumentError,
@@ -36,10 +38,14 @@ _CLIENTS: Mapping[type[ChunkweaveError], tuple[int, str | None]] = {
     UnknownDocumentError: (404, "document_not_found"),
     DuplicateDocumentError: (409, "document_exists"),
     ConversationBusyError: (409, "conversation_busy"),
+    ConversationTurnError: (409, "conversation_mismatch"),
+    ConversationEndedError: (404, "conversation_not_found"),
     UsageError: (400, None),
     DocumentError: (400, None),
 }
 """Status and code of errors that a client can mend, subclasses first. It gets their message."""
+
+_CONVERSATIONS = (ConversationBusyError, ConversationTurnError, ConversationEndedError)
 
 _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
     QueueFullError: (503, "the server has too much to do; try again", "overloaded", 1),
@@ -88,7 +94,7 @@ def http_error_of(error: Exception) -> HttpError:
         return error
     for kind, (status, code) in _CLIENTS.items():
         if isinstance(error, kind):
-            param = "chunkweave.conversation_id" if kind is ConversationBusyError else None
+            param = "chunkweave.conversation_id" if kind in _CONVERSATIONS else None
             return HttpError(status, str(error), code=code, param=param)
     for kind, (status, message, code, retry_after_s) in _SERVERS.items():
         if isinstance(error, kind):
@@ -157,7 +163,7 @@ _MEANINGS = {
     400: "the request is wrong; the message names the field",
     403: "not allowed",
     404: "not found",
-    409: "it is there already",
+    409: "it is there already; or a conversation is busy, or another turn of it comes next",
     413: "too large",
     429: "too many requests; see Retry-After",
     501: "this backend does not do that",

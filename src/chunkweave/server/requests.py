@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from chunkweave.conversation.registry import Conversations
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import METHODS
@@ -115,6 +114,7 @@ class ReuseField(Body):
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
     conversation_id: Name | None = None
+    turn: Annotated[int, Field(ge=1)] | None = None
     corpus: Name | None = None
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
 
@@ -124,6 +124,12 @@ class ReuseField(Body):
         if isinstance(data, dict):
             refuse_unknown_keys(data, cls.model_fields)
         return data
+
+    @model_validator(mode="after")
+    def _turn_of_one(self) -> "ReuseField":
+        if self.turn is not None and self.conversation_id is None:
+            raise ValueError("turn can only be given with conversation_id")
+        return self
 
     @property
     def method_request(self) -> MethodRequest:
@@ -393,22 +399,17 @@ def check_documents(count: int, limits: LimitSettings) -> None:
         raise HttpError(400, message, param="documents", code="too_many_documents")
 
 
-def check_earlier(conversations: Conversations, conversation_id: str | None, salt: str, *, earlier: int) -> None:
-    """Earlier turns are kept here: what a client sends of them can only be held against that.
+def turn_of(body: CompletionBody, question: Question) -> int | None:
+    """The number of the conversation's turn, from 1, if the request says it or sends the earlier questions.
 
     Raises:
-        HttpError: 409, the conversation here has had more or fewer than `earlier` questions.
+        HttpError: 400, it says two different ones.
     """
-    if conversation_id is None or not earlier:
-        return
-    state = conversations.state((salt, conversation_id))
-    turns = 0 if state is None else state.turn_count
-    if earlier != turns:
-        message = (
-            f"the messages hold {earlier} earlier questions, but this conversation has had {turns} here: "
-            f"send the last message alone to go on from those, or take a new conversation_id"
-        )
-        raise HttpError(409, message, param="messages", code="conversation_mismatch")
+    said, sent = body.chunkweave.turn, question.earlier + 1 if question.earlier else None
+    if None not in (said, sent) and said != sent:
+        message = f"chunkweave.turn is {said}, but the messages hold {question.earlier} earlier questions"
+        raise HttpError(400, message, param="chunkweave.turn")
+    return sent if said is None else said
 
 
 def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:

@@ -89,13 +89,13 @@ class AnswerRoute(APIRoute):
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
 
 
-@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
+@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
 async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
     """Answer the user's message over `documents`, over what a corpus has about it, or over nothing."""
     return await _answered(body, request, service, parts, tenant)
 
 
-@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 429, 503, 504)})
+@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
 async def complete(
     body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
 ) -> Response:

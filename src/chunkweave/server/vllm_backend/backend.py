@@ -98,7 +98,6 @@ class VllmBackend:
         self.fleet = fleet
         return BackendParts(
             tokenizer,
-            preparer.conversations,
             preparer.chooser.record is not None,
             self._check,
             self._threads,
