@@ -47,7 +47,7 @@ from chunkweave.eval.results import (
 )
 from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.summaries import NOT_WORSE, summarize_quality
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.eval.worlds.world import world_examples
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops

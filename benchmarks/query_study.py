@@ -31,7 +31,7 @@ from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import QualityConfig, answer_questions
 from chunkweave.eval.results import BenchmarkResult, check_writable, commit, write_json
 from chunkweave.eval.scores import best_scores
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.eval.worlds.records import Request, Split
 from chunkweave.eval.worlds.world import world_requests
 from chunkweave.planning.method import ReuseMethod, make_method

@@ -15,7 +15,7 @@ from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, 
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.fidelity import make_tasks
 from chunkweave.eval.summaries import FidelitySample
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.planning.calibration import (
     BOUNDS,
     CALIBRATION_FILE,
@@ -104,7 +104,8 @@ def test_alpha_is_fitted_over_chunks_in_contexts_too_each_way_in_a_store_of_its_
 
 
 def test_earlier_queries_warm_the_store_and_are_not_measured(model):
-    config = CalibrationConfig(methods=("epic",), ratios=(0.3,), warm=(Warmth(1),), chunks=3, new_tokens=3)
+    earlier = (Warmth.parse("queries:1"),)
+    config = CalibrationConfig(methods=("epic",), ratios=(0.3,), warm=earlier, chunks=3, new_tokens=3)
     engine = Engine(model)
     assert config.earlier == 1
     assert len(measured(engine, config)) == 2

@@ -5,7 +5,8 @@ from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
-from chunkweave.eval.ttft import TtftConfig, Warmth, first_tokens, make_workload, measure
+from chunkweave.eval.ttft import TtftConfig, first_tokens, make_workload, measure
+from chunkweave.eval.warming import Warmth
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 
@@ -108,7 +109,7 @@ def test_the_hugging_face_forward_gives_the_token_that_full_gives():
 
 def test_progress_reaches_its_total():
     engine = Engine(toy_model())
-    settings = config(warm=Warmth(2), questions=2)
+    settings = config(warm=Warmth.parse("queries:2"), questions=2)
     steps = []
     list(measure(engine, make_workload(examples(), engine, settings), settings, lambda *step: steps.append(step)))
     total = 2 + 5 + 2 * 5
@@ -124,7 +125,7 @@ def test_the_seed_draws_the_questions():
 
 @pytest.mark.parametrize("text", ["", "cold", "queries", "queries:", "queries:0", "queries:-1", "queries:x", "alone:3"])
 def test_unknown_ways_to_warm_are_refused(text):
-    with pytest.raises(UsageError, match="alone, instruction, contexts:N, first:N or queries:N"):
+    with pytest.raises(UsageError, match="alone, instruction, contexts:N, first:N, queries:N"):
         Warmth.parse(text)
 
 

@@ -28,7 +28,7 @@ from chunkweave.eval.fidelity import (
 )
 from chunkweave.eval.results import QuestionLog
 from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
 from tests.integration.command_line import invoke
@@ -209,7 +209,7 @@ def test_prefix_caching_works_where_earlier_requests_began_alike():
 
 
 def test_baselines_of_another_prompt_are_compared_by_their_answers_alone(monkeypatch):
-    monkeypatch.setattr(fidelity, "TOGETHER", 1)  # so that some groups have a baseline only
+    monkeypatch.setattr(fidelity, "HELD", 1)
     engine = Engine(toy_model())
     config = _config("compress@1", "compress@0.3", "map-rerank", "map-reduce@4", free=2)
     tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:3], config)

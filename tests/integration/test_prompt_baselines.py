@@ -22,7 +22,7 @@ from chunkweave.eval.prompt_baselines import (
 )
 from chunkweave.eval.quality import QualityConfig, measure_quality
 from chunkweave.eval.summaries import summarize_quality
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.eval.worlds.records import QuestionKind
 from chunkweave.eval.worlds.world import world_examples
 from chunkweave.planning.method import make_method
@@ -255,7 +255,7 @@ def test_they_stand_beside_the_methods_of_a_benchmark(engine):
         assert rows[label].ttft_s > 0.0
         own = [sample for sample in samples if sample.contender == label]
         assert rows[label].f1 == pytest.approx(fmean(sample.scores["f1"] for sample in own))
-    earlier = list(measure_quality(engine, EXAMPLES, replace(config, warm=Warmth(2))))
+    earlier = list(measure_quality(engine, EXAMPLES, replace(config, warm=Warmth.parse("queries:2"))))
     assert {sample.question for sample in earlier} == {0}
     assert len(earlier) == 6
 

@@ -7,7 +7,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import QualityConfig, measure_quality
 from chunkweave.eval.summaries import summarize_quality
-from chunkweave.eval.ttft import Warmth
+from chunkweave.eval.warming import Warmth
 from chunkweave.testing import toy_model
 
 EXAMPLES = [
@@ -48,14 +48,14 @@ def test_contenders_answer_like_the_engine_and_store_nothing():
 
 def test_earlier_queries_warm_the_store_in_context():
     engine = Engine(toy_model())
-    config = QualityConfig(methods=("prefix",), warm=Warmth(2), max_new_tokens=2)
+    config = QualityConfig(methods=("prefix",), warm=Warmth.parse("queries:2"), max_new_tokens=2)
     samples = list(measure_quality(engine, EXAMPLES, config))
     assert {sample.question for sample in samples} == {0}
     prefix = next(sample for sample in samples if sample.contender == "prefix")
     assert prefix.report.prefix_exact_tokens > 20
 
 
-@pytest.mark.parametrize("warm", [Warmth(), Warmth(1)], ids=str)
+@pytest.mark.parametrize("warm", [Warmth(), Warmth.parse("queries:1")], ids=str)
 def test_what_is_warmed_has_the_profiles_that_some_contenders_read(warm):
     engine = Engine(toy_model())
     list(measure_quality(engine, EXAMPLES, QualityConfig(methods=("cachecraft",), warm=warm, max_new_tokens=1)))

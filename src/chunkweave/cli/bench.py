@@ -118,7 +118,8 @@ def ttft(
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
     model.named()
     model.bound_threads()
-    from chunkweave.eval.ttft import TtftConfig, Warmth, make_workload
+    from chunkweave.eval.ttft import TtftConfig, make_workload
+    from chunkweave.eval.warming import Warmth
 
     seed = model.seed
     config = TtftConfig(

@@ -78,7 +78,7 @@ class _TargetOptions:
             UsageError: a list, a target or a way to warm the store is none, or a method has nothing to calibrate.
         """
         from chunkweave.eval.calibration import ALPHAS, RATIOS, CalibrationConfig
-        from chunkweave.eval.ttft import Warmth
+        from chunkweave.eval.warming import Warmth
 
         ratios = self.recompute_ratio
         return CalibrationConfig(

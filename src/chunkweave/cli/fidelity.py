@@ -18,14 +18,9 @@ from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
+from chunkweave.eval.plots import plot_deviations, plot_fidelity
 from chunkweave.eval.results import QuestionLog, check_writable
-from chunkweave.eval.summaries import (
-    FidelityRow,
-    FidelitySample,
-    plot_deviations,
-    plot_fidelity,
-    summarize_fidelity,
-)
+from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.planning import methods as reuse_methods
 
 if TYPE_CHECKING:
@@ -162,7 +157,7 @@ def fidelity(
     model.named()
     model.bound_threads()
     from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
-    from chunkweave.eval.ttft import Warmth
+    from chunkweave.eval.warming import Warmth
 
     config = FidelityConfig(
         methods=options.names(methods),

@@ -120,7 +120,7 @@ def quality(
         check_writable(plot)
     model.named()
     from chunkweave.eval.quality import QualityConfig
-    from chunkweave.eval.ttft import Warmth
+    from chunkweave.eval.warming import Warmth
 
     config = QualityConfig(
         methods=options.names(methods),
@@ -184,7 +184,7 @@ def _measure_deviations(
 def _draw(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> None:
     """F1 against recompute fraction."""
     if plot is not None:
-        from chunkweave.eval.summaries import plot_quality
+        from chunkweave.eval.plots import plot_quality
 
         plot_quality(rows, plot, f"{rows[0].questions} questions, warm {config.warm}")
 

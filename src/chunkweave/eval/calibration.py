@@ -19,7 +19,8 @@ from chunkweave.eval.datasets import Example, digest_of
 from chunkweave.eval.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, measure_fidelity, warm_by_earlier
 from chunkweave.eval.results import commit, machine, versions
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
-from chunkweave.eval.ttft import Progress, Warmth
+from chunkweave.eval.ttft import Progress
+from chunkweave.eval.warming import Warmth
 from chunkweave.planning.calibration import (
     BOUNDS,
     Bounds,
@@ -66,7 +67,7 @@ class CalibrationConfig:
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: dict(BOUNDS))
     warm: tuple[Warmth, ...] = (Warmth(),)
-    alpha_warm: tuple[Warmth, ...] = (Warmth(contexts=2),)
+    alpha_warm: tuple[Warmth, ...] = (Warmth.parse("contexts:2"),)
     chunks: int = 6
     chunk_tokens: int = 0
     new_tokens: int = 16

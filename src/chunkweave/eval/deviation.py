@@ -17,7 +17,8 @@ from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.eval.fidelity import FULL_REUSE, REFERENCE
 from chunkweave.eval.scores import mean_interval, ratio_interval
-from chunkweave.eval.ttft import Progress, Warmth, company_of
+from chunkweave.eval.ttft import Progress
+from chunkweave.eval.warming import Warmth, company_of
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource

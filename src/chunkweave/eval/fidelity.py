@@ -26,10 +26,10 @@ from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import Example, PromptMaker
 from chunkweave.eval.decoding import answer_text, decode_greedily
 from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
-from chunkweave.eval.quality import TOGETHER
 from chunkweave.eval.scores import f1
 from chunkweave.eval.summaries import FidelitySample
-from chunkweave.eval.ttft import Contender, Progress, Warmth, company_of, prefill_and_store, woven_prefill
+from chunkweave.eval.ttft import Contender, Progress, woven_prefill
+from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
@@ -43,6 +43,9 @@ SLICED = "full-in-slices"
 """Full prefill once more, `SLICE_TOKENS` at a time: as far from full prefill as arithmetic alone takes one."""
 
 SLICE_TOKENS = 256
+
+HELD = 16
+"""Most contenders whose caches of one question are held while full prefill has not had its turn."""
 
 EXACT = (SLICED, "prefix")
 """Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
@@ -277,11 +280,11 @@ def measure_fidelity(
 
 
 def _taking_turns(labels: Sequence[str], index: int) -> list[str]:
-    """Each goes first once in so many tasks as there are; full prefill is always in the first group."""
+    """Each goes first once in so many tasks as there are; full prefill is always among the first `HELD`."""
     turn = index % len(labels)
     order = [*labels[turn:], *labels[:turn]]
     order.remove(REFERENCE)
-    order.insert((len(labels) - turn) % len(labels) % TOGETHER, REFERENCE)
+    order.insert((len(labels) - turn) % len(labels) % HELD, REFERENCE)
     return order
 
 
@@ -323,21 +326,22 @@ class _Question:
         self._expected = torch.empty(0)
 
     def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
-        """All of `order`, one after the other; full prefill is among the first `TOGETHER`."""
+        """All of `order`, one after the other; those that come before full prefill wait for what it says."""
         found: dict[str, FidelitySample] = {}
-        for start in range(0, len(order), TOGETHER):
-            ran = {label: self._run(label) for label in order[start : start + TOGETHER]}
-            if REFERENCE in ran:
-                full = ran[REFERENCE].prefilled
-                self._continuation = decode_greedily(self._engine, [full], self._config.new_tokens)[0].token_ids
+        held: dict[str, _Ran] = {}
+        for label in order:
+            held[label] = self._run(label)
+            if label == REFERENCE:
+                full = held[label].prefilled
+                self._continuation = self._decoded(full)
                 self._expected = self._behind(full, follows=True)[0]
-                ran[REFERENCE] = replace(ran[REFERENCE], decoded=self._continuation if self._free else None)
-            for label, one in ran.items():
-                if self._free and one.decoded is None:
-                    [decoded] = decode_greedily(self._engine, [one.prefilled], self._config.new_tokens)
-                    ran[label] = replace(one, decoded=decoded.token_ids)
-            found |= {label: self._sample(one) for label, one in ran.items()}
+            if self._continuation:
+                found |= {ran: self._sample(ran, one) for ran, one in held.items()}
+                held.clear()
         return found
+
+    def _decoded(self, prefilled: Prefilled) -> tuple[int, ...]:
+        return decode_greedily(self._engine, [prefilled], self._config.new_tokens)[0].token_ids
 
     def _run(self, label: str) -> _Ran:
         prompt, baseline = self._task.prompt, self._contenders.baselines.get(label)
@@ -363,8 +367,11 @@ class _Question:
         wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
         return list(log_probabilities(self._model, one, *wanted))
 
-    def _sample(self, one: _Ran) -> FidelitySample:
+    def _sample(self, label: str, one: _Ran) -> FidelitySample:
         answers, answer_ids = self._task.answers, self._task.answer_ids
+        decoded = one.decoded
+        if self._free and decoded is None:
+            decoded = self._continuation if label == REFERENCE else self._decoded(one.prefilled)
         found = self._behind(one.prefilled, follows=one.follows)
         kl: list[float] = []
         agrees: list[bool] = []
@@ -372,12 +379,12 @@ class _Question:
             own = found.pop(0)
             kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
             agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
-        text = None if one.decoded is None else answer_text(self._engine, one.decoded)
+        text = None if decoded is None else answer_text(self._engine, decoded)
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
             answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
-            identical=None if one.decoded is None else one.decoded == self._continuation,
+            identical=None if decoded is None else decoded == self._continuation,
             f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
             ttft_s=one.report.ttft_s,
             flops_limit=one.report.flops_limit,

@@ -14,7 +14,8 @@ from chunkweave.eval.decoding import answer_text, decode_greedily
 from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave.eval.scores import best_scores
 from chunkweave.eval.summaries import QualitySample
-from chunkweave.eval.ttft import Progress, Warmth, prefill_and_store
+from chunkweave.eval.ttft import Progress
+from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 
@@ -118,8 +119,7 @@ def answer_questions(
     for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
         if wanted:
             prompt = _prompt(engine, example)
-            others = [measured[(index + step) % len(measured)] for step in (1, 2)] if warm.in_company else []
-            warm.prepare(engine, prompt, [_prompt(engine, other) for other in others])
+            warm.prepare(engine, prompt, [_prompt(engine, other) for other in company_of(measured, index)])
             labels = list(wanted)
             for first in range(0, len(labels), TOGETHER):
                 some = {label: wanted[label] for label in labels[first : first + TOGETHER]}

@@ -1,13 +1,11 @@
-"""What the samples of benchmarks say: one row a contender, and their plots. Imports no torch."""
+"""What the samples of benchmarks say: one row a contender. Imports no torch."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval
 from chunkweave.metrics import ReuseReport
@@ -379,143 +377,3 @@ def _fidelity_row(label: str, samples: Sequence[Mapping[str, FidelitySample]], v
 
 def _ends(interval: Interval | None) -> tuple[float | None, float | None, float | None]:
     return (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)
-
-
-def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
-    """Mean divergence against speed-up, a line a method from least to most recomputation; a PNG at `path`.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    figure, axes = _figure()
-    by_name = {row.method: row for row in rows if row.kl is not None and row.speedup is not None}
-    lines: dict[str, list[FidelityRow]] = defaultdict(list)
-    for row in by_name.values():
-        if row.method not in ("full", "full-in-slices"):
-            lines[row.method.partition("@")[0]].append(row)
-    for name, points in lines.items():
-        points.sort(key=lambda row: row.recompute_fraction or 0.0)
-        kl = [(row.kl or 0.0, row.kl_low or 0.0, row.kl_high or 0.0) for row in points]
-        axes.errorbar(
-            [row.speedup for row in points],
-            [mean for mean, _, _ in kl],
-            yerr=[[mean - low for mean, low, _ in kl], [high - mean for mean, _, high in kl]],
-            marker="o",
-            capsize=2,
-            linewidth=1.5,
-            label=name,
-        )
-    if "full-in-slices" in by_name:
-        axes.axhline(by_name["full-in-slices"].kl, color="black", linewidth=1, label="noise floor: full in slices")
-    axes.set_yscale("log")
-    axes.set_xlabel("first token, times sooner than full prefill (median over questions)")
-    axes.set_ylabel("mean KL(full prefill || method), nats")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png")
-
-
-def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path: Path, title: str) -> None:
-    """CacheBlend's Figures 6 to 8 of what `summarize_deviations` found, a PNG at `path`.
-
-    Left: attention deviation as more tokens are recomputed, with the methods of `rows` at their recompute fractions.
-    Middle: how the tokens' KV deviation is distributed on some layers. Right: how far one layer's ranking of the tokens
-    holds on another.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    figures, deviation = found["figures"], found["deviation"]
-    figure, (left, middle, right) = _figure(panels=3)
-    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for point in figures["attention"]:
-        lines[point["tokens"]].append(point)
-    for name, points in lines.items():
-        means = [point["mean"] for point in points]
-        spread = [[p["mean"] - p["mean_low"] for p in points], [p["mean_high"] - p["mean"] for p in points]]
-        shares = [point["ratio"] for point in points]
-        left.errorbar(
-            shares,
-            means,
-            yerr=spread,
-            marker="o",
-            capsize=2,
-            label=f"{name} tokens" if name == "random" else f"{name} KV deviation",
-        )
-    for row in rows:
-        if row.method in deviation and row.recompute_fraction:
-            at = row.recompute_fraction, fmean(deviation[row.method]["attention"])
-            left.plot(*at, marker="x", color="black", linestyle="none")
-            left.annotate(row.method, at, xytext=(3, 3), textcoords="offset points", fontsize=7)
-    left.set(
-        xlabel="share of the reused tokens recomputed", ylabel="attention deviation, mean of layers", ylim=(0, None)
-    )
-    layers = len(figures["kv"]["quantiles"])
-    for layer in dict.fromkeys((1, layers // 4, layers // 2, layers - 1)):
-        middle.plot(figures["kv"]["quantiles"][layer], figures["kv"]["shares"], label=f"layer {layer}")
-    middle.set(xscale="log", xlabel="KV deviation of a token (L2)", ylabel="share of the tokens below")
-    for name, first, label in (("next", 1, "and the next"), ("first", 2, "and layer 1")):
-        values = figures["rank_correlation"][name]
-        right.plot(range(first, first + len(values)), values, marker="o", markersize=3, label=f"the layer {label}")
-    right.set(xlabel="layer", ylabel="Spearman's rank correlation of KV deviation", ylim=(None, 1))
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(title)
-    figure.savefig(path, format="png")
-
-
-def _figure(panels: int = 1) -> tuple[Any, Any]:
-    """An empty figure and its axes, those of several panels in a row.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("plots need matplotlib: pip install 'chunkweave[bench]'") from error
-    figure = Figure(figsize=(7.2 if panels == 1 else 4.8 * panels, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, panels)
-
-
-def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals; a PNG at `path`.
-
-    Full prefill and prompt baselines, which have no such fraction, are horizontal.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    figure, axes = _figure()
-    lines: dict[str, list[QualityRow]] = defaultdict(list)
-    baselines = [row for row in rows if row.recompute_fraction is None]
-    for row in rows:
-        if row not in baselines:
-            lines[row.method.partition("@")[0]].append(row)
-    for name, points in lines.items():
-        points.sort(key=lambda row: row.recompute_fraction or 0.0)
-        if name in ("full", "prefix"):
-            if name == "full":
-                axes.axhline(points[0].f1, color="black", linewidth=1, label="full prefill")
-            continue
-        axes.errorbar(
-            [row.recompute_fraction or 0.0 for row in points],
-            [row.f1 for row in points],
-            yerr=[[row.f1 - row.f1_low for row in points], [row.f1_high - row.f1 for row in points]],
-            marker="o",
-            capsize=2,
-            linewidth=1.5,
-            label=name,
-        )
-    for number, row in enumerate(baselines):
-        axes.axhline(row.f1, color=f"C{9 - number % 10}", linewidth=1, linestyle=":", label=row.method)
-    axes.set_xlabel("recompute fraction (share of reused-chunk tokens x layers computed again)")
-    axes.set_ylabel("F1")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png")

@@ -2,25 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Any
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
+from chunkweave.eval.datasets import Example, PromptMaker
 from chunkweave.eval.summaries import TtftSample
+from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.store.records import segment_id
+from chunkweave.planning.method import ReuseMethod
 
 REFERENCE = "full"
 """What speed-ups are measured against; always among the contenders."""
@@ -30,120 +29,6 @@ HF_REFERENCE = "hf-forward"
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) after every measured or warming step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Warmth:
-    """How the store is filled before anything is measured; the instruction is always there.
-
-    By default every chunk is computed by itself, with nothing before it or `behind_instruction`. With `queries` that
-    many earlier requests of the data set fill the store, prefilled in full and stored as a request's chunks are: each
-    in its own context; chunks that none of them had are new. With `contexts` each chunk of a question was in that many
-    earlier requests, together with others of the same question and of other questions, in an order of their own. With
-    `first` an earlier request began with that many of a question's first chunks, which is where prefix caching works,
-    and another had the rest.
-    """
-
-    queries: int = 0
-    behind_instruction: bool = False
-    contexts: int = 0
-    first: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction`, `contexts:N`, `first:N` or `queries:N`.
-
-        Raises:
-            UsageError: none of them.
-        """
-        if text in ("alone", "instruction"):
-            return cls(behind_instruction=text == "instruction")
-        kind, _, count = text.partition(":")
-        if kind not in ("queries", "contexts", "first") or not count.isdecimal() or int(count) < 1:
-            raise UsageError(
-                f"not a way to warm the store: {text!r}; write alone, instruction, contexts:N, first:N or queries:N "
-                "with N from 1 on"
-            )
-        made: dict[str, Any] = {kind: int(count)}
-        return cls(**made)
-
-    def __str__(self) -> str:
-        counted = {"queries": self.queries, "contexts": self.contexts, "first": self.first}
-        named = next((f"{kind}:{count}" for kind, count in counted.items() if count), None)
-        return named or ("instruction" if self.behind_instruction else "alone")
-
-    @property
-    def in_company(self) -> bool:
-        """Whether earlier requests have chunks of other questions too."""
-        return bool(self.contexts or self.first)
-
-    def prepare(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = ()) -> None:
-        """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
-
-        Nothing where earlier requests of the data set fill the store. Company in `contexts` comes from `others`.
-        """
-        if self.queries:
-            return
-        with engine.store.lease(engine.store.lookup(prompt)):
-            for request in self._requests(prompt, others):
-                wanted = zip(request.parts, request.contexts(), strict=True)
-                if any(part.id and segment_id(part.id, context) not in engine.store for part, context in wanted):
-                    prefill_and_store(engine, request)
-
-    def _requests(self, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
-        if self.first:
-            return list(_beginning_alike(prompt, others, self.first))
-        if self.contexts:
-            return list(_in_company(prompt, others, self.contexts))
-        return alone_prompts(prompt, behind_instruction=self.behind_instruction)
-
-
-def company_of(prompts: Sequence[Prompt], index: int) -> list[Prompt]:
-    """The two prompts behind one, around the end: their chunks are the company in `contexts` and `first`."""
-    return [prompts[(index + step) % len(prompts)] for step in (1, 2)]
-
-
-def _in_company(prompt: Prompt, others: Sequence[Prompt], rounds: int) -> Iterator[Prompt]:
-    """In each round two requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
-
-    Drawn with what the chunks are, so the same in every call.
-    """
-    opening, own, strangers, rng = _cast(prompt, others)
-    for _ in range(rounds):
-        rng.shuffle(own)
-        half = (len(own) + 1) // 2
-        for mine in (own[:half], own[half:]):
-            request = mine + rng.sample(strangers, min(len(strangers), len(own) - len(mine)))
-            rng.shuffle(request)
-            if mine:
-                yield Prompt((*opening, *request))
-
-
-def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> Iterator[Prompt]:
-    """A request that begins with the first chunks of `prompt` and goes on with others', and one with the rest."""
-    opening, own, strangers, rng = _cast(prompt, others)
-    same, rest = own[:first], own[first:]
-    yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
-    if rest:
-        request = rest + rng.sample(strangers, min(len(strangers), len(same)))
-        rng.shuffle(request)
-        yield Prompt((*opening, *request))
-
-
-def _cast(
-    prompt: Prompt, others: Sequence[Prompt]
-) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
-    """What opens a prompt, its chunks in order, chunks of others that it has not, and what to draw with."""
-    opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
-    own = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
-    company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
-    strangers = [part for key, part in company.items() if key not in {part.id for part in own}]
-    return opening, own, strangers, Random(" ".join(str(part.id) for part in own))
-
-
-def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
-    """Prefill in full and keep every part as it was computed, and what it attended to for contenders that read that."""
-    engine.runner.store_new(engine.runner.prefill(prompt, make_method(REFERENCE), profiles=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +44,7 @@ class TtftConfig:
     check_layers: tuple[int, ...] = (1,)
     chunks: int = 6
     chunk_tokens: int = 512
-    warm: Warmth = Warmth()
+    warm: Warmth = field(default_factory=Warmth)
     questions: int = 10
     seed: int = 0
     hf_reference: bool = True
