@@ -24,6 +24,7 @@ ChunkweaveError
 ├── CorpusError            a corpus cannot be used: its files are missing or damaged, or another process writes it
 │   ├── EmbedderMismatchError  corpus or index was made by another embedder: open it with that one
 │   └── DimensionMismatchError vectors are not as wide as those of the index
+├── NotRemovedError        what was to be removed is still there, though not used: let it be removed, and ask again
 └── StoreError             the segment store's own invariants are broken (a bug: please report it)
 
 A cache miss is not an error, and neither is a segment that cannot be stored.
@@ -124,6 +125,24 @@ class EmbedderMismatchError(CorpusError):
 
 class DimensionMismatchError(CorpusError):
     """Vectors have another number of columns than the index or the embedder says."""
+
+
+class NotRemovedError(ChunkweaveError):
+    """Of KV that was to be removed, copies are still there. They are not used any more.
+
+    `removed` copies are gone, `left` are not, which is tried again whenever something is stored. With `lasting` a store
+    that is opened later does not use them either.
+    """
+
+    def __init__(self, removed: int, left: int, *, lasting: bool) -> None:
+        until = "" if lasting else " until this process ends, since that could not be noted on disk"
+        super().__init__(
+            f"{left} stored segments cannot be removed now; they are not used{until or ' any more'}, and it is tried "
+            f"again. {removed} were removed"
+        )
+        self.removed = removed
+        self.left = left
+        self.lasting = lasting
 
 
 class StoreError(ChunkweaveError):

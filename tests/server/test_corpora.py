@@ -96,6 +96,74 @@ def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_pa
     assert list((tmp_path / "data").rglob("*.jsonl")) == []
 
 
+@pytest.fixture
+def undeletable(monkeypatch) -> list[Path]:
+    """From now on no segment's file can be removed. What was tried; cleared, files can be removed again."""
+    tried, unlink = [Path()], Path.unlink
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        if tried and path.suffix == ".safetensors":
+            tried.append(path)
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    return tried
+
+
+@pytest.mark.backend("engine")
+def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Serve, tmp_path: Path, undeletable):
+    store, body = StoreConfig(cache_dir=tmp_path), {"documents": [FERRY]}
+    client = serve(store=store)
+    client.post("/v1/cache/warm", json=body)
+    assert client.engine.store.flush(10)
+    [file] = tmp_path.rglob("*.safetensors")
+    for removed in (1, 0):  # in memory the first time
+        refused = client.post("/v1/cache/clear", json=body)
+        assert (refused.status_code, int(refused.headers["retry-after"])) == (503, 30)
+        assert refused.json()["error"]["code"] == "not_removed"
+        assert (refused.json()["segments_removed"], refused.json()["segments_left"]) == (removed, 1)
+    assert client.post("/v1/cache/clear", json={"documents": [CHOIR]}).json() == {"segments_removed": 0}
+    assert client.post("/v1/cache/clear", json={"everything": True}).json()["error"]["code"] == "not_removed"
+
+    restarted = serve(store=store)
+    assert restarted.engine.store.stats.undeletable == 1
+    assert restarted.post("/v1/cache/clear", json=body).json()["segments_left"] == 1
+    assert restarted.ask(**body, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert restarted.post("/v1/cache/warm", json=body).json()["computed"] == 1
+    assert restarted.engine.store.flush(10)
+    assert restarted.engine.store.stats.undeletable == 0, "what was computed since has replaced it"
+    restarted.post("/v1/cache/clear", json=body)
+
+    undeletable.clear()
+    assert file.exists()
+    assert serve(store=store).post("/v1/cache/clear", json=body).json() == {"segments_removed": 0}
+    assert not file.exists(), "removed when the server started"
+
+
+@pytest.mark.backend("engine")
+def test_documents_and_corpora_whose_kv_cannot_be_removed(serve: Serve, tmp_path: Path, undeletable):
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data")
+    client.post("/v1/corpora", json={"name": "notes"})
+    documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}, {"id": "tower", "text": TOWER}]
+    client.post("/v1/corpora/notes/documents", json={"documents": documents})
+    client.post("/v1/cache/warm", json={"corpus": "notes"})
+    assert client.engine.store.flush(10)
+    changed = {"documents": [{"id": "tower", "text": "The tower has no steps."}], "update": True}
+    replaced = client.post("/v1/corpora/notes/documents", json=changed)
+    assert replaced.status_code == 200
+    assert (replaced.json()["segments_removed"], replaced.json()["segments_left"]) == (1, 1)
+    for path in ("notes/documents/choir", "notes"):
+        refused = client.delete(f"/v1/corpora/{path}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+        assert (refused.json()["segments_removed"], refused.json()["segments_left"]) == (1, 1)
+        assert client.get(f"/v1/corpora/{path.partition('/doc')[0]}").status_code == (200 if "/" in path else 404)
+    undeletable.clear()
+    for text in (FERRY, CHOIR, TOWER):
+        assert client.post("/v1/cache/clear", json={"documents": [text.strip()]}).json() == {"segments_removed": 1}
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 @pytest.mark.backend("engine")
 def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(notes: Client, monkeypatch):
     forgotten = []

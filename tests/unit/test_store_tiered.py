@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable
-from threading import Event
+from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import NotRemovedError, UsageError
+from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter, Write
-from chunkweave.types import ChunkId
+from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (
     Clock,
     FaultyTier,
@@ -261,6 +263,130 @@ def test_a_removal_in_the_middle_of_a_write_wins() -> None:
     assert not disk.payloads()
     assert id_of("A") not in store
     store.check()
+
+
+class Undeletable(SharedFaultyTier):
+    """One whose copies cannot be removed, as files of a folder that cannot be written."""
+
+    stuck = True
+
+    def delete(self, segment: SegmentId) -> None:
+        if self.stuck:
+            raise PermissionError("not yours to remove")
+        super().delete(segment)
+
+
+class OnDisk:
+    """Stores, one after the other or beside each other, over one disk that removes nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.disk = Undeletable()
+
+    def open(self, *, budget_bytes: int = 100) -> TieredStore[Payload]:
+        removed = Tombstones(self.folder, "model", "disk")
+        disk = SegmentStore(self.disk, budget_bytes=budget_bytes, shared=True, removed=removed)
+        levels = [Level("host", SegmentStore(FaultyTier(), budget_bytes=100)), Level("disk", disk, background=True)]
+        return TieredStore(levels, writer=BackgroundWriter(threaded=False))
+
+
+def put(store: TieredStore[Payload], *paths: str) -> None:
+    for path in paths:
+        assert store.insert(record_of(path), payload_of(record_of(path)))
+    store.flush()
+
+
+def found(store: TieredStore[Payload], path: str) -> str:
+    store.check()
+    return "".join(part.part.id or "" for part in store.lookup(prompt_of(path)).parts if part.exact)
+
+
+def test_what_was_removed_and_is_still_there_is_not_served_again(tmp_path: Path) -> None:
+    stack = OnDisk(tmp_path)
+    store = stack.open()
+    put(store, "A", "AB", "C")
+    for copies in (2, 0):
+        with pytest.raises(NotRemovedError) as error:
+            store.forget_chunks([ChunkId("A")])
+        assert (error.value.removed, error.value.left, error.value.lasting) == (copies, 2, True)
+    assert store.forget_chunks([ChunkId("X")]) == 0
+    again = stack.open()
+    for one in (store, again):
+        assert (found(one, "AB"), found(one, "C"), one.stats.undeletable) == ("", "C", 2)
+        assert one.get(id_of("A")) is None
+    with pytest.raises(NotRemovedError):
+        again.clear()
+    stack.disk.stuck = False
+    assert again.forget_chunks([ChunkId("A")]) == 2
+    assert stack.open().stats.undeletable == 0
+    assert not stack.disk.payloads()
+
+
+def test_what_is_stored_again_is_served_again(tmp_path: Path) -> None:
+    stack = OnDisk(tmp_path)
+    store = stack.open()
+    put(store, "A", "C")
+    with pytest.raises(NotRemovedError):
+        store.forget_chunks([ChunkId("A"), ChunkId("C")])
+    put(store, "A")
+    for one in (store, stack.open()):
+        assert (found(one, "A"), one.stats.undeletable) == ("A", 1)
+    stack.disk.stuck = False
+    put(store, "D")
+    assert set(stack.disk.payloads()) == {id_of("A"), id_of("D")}, "tried again when something was stored"
+
+
+def test_what_another_process_could_not_remove_is_not_read(tmp_path: Path) -> None:
+    stack = OnDisk(tmp_path)
+    store = stack.open()
+    put(store, "A")
+    other = stack.open()
+    with pytest.raises(NotRemovedError):
+        store.forget_chunks([ChunkId("A")])
+    assert other.get(id_of("A")) is None
+
+
+def test_what_was_evicted_and_not_removed_can_be_asked_to_be_removed(tmp_path: Path) -> None:
+    stack = OnDisk(tmp_path)
+    store = stack.open(budget_bytes=10)
+    put(store, "A", "B")
+    store.levels[0].store.clear()
+    assert (found(store, "A"), found(store, "B")) == ("", "B")
+    with pytest.raises(NotRemovedError):
+        store.forget_chunks([ChunkId("A")])
+    assert found(stack.open(), "A") == ""
+
+
+@pytest.mark.parametrize("reason", ["no folder", "no place to write"])
+def test_without_a_place_to_write_it_is_remembered_as_long_as_the_process_runs(tmp_path: Path, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    stack = OnDisk(None if reason == "no folder" else tmp_path / "file")
+    store = stack.open()
+    put(store, "A")
+    with pytest.raises(NotRemovedError, match="until this process ends") as error:
+        store.forget_chunks([ChunkId("A")])
+    assert not error.value.lasting
+    assert found(store, "A") == ""
+    stack.disk.stuck = False
+    assert store.forget_chunks([ChunkId("A")]) == 1
+
+
+def test_a_write_that_is_removed_in_its_middle_and_cannot_be_deleted_stays_removed(tmp_path: Path) -> None:
+    stack = OnDisk(tmp_path)
+    stack.disk.gate = Event()
+    store = stack.open()
+    record = record_of("A")
+    assert store.insert(record, payload_of(record))
+    writing = Thread(target=store.flush)
+    writing.start()
+    while id_of("A") not in store.levels[1].store._claims:
+        time.sleep(0.001)
+    assert store.forget_chunks([ChunkId("A")]) == 1
+    stack.disk.gate.set()
+    writing.join(10)
+    assert stack.disk.payloads()
+    for one in (store, stack.open()):
+        assert (found(one, "A"), one.stats.undeletable) == ("", 1)
 
 
 def test_what_is_too_old_is_not_found_and_goes_everywhere() -> None:

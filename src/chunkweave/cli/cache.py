@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.planning.cost import cost_model_path
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.shared_folder import PIN_FILE, PinFile
+from chunkweave.store.shared_folder import PIN_FILE, REMOVED_FILE, PinFile
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class CacheFolder:
         self.root = root
         self.pins = PinFile(root)
         self.fingerprints = tuple(sorted(name for name, is_ours in names.items() if is_ours))
-        if not self.fingerprints and names.keys() - {PIN_FILE}:
+        if not self.fingerprints and names.keys() - {PIN_FILE, REMOVED_FILE}:
             raise UsageError(f"{root} is no cache directory: it holds other files, and no model's folder of segments")
 
     def tiers(self, fingerprint: str | None = None) -> Iterator[tuple[str, "DiskTier"]]:
@@ -445,7 +446,8 @@ def _damage(tier: "DiskTier", source: "DiskSegment") -> "ProblemFile | None":
 def _remove(tier: "DiskTier", source: "DiskSegment", problem: "ProblemFile") -> bool:
     if problem.problem.value != "corrupt" or not _is_still(tier, source):
         return False
-    tier.delete(source.header.record.id)
+    with suppress(OSError):  # whether it is gone is asked below
+        tier.delete(source.header.record.id)
     return not source.path.exists()
 
 

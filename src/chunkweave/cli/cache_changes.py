@@ -22,6 +22,7 @@ from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import check_writable
 from chunkweave.settings import parse_duration
+from chunkweave.store.shared_folder import Tombstones
 from chunkweave.types import Chunk, SegmentId
 
 if TYPE_CHECKING:
@@ -191,13 +192,19 @@ def _clear_model(
     if remote_url is not None:
         kept = folder.pins.read().get(name, frozenset()) if aged else frozenset()
         _clear_remote(remote_url, name, selection, ids, kept, cleared)
+    left = []
     for one in found:
-        tier.delete(one.record.id)
+        try:
+            tier.delete(one.record.id)
+        except OSError:
+            left.append(one)
+    removed = Tombstones(folder.root, name, "disk")
+    removed.add(one.record for one in left)
+    removed.discard(set(ids) - {one.record.id for one in left})
     if selection.everything:
         tier.repair()
-    undeleted = {problem.path.stem for problem in tier.problems() if problem.problem.value == "undeletable"}
-    cleared.failed += sorted(undeleted & set(ids))
-    gone = [one for one in found if one.record.id not in undeleted]
+    cleared.failed += sorted(one.record.id for one in left)
+    gone = [one for one in found if one not in left]
     cleared.removed += len(gone)
     cleared.removed_bytes += sum(one.record.nbytes for one in gone)
     cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())

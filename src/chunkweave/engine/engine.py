@@ -403,6 +403,7 @@ class Engine:
 
         Raises:
             UsageError: an empty chunk.
+            NotRemovedError: copies are still there. What could be removed is.
         """
         ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
         return self.store.forget_chunks(one for one in ids if one is not None)

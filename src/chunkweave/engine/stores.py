@@ -10,7 +10,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
 from chunkweave.store.retention import VariantLimits
-from chunkweave.store.shared_folder import pinned_segments
+from chunkweave.store.shared_folder import Tombstones, pinned_segments
 from chunkweave.store.store import Level, TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
@@ -78,7 +78,8 @@ def _slow(
         from chunkweave.tiers.disk import DiskTier
 
         disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec)
-        store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned)
+        removed = Tombstones(config.cache_dir, fingerprint, "disk")
+        store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned, removed=removed)
         yield Level("disk", store, background=True)
     if config.remote_url is not None:
         from chunkweave.kv.segment import make_codec
@@ -92,7 +93,8 @@ def _slow(
         budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
         # A list of a remote takes round trips for each segment; one that can be asked is asked when it matters.
         load = not isinstance(remote, SharedTier)
-        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=load)
+        removed = Tombstones(config.cache_dir, fingerprint, blobs.name)
+        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=load, removed=removed)
         yield Level("remote", store, background=True)
 
 
@@ -105,6 +107,9 @@ def _store(
     shared: bool = False,
     load: bool = True,
     kept: frozenset[SegmentId] = frozenset(),
+    removed: Tombstones | None = None,
 ) -> SegmentStore[SegmentSource]:
     policy = make_policy(config.policy, prefill_s=prefill_s)
-    return SegmentStore(tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, kept=kept)
+    return SegmentStore(
+        tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, kept=kept, removed=removed
+    )

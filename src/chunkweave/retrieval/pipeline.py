@@ -225,6 +225,7 @@ class RagPipeline(_QuestionMaker):
         Raises:
             UnknownDocumentError: an id is not there; nothing was removed.
             CorpusError: the corpus cannot be written; nothing was removed.
+            NotRemovedError: the documents are gone, but not all of what was computed.
         """
         change = self.corpus.remove(documents)
         self.engine.forget(change.gone, cache_salt=self._cache_salt)

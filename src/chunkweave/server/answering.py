@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
 from chunkweave.chunking.builder import PromptLimit
 from chunkweave.config import SamplingParams
 from chunkweave.engine.request import Request
-from chunkweave.errors import ChunkweaveError
+from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
@@ -164,17 +164,21 @@ class Answering:
         """Remove the KV of a tenant's chunks from every tier; returns how many copies of segments there were.
 
         A request that is computing one of them now will store it once more; it is removed again when that has ended.
+
+        Raises:
+            NotRemovedError: copies are still there. What could be removed is.
         """
         gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
             return 0
         before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
-        removed = await self._backend.forget(sorted(gone), salt, tenant=tenant.name)
-        if using := before | self._using(salt, gone):
-            sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
-            self._sweeps.add(sweep)
-            sweep.add_done_callback(self._sweeps.discard)
-        return removed
+        try:
+            return await self._backend.forget(sorted(gone), salt, tenant=tenant.name)
+        finally:
+            if using := before | self._using(salt, gone):
+                sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
+                self._sweeps.add(sweep)
+                sweep.add_done_callback(self._sweeps.discard)
 
     async def check_length(self, tenant: Tenant, text: str, what: str = "the question") -> None:
         """Refuse a text that no prompt has room for by far, before something is done with it.
@@ -301,4 +305,5 @@ class Answering:
     ) -> None:
         for running in using:
             await running.ended.wait()
-        await self._backend.forget(texts, salt, tenant=tenant.name)
+        with suppress(NotRemovedError):  # logged, and tried again by the store
+            await self._backend.forget(texts, salt, tenant=tenant.name)

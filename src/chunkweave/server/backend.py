@@ -185,6 +185,9 @@ class Backend(Protocol):
         """Remove the KV of chunks from every tier; returns how many copies of segments there were.
 
         It costs `tenant` one of its turns, and no answer under way a step.
+
+        Raises:
+            NotRemovedError: copies are still there. What could be removed is.
         """
 
     def stats(self) -> Mapping[str, Any]:

@@ -216,7 +216,11 @@ class CacheCommands:
         return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
     async def clear(self) -> int:
-        """Remove everything of all tenants; returns how many segments there were."""
+        """Remove everything of all tenants; returns how many segments there were.
+
+        Raises:
+            NotRemovedError: copies are still there.
+        """
         before = len(self._engine.store)
         await in_thread(self._engine.store.clear)
         return before

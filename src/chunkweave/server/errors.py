@@ -20,6 +20,7 @@ from chunkweave.errors import (
     DeadlineError,
     DocumentError,
     DuplicateDocumentError,
+    NotRemovedError,
     PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
@@ -55,6 +56,9 @@ _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
 """Status, message, code and `retry-after` in seconds of errors that it cannot."""
 
 
+_REMOVED_AGAIN_S = 30.0
+
+
 class HttpError(HTTPException):
     """A request that is not answered, with all that its client is to know about it."""
 
@@ -67,20 +71,22 @@ class HttpError(HTTPException):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """An error; `param` names the field that is wrong, and `retry_after_s` becomes a header."""
+        """An error; `param` names the field that is wrong, `retry_after_s` becomes a header, `more` goes beside it."""
         after = {} if retry_after_s is None else {"retry-after": str(max(1, ceil(retry_after_s)))}
         super().__init__(status, message, {**after, **(headers or {})})
         self.message = message
         self.param = param
         self.code = code
+        self.more = more or {}
 
     @property
     def body(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`."""
+        """`{"error": {"message", "type", "param", "code"}}`, and what else there is to say."""
         usual = "server_error" if self.status_code >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status_code, usual)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}, **self.more}
 
     @property
     def response(self) -> JSONResponse:
@@ -96,6 +102,9 @@ def http_error_of(error: Exception) -> HttpError:
         if isinstance(error, kind):
             param = "chunkweave.conversation_id" if kind in _CONVERSATIONS else None
             return HttpError(status, str(error), code=code, param=param)
+    if isinstance(error, NotRemovedError):
+        more = {"segments_removed": error.removed, "segments_left": error.left}
+        return HttpError(503, str(error), code="not_removed", retry_after_s=_REMOVED_AGAIN_S, more=more)
     for kind, (status, message, code, retry_after_s) in _SERVERS.items():
         if isinstance(error, kind):
             return HttpError(status, message, code=code, retry_after_s=retry_after_s)
@@ -167,7 +176,7 @@ _MEANINGS = {
     413: "too large",
     429: "too many requests; see Retry-After",
     501: "this backend does not do that",
-    503: "not ready, too busy or stopping; see Retry-After",
+    503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",
 }
 

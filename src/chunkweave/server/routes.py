@@ -14,6 +14,7 @@ from fastapi.security import HTTPBearer
 
 import chunkweave
 from chunkweave.chunking.documents import SplitConfig
+from chunkweave.errors import NotRemovedError
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k
@@ -279,11 +280,16 @@ async def _ingested(
 
     async def work() -> dict[str, Any]:
         change = await parts.corpora.ingest(served, documents, update=update)
-        removed = await _forget_gone(change, parts, tenant)
+        left = 0
+        try:
+            removed = await _forget_gone(change, parts, tenant)
+        except NotRemovedError as error:  # the documents are in place all the same
+            removed, left = error.removed, error.left
         changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
         return {
             **{what: list(ids) for what, ids in changed.items()},
             "segments_removed": removed,
+            "segments_left": left,
             "corpus": served.as_dict(),
         }
 

@@ -113,14 +113,14 @@ class Claims:
     """The claims of one store, by segment. Not thread-safe: the store's lock guards it."""
 
     def __init__(self) -> None:
-        self._claims: dict[SegmentId, tuple[ref[Claim], int]] = {}
+        self._claims: dict[SegmentId, tuple[ref[Claim], int, SegmentRecord]] = {}
 
     def __contains__(self, segment: SegmentId) -> bool:
         return segment in self._claims
 
     def add(self, claim: Claim) -> None:
         """Enter a claim on a segment that has none."""
-        self._claims[claim.record.id] = (ref(claim), claim.nbytes)
+        self._claims[claim.record.id] = (ref(claim), claim.nbytes, claim.record)
 
     def remove(self, segment: SegmentId) -> None:
         """The move has ended; unknown ids are ignored."""
@@ -128,7 +128,7 @@ class Claims:
 
     def cancel_where(self, doomed: Callable[[SegmentRecord], bool]) -> None:
         """Whatever is being written under such a record is not to be published."""
-        for weak, _ in self._claims.values():
+        for weak, _, _ in self._claims.values():
             claim = weak()
             if claim is not None and doomed(claim.record):
                 claim.unwanted = True
@@ -137,14 +137,14 @@ class Claims:
         """Segments under way, or left behind by a thread that failed."""
         return set(self._claims)
 
-    def broken(self) -> list[SegmentId]:
+    def broken(self) -> list[SegmentRecord]:
         """Segments whose move failed: what the tier has of them is to go."""
-        claims = ((segment, weak()) for segment, (weak, _) in self._claims.items())
-        return [segment for segment, claim in claims if claim is None or claim.given_up]
+        claims = ((record, weak()) for weak, _, record in self._claims.values())
+        return [record for record, claim in claims if claim is None or claim.given_up]
 
     def extra_bytes(self, records: Mapping[SegmentId, SegmentRecord]) -> int:
         """Bytes reserved beyond those of the records that are going to be replaced."""
         return sum(
             max(0, nbytes - (records[segment].nbytes if segment in records else 0))
-            for segment, (_, nbytes) in self._claims.items()
+            for segment, (_, nbytes, _) in self._claims.items()
         )

@@ -1,16 +1,19 @@
-"""Files that several processes share: changing a folder so that it lasts, and pins that outlive the process."""
+"""Files that several processes share: changing a folder so that it lasts, pins, and what was removed in vain."""
 
 import fcntl
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from chunkweave.errors import DocumentError
-from chunkweave.types import SegmentId
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
 
 
 PIN_FILE = "pins.json"
+REMOVED_FILE = "removed.json"
 _FORMAT = 1
 
 _Pins = dict[str, frozenset[SegmentId]]
@@ -111,18 +115,7 @@ class PinFile:
         return len(after ^ before)
 
     def _write(self, pins: _Pins) -> None:
-        text = json.dumps({"format": _FORMAT, "pins": {name: sorted(ids) for name, ids in sorted(pins.items())}})
-        partial = self._path.with_name(f".{PIN_FILE}.{secrets.token_hex(8)}.partial")
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(file, "w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
-                stream.flush()
-                os.fsync(file)
-            partial.replace(self._path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise DocumentError(f"{self._path} cannot be written: {error}") from error
+        _replace(self._path, {"pins": {name: sorted(ids) for name, ids in sorted(pins.items())}})
 
 
 def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
@@ -132,3 +125,140 @@ def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
     except DocumentError as error:
         logger.warning("%s; nothing is pinned", error)
         return frozenset()
+
+
+_Paths = dict[SegmentId, tuple[ChunkId, ...]]
+"""Segments, and the chunks that the path of each runs over."""
+
+_Removed = dict[str, dict[str, _Paths]]
+"""By model fingerprint and level."""
+
+
+class Tombstones:
+    """Segments that were removed from one level, where a copy of them could not be deleted yet.
+
+    They stand in `<cache-dir>/removed.json`, so that a process which starts later, or runs beside this one, does not
+    use the copies either; where that cannot be written, in memory alone. Only ids are kept. Thread-safe.
+    """
+
+    def __init__(self, cache_dir: Path | None = None, fingerprint: str = "", level: str = "") -> None:
+        """Those of a model's `level`; without `cache_dir` in memory alone. A file that cannot be read is logged."""
+        self._path = None if cache_dir is None else cache_dir / REMOVED_FILE
+        self._fingerprint, self._level = fingerprint, level
+        self._lock = threading.Lock()
+        self._unwritten: _Paths = {}
+        self._written: _Paths = {}
+        self._seen: tuple[int, int, int] | None = None
+
+    def __contains__(self, segment: SegmentId) -> bool:
+        return segment in self._unwritten or segment in self._read()
+
+    @property
+    def lasting(self) -> bool:
+        """Whether all of them outlive this process."""
+        return not self._unwritten
+
+    def records(self) -> list[SegmentRecord]:
+        """A record of each, without tokens and bytes."""
+        paths = {**self._read(), **self._unwritten}
+        return [SegmentRecord.of(path[-1], path[:-1], (), exact=False, nbytes=0) for path in paths.values()]
+
+    def add(self, records: Iterable[SegmentRecord]) -> None:
+        """Copies of these are still there."""
+        new = {record.id: record.path for record in records}
+        if new and not self._update(lambda paths: {**paths, **new}):
+            with self._lock:
+                self._unwritten.update(new)
+
+    def discard(self, segments: Iterable[SegmentId]) -> None:
+        """Their copies are gone, or were replaced; unknown ids are ignored."""
+        gone = {segment for segment in segments if segment in self}
+        if not gone:
+            return
+
+        def without(paths: _Paths) -> _Paths:
+            return {segment: path for segment, path in paths.items() if segment not in gone}
+
+        if not self._update(without):
+            with self._lock:  # known here; elsewhere they are left unused
+                self._unwritten, self._written = without(self._unwritten), without(self._written)
+
+    def _read(self) -> _Paths:
+        """What the file says now; if it cannot be read, what it said last."""
+        if self._path is None:
+            return {}
+        seen = _identity(self._path)
+        with self._lock:
+            if seen != self._seen:
+                self._seen = seen
+                try:
+                    self._written = _removed(self._path).get(self._fingerprint, {}).get(self._level, {})
+                except DocumentError as error:
+                    logger.error("%s; segments that were removed may be used", error)
+            return self._written
+
+    def _update(self, change: Callable[[_Paths], _Paths]) -> bool:
+        """Change what the file says, and what could not be written before; False, and logged, if it cannot be."""
+        if self._path is None:
+            return False
+        try:
+            with locked_folder(self._path.parent, DocumentError):
+                removed = _removed(self._path)
+                levels = removed.setdefault(self._fingerprint, {})
+                with self._lock:
+                    unwritten = self._unwritten
+                levels[self._level] = change({**levels.get(self._level, {}), **unwritten})
+                _replace(self._path, {"removed": removed})
+        except DocumentError as error:
+            logger.error("what was removed cannot be noted: %s", error)
+            return False
+        with self._lock:
+            self._unwritten = {one: path for one, path in self._unwritten.items() if one not in unwritten}
+        return True
+
+
+def _removed(path: Path) -> _Removed:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format {data['format']!r}")
+        return {
+            str(model): {
+                str(level): {
+                    SegmentId(one): tuple(ChunkId(str(i)) for i in path) for one, path in paths.items() if path
+                }
+                for level, paths in levels.items()
+            }
+            for model, levels in data["removed"].items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DocumentError(f"{path} cannot be read ({error}); repair or remove it") from error
+
+
+def _replace(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a file whole.
+
+    Raises:
+        DocumentError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps({"format": _FORMAT, **data}) + "\n")
+            stream.flush()
+            os.fsync(file)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DocumentError(f"{path} cannot be written: {error}") from error
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
-from chunkweave.errors import StoreError, UsageError
+from chunkweave.errors import NotRemovedError, StoreError, UsageError
 from chunkweave.store.index import ChunkFollower, PromptLookup, look_up, path_request_of
 from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import SegmentRecord, TieredStats, segment_id, union
@@ -383,7 +383,8 @@ class TieredStore(Generic[PayloadT]):
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
         """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
 
-        On every level, and on its way there; returns how many copies there were.
+        On every level, and on its way there; returns how many copies there were. A copy that cannot be dropped now
+        (`undeletable` in the stats) is not found again, and is dropped once it can be.
         """
         # From slow to fast, and after the count: a thread that moves a copy up or down meanwhile finds it changed.
         with self._lock:
@@ -395,13 +396,16 @@ class TieredStore(Generic[PayloadT]):
         """Drop all variants of chunks, and of others what was computed after one of them and has attended to it.
 
         On every level, pinned or not; returns how many copies there were.
+
+        Raises:
+            NotRemovedError: a copy is still there. What could be dropped is.
         """
         gone = frozenset(chunks)
-        return self.remove_where(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
+        return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
 
     def clear(self) -> None:
-        """Drop everything on every level, pinned or not. Counters go on."""
-        self.remove_where(lambda _: True)
+        """Drop everything on every level, pinned or not. Counters go on. Raises what `forget_chunks` does."""
+        self._remove_all(lambda _: True)
 
     def expire(self, now_s: float | None = None) -> int:
         """Drop what has outlived its time to live; returns how many segments. Slow: it looks at all of them."""
@@ -438,6 +442,13 @@ class TieredStore(Generic[PayloadT]):
                 other = seen.setdefault(record.id, record)
                 if (other.chunk_id, other.context) != (record.chunk_id, record.context):
                     raise StoreError(f"segment {record.id} is not the same on every level")
+
+    def _remove_all(self, doomed: Callable[[SegmentRecord], bool]) -> int:
+        removed = self.remove_where(doomed)
+        left = [level.store for level in self.levels for _ in level.store.left_where(doomed)]
+        if left:
+            raise NotRemovedError(removed, len(left), lasting=all(store.removals_last for store in left))
+        return removed
 
     def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
         """Levels that have it, the exact copies first, then from fast to slow."""

@@ -29,7 +29,11 @@ class Tier(Protocol[PayloadT]):
         """
 
     def delete(self, segment: SegmentId) -> None:
-        """Forget it; unknown ids are ignored."""
+        """Forget it; unknown ids are ignored.
+
+        Raises:
+            OSError: it may still be there; it is served no more as long as this tier is open.
+        """
 
     def nbytes(self, segment: SegmentId) -> int:
         """Bytes that it takes here (after this tier's codec), 0 if it is not here."""

@@ -15,6 +15,7 @@ from chunkweave.store.index import ChunkFollower, PromptLookup, SegmentIndex, lo
 from chunkweave.store.lease import Claim, Claims, Lease, Pins
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord, StoreStats, segment_id
+from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.tier import DescribedPayload, PayloadT, SharedTier, Tier
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 OnEvict = Callable[[SegmentRecord, PayloadT], None]
 
+_RETRIED_AT_ONCE = 8
 _CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
 
 
@@ -52,6 +54,7 @@ class SegmentStore(Generic[PayloadT]):
         shared: bool = False,
         load: bool = True,
         kept: frozenset[SegmentId] = frozenset(),
+        removed: Tombstones | None = None,
     ) -> None:
         """A store of what `tier` holds, evicted down to the budget.
 
@@ -63,6 +66,7 @@ class SegmentStore(Generic[PayloadT]):
                 payload that is not there (any more, or just now) is no broken invariant.
             kept: segments that are never evicted, whether they are there yet or not.
             load: list the tier now; without, a shared tier is learnt by `probe` alone.
+            removed: where it is noted what was removed and is still there; in memory alone if None.
 
         Raises:
             UsageError: the budget is negative, or the policy is in use already.
@@ -83,7 +87,9 @@ class SegmentStore(Generic[PayloadT]):
         self._index = SegmentIndex(policy)
         self._pins = Pins()
         self._claims = Claims()
-        self._undeletable: set[SegmentId] = set()
+        self._undeletable: dict[SegmentId, SegmentRecord] = {}
+        self._removed = Tombstones() if removed is None else removed
+        self._tried_again = 0
         self._counts: Counter[str] = Counter()
         self._lock = RLock()
         self._moved = Condition(self._lock)
@@ -110,7 +116,7 @@ class SegmentStore(Generic[PayloadT]):
                 segments=len(self._index.records),
                 chunks=self._index.num_chunks,
                 bytes=self._index.used_bytes,
-                undeletable=len(self._undeletable),
+                undeletable=len(self._left_where(lambda _: True)),
                 **self._counts,
             )
 
@@ -213,7 +219,7 @@ class SegmentStore(Generic[PayloadT]):
                 with self._changing():
                     known = record.id in self._index.records or record.id in self._claims
                     fits = self._taken_bytes() + record.nbytes <= self.budget_bytes
-                    if fits and not known and record.id not in self._undeletable:
+                    if fits and not known and not self._is_left(record.id):
                         self._index.add(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:
@@ -236,12 +242,12 @@ class SegmentStore(Generic[PayloadT]):
 
         A payload that the tier has lost is a miss too: its record is dropped, logged and counted (DESIGN §3.10), but
         nothing is deleted: a remote that did not answer may still have it. One that another process has replaced
-        by a worse one is lost too.
+        by a worse one is lost too, and so is one that another process was to remove.
         """
         record = self.record(segment)
         if record is None:
             return None
-        payload = self.tier.get(segment)
+        payload = None if segment in self._removed else self.tier.get(segment)
         if payload is None or _is_replaced(payload, record):
             self._drop_lost(record)
             return None
@@ -275,7 +281,11 @@ class SegmentStore(Generic[PayloadT]):
                 return stored
             self._delete_evicted(leaving)
             self.tier.put(record, payload)
-            return self._publish(claim, wanted)
+            published = self._publish(claim, wanted)
+        if published:
+            self._removed.discard([record.id])
+            self._try_again()
+        return published
 
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment, pinned or not; False if it was not stored.
@@ -290,10 +300,13 @@ class SegmentStore(Generic[PayloadT]):
         self.remove_where(lambda _: True)
 
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
-        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not; returns how many.
+        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
 
         What is just being written under such a record is not published. Unless told `among` which, a tier shared with
         other processes is searched as a whole, since it may hold what was never looked up here.
+
+        Returns how many are gone. What the tier would not delete (`left_where`) is not found again, here or by a store
+        that is opened later, as far as that can be noted.
         """
         leaving: list[Claim] = []
         with _given_up_on_error(leaving):
@@ -304,11 +317,25 @@ class SegmentStore(Generic[PayloadT]):
                 dropped = [record for record in candidates if doomed(record)]
                 for record in dropped:
                     self._withdraw(record, leaving)
-            self._delete(leaving)
-            unknown = [record.id for record in self._found(among) if doomed(record)] if self._shared else []
-            for segment in unknown:
-                self._delete_payload(segment)
-            return len(dropped) + len(unknown)
+            left = self._delete(leaving)
+            tried = {record.id for record in left}
+            again = [record for record in self.left_where(doomed) if among is None or record.id in among]
+            unknown = [record for record in self._found(among) if doomed(record)] if self._shared else []
+            more = {record.id: record for record in (*again, *unknown) if record.id not in tried}
+            left += [record for record in more.values() if not self._delete_payload(record)]
+            self._removed.add(left)
+            self._removed.discard(more.keys() - {record.id for record in left})
+            return len(dropped) + len(more) - len(left)
+
+    def left_where(self, doomed: Callable[[SegmentRecord], bool]) -> list[SegmentRecord]:
+        """Records of what left this store and that the tier would not delete, as far as `doomed` names it."""
+        with self._settled():
+            return self._left_where(doomed)
+
+    @property
+    def removals_last(self) -> bool:
+        """Whether a store that is opened later does not find what was removed and is still there."""
+        return self._removed.lasting
 
     def drop(self, segment: SegmentId) -> bool:
         """Evict a segment for another reason than room, without a call of `on_evict`; False if it may not go."""
@@ -335,7 +362,7 @@ class SegmentStore(Generic[PayloadT]):
             records, busy = self._index.records, self._claims.ids()
             if not self._shared:
                 known = {s: record.nbytes for s, record in records.items() if s not in busy}
-                gone = busy | self._undeletable
+                gone = busy | self._undeletable.keys()
                 if {r.id: r.nbytes for r in self.tier.records() if r.id not in gone} != known:
                     raise StoreError("the tier does not hold exactly the recorded segments in their recorded sizes")
             if self._taken_bytes() > self.budget_bytes:
@@ -373,22 +400,23 @@ class SegmentStore(Generic[PayloadT]):
     def _load(self) -> None:
         """Enter what the tier holds, and evict down to the budget."""
         for record in self._found(None):
-            if _is_sound(record) and record.id not in self._index.records:
+            if _is_sound(record) and record.id not in self._index.records and record.id not in self._removed:
                 self._index.add(record)
         leaving: list[Claim] = []
         while self._index.used_bytes > self.budget_bytes and not self._index.records.keys() <= self._kept:
             self._evict(self._index.victim(kept=self._kept, spared=frozenset()), leaving)
         self._delete(leaving)
+        self._try_again(None)
 
     def _rebuild(self) -> None:
         """Bring tier, index and pins in line with each other; may be interrupted and run again."""
         logger.warning("a change of the segment store was interrupted; rebuilding its indexes")
         self._index.rebuild({s: self._held_bytes(record) for s, record in self._index.records.items()})
         records = self._index.records
-        for segment in self._claims.broken():
-            if segment not in records:
-                self._delete_payload(segment)
-            self._claims.remove(segment)
+        for record in self._claims.broken():
+            if record.id not in records:
+                self._delete_payload(record)
+            self._claims.remove(record.id)
         for segment in self._pins.ids() - records.keys() - self._claims.ids():
             self._pins.forget(segment)
         self._moved.notify_all()
@@ -442,7 +470,7 @@ class SegmentStore(Generic[PayloadT]):
             if published:
                 self._index.add(record if held_bytes == record.nbytes else replace(record, nbytes=held_bytes))
                 self._counts["inserts"] += 1
-                self._undeletable.discard(record.id)
+                self._undeletable.pop(record.id, None)
                 self._end([claim])
             else:
                 self._pins.forget(record.id)
@@ -450,7 +478,8 @@ class SegmentStore(Generic[PayloadT]):
                 logger.warning("the tier holds %d bytes of segment %s, not %d", held_bytes, record.id, record.nbytes)
                 self._counts["rejected"] += 1
         if not published:
-            self._delete([claim])
+            left = self._delete([claim])
+            self._removed.add(left if claim.unwanted else [])
         return published
 
     def _evict(self, record: SegmentRecord, leaving: list[Claim]) -> None:
@@ -491,12 +520,12 @@ class SegmentStore(Generic[PayloadT]):
             if self.on_evict is not None:
                 self.on_evict(record, payload)
 
-    def _delete(self, leaving: Sequence[Claim]) -> None:
-        """Delete payloads whose records were taken out."""
-        for claim in leaving:
-            self._delete_payload(claim.record.id)
+    def _delete(self, leaving: Sequence[Claim]) -> list[SegmentRecord]:
+        """Delete payloads whose records were taken out; returns those that the tier would not."""
+        left = [claim.record for claim in leaving if not self._delete_payload(claim.record)]
         if leaving:
             self._end(leaving)
+        return left
 
     def _end(self, claims: Iterable[Claim]) -> None:
         """Payloads are where they belong: threads that wait for these segments may go on."""
@@ -505,13 +534,34 @@ class SegmentStore(Generic[PayloadT]):
                 self._claims.remove(claim.record.id)
             self._moved.notify_all()
 
-    def _delete_payload(self, segment: SegmentId) -> None:
+    def _delete_payload(self, record: SegmentRecord) -> bool:
         """Delete from the tier, or remember that the tier would not."""
         try:
-            self.tier.delete(segment)
+            self.tier.delete(record.id)
         except OSError as error:
-            self._undeletable.add(segment)
-            logger.warning("segment %s cannot be deleted from its tier: %s", segment, error)
+            if record.id not in self._undeletable:
+                logger.warning("segment %s cannot be deleted from its tier: %s", record.id, error)
+            self._undeletable[record.id] = record
+            return False
+        self._undeletable.pop(record.id, None)
+        return True
+
+    def _try_again(self, at_most: int | None = _RETRIED_AT_ONCE) -> None:
+        """Delete what the tier would not delete before: `at_most` so many, others each time."""
+        left = self._left_where(lambda _: True)
+        first = self._tried_again % len(left) if left else 0
+        for record in [*left[first:], *left[:first]][:at_most]:
+            self._tried_again += 1
+            if self._delete_payload(record):
+                self._removed.discard([record.id])
+
+    def _left_where(self, doomed: Callable[[SegmentRecord], bool]) -> list[SegmentRecord]:
+        left = {record.id: record for record in (*self._removed.records(), *tuple(self._undeletable.values()))}
+        others = [record for record in left.values() if doomed(record) and record.id not in self._claims]
+        return [record for record in others if record.id not in self._index.records]
+
+    def _is_left(self, segment: SegmentId) -> bool:
+        return segment in self._undeletable or segment in self._removed
 
     def _found(self, segments: Sequence[SegmentId] | None) -> list[SegmentRecord]:
         """Records of those of `segments`, or of all, that the tier holds now; none if it cannot be asked."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -118,15 +119,24 @@ class DiskTier:
 
         A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and used no more by this
         process. The removal is not synced: after a power failure the file may be there again.
+
+        Raises:
+            OSError: the file cannot be removed, or it cannot be told whether it is one of ours.
         """
         path = self._path(segment)
         if path is None:
             return
         if self._header(segment) is None:
             refused = self._problem(path)
-            if refused is None or refused.problem is not FileProblem.CORRUPT:
+            if refused is None:
+                _require_known(path)
                 return
-        self._remove(path)
+            if refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
+                return
+            if refused.problem is FileProblem.UNREADABLE:
+                raise OSError(f"{path} is left alone: {refused.reason}")
+        if not self._remove(path):
+            raise OSError(f"{path} could not be removed")
 
     def nbytes(self, segment: SegmentId) -> int:
         """Size of the file, 0 if there is no whole one."""
@@ -243,7 +253,10 @@ class DiskTier:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            self._refuse(path, FileProblem.UNDELETABLE, f"it could not be removed: {error}", _identity(path))
+            before = self._problem(path)
+            known = before is not None and before.problem is FileProblem.UNDELETABLE
+            level, reason = logging.DEBUG if known else logging.WARNING, f"it could not be removed: {error}"
+            self._refuse(path, FileProblem.UNDELETABLE, reason, _identity(path), level=level)
             return False
         with self._lock:
             self._held.pop(SegmentId(path.stem), None)
@@ -310,6 +323,12 @@ def _identity(path: Path) -> _Identity | None:
     except OSError:
         return None
     return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _require_known(path: Path) -> None:
+    """Raises `OSError` where the system does not say whether there is a file."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()
 
 
 def is_folder(path: Path) -> bool:

@@ -246,6 +246,9 @@ class RemoteTier:
 
         A deletion that the remote did not confirm is logged, counted and listed in `undeleted`, and tried again
         with later puts and deletions of this process.
+
+        Raises:
+            OSError: the remote did not confirm it.
         """
         key = self._key(segment)
         if key is None:
@@ -253,7 +256,7 @@ class RemoteTier:
         self._deletions.delete(key)
         if not self._carry_out(key):
             self._count(failed_deletes=1)
-            return
+            raise OSError(f"{self._blobs.name} did not confirm the deletion")
         self.settle_deletions(_OWED_AT_ONCE)
 
     def settle_deletions(self, limit: int | None = None) -> int:
