@@ -1,0 +1,43 @@
+"""The test of benchmarks/tenant_timing.py sees a leak, and none where there is none."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tenant_timing
+
+    return tenant_timing
+
+
+@pytest.mark.parametrize(("leak", "ok"), [(0.0, True), (0.1, False)])
+def test_a_tenth_is_seen_and_nothing_is_not(timing, leak: float, ok: bool):
+    draw = Random(1)
+    pairs = [
+        timing.Pair(draw.gauss(1.0, 0.1) * (1 - leak), draw.gauss(1.0, 0.1), draw.gauss(0.4, 0.1)) for _ in range(500)
+    ]
+    said = timing.summary(pairs)
+    assert said["ok"] is ok
+    assert said["p_of_own"] < 0.01
+    assert said["p_if_shorter_by"]["10%"] < 0.01
+
+
+def test_noise_that_hides_a_tenth_is_no_success(timing):
+    draw = Random(1)
+    said = timing.summary([timing.Pair(draw.gauss(9, 3), draw.gauss(9, 3), draw.gauss(9, 3)) for _ in range(20)])
+    assert said["p"] > 0.01
+    assert not said["ok"]
+
+
+def test_texts_differ_in_order_alone(timing):
+    draw = Random(0)
+    first, second = timing.text_of(draw, 40), timing.text_of(draw, 40)
+    assert first != second
+    assert sorted(first) == sorted(second)
