@@ -66,12 +66,27 @@ class Passthrough:
     async def _any(self, request: Request, tenant: OfTenant) -> Response:
         """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
         path = request.url.path
+        _refuse_other_paths(path)
         for_all = path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/")
         if not (tenant.admin or for_all):
             raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
         raw = await request.body()
         body = _parsed(raw) if path.startswith("/v1/") and raw else None
         return PassedThrough(self._fleet(), request, _salted(path, raw, body, tenant))
+
+
+def _refuse_other_paths(path: str) -> None:
+    """Refuse a decoded path that somebody on the way to the endpoint could read as another one.
+
+    The HTTP client resolves `..`, a proxy may decode a second time: what was let through as `/v1/models/..` would be any
+    endpoint of vLLM.
+
+    Raises:
+        HttpError: 404.
+    """
+    steps = path.replace("\\", "/").split("/")
+    if "%" in path or not path.isprintable() or "." in steps or ".." in steps:
+        raise HttpError(404, "Not Found")
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
@@ -129,8 +144,8 @@ class PassedThrough(Response):
     async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> None:
         begun = streams = False
         try:
-            async with replica.upstream.passed(method, path, dict(self._request.headers), self._body) as reply:
-                headers = [(name.encode(), value.encode()) for name, value in handed_back(reply.headers)]
+            async with replica.upstream.passed(method, path, self._request.headers.raw, self._body) as reply:
+                headers = handed_back(reply.headers)
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
                 async for data in _raw(reply.aiter_raw()):

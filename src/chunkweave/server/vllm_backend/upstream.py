@@ -1,7 +1,7 @@
 """HTTP to one vLLM server: completions as events, and requests handed through as they are."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,9 @@ from chunkweave.server.errors import HttpError
 
 Event = dict[str, Any]
 """One event of vLLM's stream of a completion, parsed."""
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""Names and values as they are on the wire, in any encoding."""
 
 COMPLETIONS = "/v1/completions"
 _CONNECT_S = 5.0
@@ -85,17 +88,21 @@ class Upstream:
 
     @asynccontextmanager
     async def passed(
-        self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterator[bytes] | bytes
+        self, method: str, path: str, headers: RawHeaders, body: AsyncIterator[bytes] | bytes
     ) -> AsyncIterator[httpx.Response]:
         """The server's answer to a request that is handed through, its body still to be read.
 
         Raises:
+            HttpError: the path cannot be one.
             UpstreamLostError: it cannot be reached, or goes away.
         """
-        kept = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
         # What it sends is handed on byte by byte: it must not be compressed for us alone.
-        kept["accept-encoding"] = headers.get("accept-encoding", "identity")
-        request = self._client.build_request(method, path, headers=kept, content=body)
+        encoding = [value for name, value in headers if name.lower() == b"accept-encoding"] or [b"identity"]
+        kept = [*_end_to_end(headers), *((b"accept-encoding", value) for value in encoding)]
+        try:
+            request = self._client.build_request(method, path, headers=kept, content=body)
+        except httpx.InvalidURL as error:
+            raise HttpError(400, "the path or its query cannot be handed on") from error
         try:
             reply = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
@@ -129,9 +136,13 @@ class Upstream:
         return found if isinstance(found, int) else None
 
 
-def handed_back(headers: httpx.Headers) -> list[tuple[str, str]]:
+def handed_back(headers: httpx.Headers) -> RawHeaders:
     """The headers of an answer that its client gets."""
-    return [(name, value) for name, value in headers.multi_items() if name.lower() not in _HOP_BY_HOP]
+    return _end_to_end(headers.raw)
+
+
+def _end_to_end(headers: RawHeaders) -> RawHeaders:
+    return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
 
 
 def _checked(event: Any) -> Event:
