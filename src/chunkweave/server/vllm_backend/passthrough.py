@@ -78,8 +78,8 @@ class Passthrough:
 def _refuse_other_paths(path: str) -> None:
     """Refuse a decoded path that somebody on the way to the endpoint could read as another one.
 
-    The HTTP client resolves `..`, a proxy may decode a second time: what was let through as `/v1/models/..` would be any
-    endpoint of vLLM.
+    The HTTP client resolves `..`, and a proxy may decode a second time: what was let through as `/v1/models/..` would
+    be any endpoint of vLLM.
 
     Raises:
         HttpError: 404.
