@@ -417,6 +417,16 @@ def test_waiting_to_be_written_makes_nothing_younger() -> None:
     assert stack.exact("A") == ""
 
 
+def test_a_clock_that_was_ahead_makes_nothing_live_longer() -> None:
+    stack = Stack(ttl_s=10.0)
+    stack.clock.now_s += 1000
+    stack.put("A")
+    stack.clock.now_s -= 1000
+    assert stack.exact("A") == "A"
+    stack.clock.now_s += 10
+    assert stack.exact("A") == ""
+
+
 def test_pins_hold_on_every_level() -> None:
     stack = Stack(host_bytes=10, disk_bytes=5)
     stack.put("A")

@@ -186,8 +186,9 @@ class VariantKeeper(Generic[PayloadT]):
 class Ages:
     """When each segment was computed, in seconds since the epoch; a segment moved between levels does not get younger.
 
-    For what was stored before this process `stored_at_s` is called once; if that returns None, it counts from now.
-    Not thread-safe; interrupted at any point, a segment may at worst get older.
+    For what was stored before this process `stored_at_s` is called once; if that returns None, it counts from now, and
+    so does what was computed while the clock was ahead. Not thread-safe; interrupted at any point, a segment may at
+    worst get older.
     """
 
     def __init__(
@@ -219,10 +220,10 @@ class Ages:
         self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in kept}
 
     def _since_s(self, segment: SegmentId) -> float:
-        if segment not in self._born_s:
-            stored_at_s = self._stored_at_s(segment)
-            self._born_s[segment] = self._clock() if stored_at_s is None else stored_at_s
-        return self._born_s[segment]
+        now_s = self._clock()
+        born_s = self._born_s[segment] if segment in self._born_s else self._stored_at_s(segment)
+        born_s = self._born_s[segment] = now_s if born_s is None else min(born_s, now_s)
+        return born_s
 
 
 class Sightings:
