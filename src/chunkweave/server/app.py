@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import chunkweave
 from chunkweave.errors import UsageError
@@ -78,6 +81,47 @@ def listening_socket(settings: ListenSettings) -> socket.socket:
         raise UsageError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from error
 
 
+_SWEEP_TICKS = 5
+"""Between two looks at the connections; a tick is a tenth of a second."""
+
+
+class StalledConnections:
+    """Ends connections whose client keeps the server waiting. For each of these uvicorn waits for ever.
+
+    That is: a request's head is not there `stalled_s` after its first byte, or after the connection; a body that nobody
+    reads has not ended by then; of an answer nothing was taken in for so long; a closed connection still has something
+    to send. A body that somebody reads is timed where it is read.
+    """
+
+    def __init__(self, stalled_s: float) -> None:
+        self._stalled_s = stalled_s
+        self._waiting: dict[H11Protocol, tuple[object, float]] = {}
+
+    def sweep(self, connections: Iterable[H11Protocol], now_s: float) -> None:
+        """Look at all connections, at a time of some clock in seconds; descriptors of those that end are free."""
+        waiting: dict[H11Protocol, tuple[object, float]] = {}
+        for one in tuple(connections):
+            if (state := _waits_for(one)) is None:
+                continue
+            before, since_s = self._waiting.get(one, (None, now_s))
+            since_s = since_s if before == state else now_s
+            if now_s - since_s >= self._stalled_s:
+                one.transport.abort()  # closing it would wait until the client takes in the rest
+            else:
+                waiting[one] = (state, since_s)
+        self._waiting = waiting
+
+
+def _waits_for(connection: H11Protocol) -> object:
+    """What of its client a connection waits for, None for nothing. Another answer means that something came."""
+    if connection.transport.is_closing():
+        return "closing"
+    if connection.flow.write_paused:
+        return connection.transport.get_write_buffer_size()
+    answering = connection.cycle is not None and not connection.cycle.response_complete
+    return None if answering or connection.timeout_keep_alive_task is not None else "request"
+
+
 class Server(uvicorn.Server):
     """uvicorn that ends gently: it accepts nothing new, lets answers end for a while, then ends them in good form.
 
@@ -93,8 +137,11 @@ class Server(uvicorn.Server):
             log_config=None,
             timeout_graceful_shutdown=int(service.settings.listen.graceful_s + _AFTER_CANCEL_S),
             timeout_keep_alive=30,
+            http=H11Protocol,  # uvicorn's other parser takes a head of any length
+            ws="none",
         )
         super().__init__(config)
+        self._stalled = StalledConnections(service.settings.listen.stalled_s)
         self._service = service
         self._graceful_s = service.settings.listen.graceful_s
 
@@ -107,6 +154,8 @@ class Server(uvicorn.Server):
         """Called ten times a second; a service that could not start ends the server."""
         if self._service.stage is Stage.FAILED:
             self.should_exit = True
+        if counter % _SWEEP_TICKS == 0:
+            self._stalled.sweep(cast("set[H11Protocol]", self.server_state.connections), time.monotonic())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,5 +1,6 @@
 """Who may use the server: keys, tenants, and what every HTTP request passes first."""
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -227,6 +228,7 @@ class Gate:
         self._but = but
         self._max_body_bytes = service.settings.limits.max_body_bytes
         self._max_upload_bytes = service.settings.limits.max_upload_bytes
+        self._stalled_s = service.settings.listen.stalled_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -247,7 +249,7 @@ class Gate:
             if self._needs_key(scope["path"]):
                 state["tenant"] = self._admitted(headers)
             limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
-            limited = _limited(receive, headers, limit_bytes)
+            limited = _limited(receive, headers, limit_bytes, self._stalled_s)
         except HttpError as error:
             await error.response(scope, receive, named_send)
             return
@@ -264,22 +266,38 @@ class Gate:
         return tenant
 
 
-def _limited(receive: Receive, headers: Headers, limit_bytes: int) -> Receive:
-    """`receive` that gives at most `limit_bytes` of body.
+_LEAST_BYTES_PER_S = 500
+"""A slower body is not waited for; the usual rate of Apache's `RequestReadTimeout`."""
+
+
+def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: float) -> Receive:
+    """`receive` that gives at most `limit_bytes` of body, which has `stalled_s` to come and more for what did come.
 
     Raises:
-        HttpError: 413, the request says that it has more; the returned function raises it when more comes.
+        HttpError: 413, the request says that it has more; the returned function raises it when more comes, and 408 when
+            the rest does not come in time.
     """
     too_large = HttpError(413, f"the body may have {limit_bytes} bytes", code="body_too_large")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit_bytes:
         raise too_large
-    taken = 0
+    taken, whole, begun_s = 0, False, None
 
     async def limited() -> Message:
-        nonlocal taken
-        message = await receive()
+        nonlocal taken, whole, begun_s
+        if whole:  # what comes now is that the client has gone
+            return await receive()
+        now_s = asyncio.get_running_loop().time()
+        begun_s = now_s if begun_s is None else begun_s
+        try:
+            async with asyncio.timeout_at(begun_s + stalled_s + taken / _LEAST_BYTES_PER_S):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(
+                408, "the rest of the body did not come", code="body_too_slow", headers={"connection": "close"}
+            ) from None
         taken += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
         if taken > limit_bytes:
             raise too_large
         return message

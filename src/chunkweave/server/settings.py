@@ -65,7 +65,10 @@ class ListenSettings:
         30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, above=0
     )
     stalled_s: float = setting(
-        60.0, "How long a client may stop reading before its stream is ended.", unit=Unit.SECONDS, above=0
+        60.0,
+        "How long a client may keep the server waiting for the rest of its request, or stop reading its answer.",
+        unit=Unit.SECONDS,
+        above=0,
     )
 
     @property
