@@ -245,7 +245,7 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
     Raises:
         UsageError: there are such keys; the message names them, and those there are.
     """
-    unknown = sorted(str(key) for key in given if key not in known)
+    unknown = sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known)
     if unknown:
         raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 

@@ -18,6 +18,9 @@ _ID_KEYS = ("id", "_id")
 _TITLE_KEYS = ("title", "source")
 _TEXT_KEY, _METADATA_KEY = "text", "metadata"
 
+MOST_LEVELS = 64
+"""Lists and objects inside each other that metadata may have: what it is written and shown by ends somewhere."""
+
 OnError = Literal["raise", "skip"]
 
 
@@ -46,7 +49,8 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
     Raises:
         DuplicateDocumentError: two have the same id.
         EmptyDocumentError: one has no text.
-        DocumentError: one has no id, metadata that is not JSON-able, or text that is not valid Unicode.
+        DocumentError: one has no id, metadata that is not JSON-able or nested too deeply, or text that is not valid
+            Unicode.
     """
     checked: dict[str, CorpusDocument] = {}
     for document in documents:
@@ -61,7 +65,18 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
     return list(checked.values())
 
 
+def nested_too_deeply(metadata: Any) -> bool:
+    """Whether lists and objects stand inside each other more than `MOST_LEVELS` deep."""
+    level = [metadata]
+    for _ in range(MOST_LEVELS + 1):
+        inside = [one.values() if isinstance(one, Mapping) else one for one in level]
+        level = [one for some in inside for one in some if isinstance(one, Mapping | list | tuple)]
+    return bool(level)
+
+
 def _check_writable(document: CorpusDocument) -> None:
+    if nested_too_deeply(document.metadata):
+        raise DocumentError(f"the metadata of document {document.id!r} is nested too deeply")
     try:
         content = [document.id, document.title, document.text, dict(document.metadata)]
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
@@ -181,8 +196,12 @@ def _parsed(line: bytes, where: str, usual_id: str) -> CorpusDocument:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DocumentError(f"{where}: not UTF-8: bad byte at offset {error.start}") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
+    except ValueError as error:
+        raise DocumentError(f"{where}: a number has too many digits") from error
+    except RecursionError as error:
+        raise DocumentError(f"{where}: nested too deeply") from error
     if not isinstance(row, dict) or not isinstance(row.get(_TEXT_KEY), str):
         raise DocumentError(f'{where}: not an object with a "text": {{"text": "...", "id": "...", "title": "..."}}')
     if not row[_TEXT_KEY].strip():

@@ -1,6 +1,7 @@
 """The answer to a request that fails: a status, a body in OpenAI's form, and what the schema says of it."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
@@ -76,8 +77,8 @@ class HttpError(HTTPException):
         """An error; `param` names the field that is wrong, `retry_after_s` becomes a header, `more` goes beside it."""
         after = {} if retry_after_s is None else {"retry-after": str(max(1, ceil(retry_after_s)))}
         super().__init__(status, message, {**after, **(headers or {})})
-        self.message = message
-        self.param = param
+        self.message = _sendable(message)
+        self.param = param and _sendable(param)
         self.code = code
         self.more = more or {}
 
@@ -92,6 +93,16 @@ class HttpError(HTTPException):
     def response(self) -> JSONResponse:
         """The whole answer."""
         return JSONResponse(self.body, self.status_code, dict(self.headers or {}))
+
+
+_MOST_CHARACTERS = 1000
+"""Of a message: what is quoted of a request may be longer."""
+
+
+def _sendable(text: str) -> str:
+    """Text as valid Unicode, and not too long."""
+    text = text[:_MOST_CHARACTERS] + "..." if len(text) > _MOST_CHARACTERS else text
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def http_error_of(error: Exception) -> HttpError:
@@ -121,31 +132,82 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _answer(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
-        return invalid_request(error.errors()).response
+        return invalid_request(error.errors(), error.body).response
     if isinstance(error, HTTPException) and not isinstance(error, HttpError):
         return HttpError(error.status_code, str(error.detail), headers=error.headers).response
     return http_error_of(error).response
 
 
-def invalid_request(errors: Sequence[Mapping[str, Any]]) -> HttpError:
-    """A 400 for the first thing that is wrong with a request's fields; unsupported ones are all named."""
-    unsupported = [_place(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
+_KINDS = {
+    "string_type": "a text",
+    "string_unicode": "valid Unicode: it has half of a surrogate pair",
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+}
+"""What a field must be, by Pydantic's names of errors; its own words are meant for programmers."""
+
+_MUST_BE = "Input should be "
+
+
+def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> HttpError:
+    """A 400 for the first thing that is wrong with a request's fields; unsupported ones are all named.
+
+    Where a field may be of several kinds, it is for what the nearest of them lacks.
+    """
+    places = [_steps(one, body) for one in errors]
+    unsupported = [_place(steps) for one, steps in zip(errors, places, strict=True) if one["type"] == "extra_forbidden"]
     if unsupported:
         message = f"not supported: {', '.join(unsupported)}"
         return HttpError(400, message, param=unsupported[0], code="unsupported_field")
-    first = errors[0]
-    place = _place(first["loc"])
-    if first["type"] == "json_invalid":
-        return HttpError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    named = message if not place or place.rpartition(".")[2] in message else f"{place}: {message}"
-    return HttpError(400, named, param=place or None)
+    if errors[0]["type"] == "json_invalid":
+        return HttpError(400, f"the body is no JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
+    steps = max((one for one in places if one[: len(places[0])] == places[0]), key=len)
+    meant = [one for one, at in zip(errors, places, strict=True) if at == steps]
+    place, kinds = _place(steps), [kind for one in meant if (kind := _kind(one)) is not None]
+    if kinds:
+        return HttpError(400, f"{place or 'the body'} must be {' or '.join(dict.fromkeys(kinds))}", param=place or None)
+    message = _message(meant[0])
+    named = not place or re.search(rf"\b{re.escape(str(steps[-1]))}\b", message)
+    return HttpError(400, message if named else f"{place}: {message}", param=place or None)
 
 
-def _place(loc: Sequence[int | str]) -> str:
-    """`messages[0].content` of a place in a body, query or path."""
+def _kind(error: Mapping[str, Any]) -> str | None:
+    """What a field must be, if an error says that."""
+    message = _message(error)
+    if message.startswith(_MUST_BE):
+        return _KINDS.get(error["type"], message.removeprefix(_MUST_BE))
+    return "a file" if message.startswith("Expected UploadFile") else None
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _steps(error: Mapping[str, Any], body: Any) -> list[int | str]:
+    """The way to an error in a body, query or path, without the steps that name a kind that a field may be of."""
+    loc = error["loc"]
+    if loc[0] != "body":
+        return list(loc[1:])
+    steps: list[int | str] = []
+    for step in loc[1:]:
+        there = isinstance(body, Mapping) and step in body
+        if isinstance(step, int):
+            body = body[step] if isinstance(body, list) and step < len(body) else None
+        elif there:
+            body = body[step]
+        elif error["type"] != "missing" or step != loc[-1]:
+            continue
+        steps.append(step)
+    return steps
+
+
+def _place(steps: Sequence[int | str]) -> str:
+    """`messages[0].content`."""
     text = ""
-    for step in loc[1:] if loc and loc[0] in ("body", "query", "path") else loc:
+    for step in steps:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
     return text
 

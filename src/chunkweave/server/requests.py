@@ -17,6 +17,7 @@ from chunkweave.planning.method_choice import (
     checked_ratio,
     refuse_unknown_keys,
 )
+from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
 from chunkweave.server.errors import HttpError
 from chunkweave.server.settings import LimitSettings
 from chunkweave.types import Chunk
@@ -305,13 +306,19 @@ class CorpusBody(Body):
     overlap_tokens: Annotated[int, Field(ge=0, le=2048)] = 0
 
 
+def _shallow(metadata: dict[str, Any]) -> dict[str, Any]:
+    if nested_too_deeply(metadata):
+        raise ValueError(f"metadata may have {MOST_LEVELS} levels inside each other, and no more")
+    return metadata
+
+
 class IngestedDocument(Body):
     """A document of a corpus."""
 
     text: Text
     id: Name | None = None
     title: Text = ""
-    metadata: dict[str, Any] = {}
+    metadata: Annotated[dict[str, Any], AfterValidator(_shallow)] = {}
 
 
 class IngestBody(Body):

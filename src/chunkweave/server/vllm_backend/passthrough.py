@@ -90,11 +90,17 @@ def _refuse_other_paths(path: str) -> None:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """A body that is an object; what is none is vLLM's to refuse."""
+    """A body that is an object; what is none is vLLM's to refuse.
+
+    Raises:
+        HttpError: 400, it is nested too deeply to be read here.
+    """
     try:
         body = json.loads(raw)
     except ValueError:
         return None
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply", code="invalid_json") from error
     return body if isinstance(body, dict) else None
 
 

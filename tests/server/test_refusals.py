@@ -1,0 +1,125 @@
+"""Requests that no client library would send: refused in our own words, with nothing of the server's inside."""
+
+import json
+import re
+
+import pytest
+
+from tests.server.conftest import Client
+
+HALF = "\ud800"
+MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
+_INSIDE = re.compile(r"0x[0-9a-f]{4}|function|validator|<class|Traceback|pydantic|UploadFile|sys\.|extract fields")
+
+
+def error_of(response, status: int = 400) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert _INSIDE.search(f"{error['message']} {error['param']}") is None, error
+    assert len(error["message"]) < 1100
+    return error
+
+
+def post(client: Client, path: str, body) -> object:
+    return client.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+
+
+def ask(client: Client, **body) -> object:
+    return post(client, "/v1/chat/completions", {"messages": MESSAGES, "documents": ["a"], "max_tokens": 1, **body})
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"chunkweave": {HALF: 1}},
+        {"chunkweave": {"method": HALF}},
+        {"chunkweave": {"conversation_id": HALF}},
+        {"documents": [{"text": "a", HALF: 1}]},
+        {"messages": [{"role": "user", "content": [{"type": HALF, "text": "a"}]}]},
+        {"stream": True, "stream_options": {HALF: 1}},
+        {"model": HALF},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(client: Client, body: dict):
+    error_of(ask(client, **body))
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        ({"stop": 1}, "stop must be a text or a list", "stop"),
+        ({"stop": [1]}, "stop[0] must be a text", "stop[0]"),
+        ({"documents": [1]}, "documents[0] must be a text or an object", "documents[0]"),
+        ({"documents": [{"text": 1}]}, "documents[0].text must be a text", "documents[0].text"),
+        ({"documents": [{"title": "x"}]}, "documents[0].text: Field required", "documents[0].text"),
+        ({"documents": {"text": "a"}}, "documents must be a list", "documents"),
+        ({"n": 0}, "n must be greater than or equal to 1", "n"),
+        ({"n": "1"}, "n must be a whole number", "n"),
+        ({"stream": 1}, "stream must be true or false", "stream"),
+        ({"chunkweave": 1}, "chunkweave must be an object", "chunkweave"),
+        ({"chunkweave": {"order": "any"}}, "chunkweave.order must be 'free' or 'fixed'", "chunkweave.order"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]},
+            "messages[0].content[0].type must be 'text'",
+            "messages[0].content[0].type",
+        ),
+        ({"chunkweave": {"check_layers": ["x" * 5000]}}, None, "chunkweave.check_layers"),
+    ],
+)
+def test_a_wrong_field_is_named_as_the_client_wrote_it(client: Client, body: dict, said: str | None, param: str):
+    error = error_of(ask(client, **body))
+    assert error["param"] == param
+    assert said in (None, error["message"])
+
+
+def test_a_body_that_is_no_object_is_refused(client: Client):
+    assert error_of(post(client, "/v1/corpora", [1]))["message"] == "the body must be an object"
+    refused = client.get("/v1/corpora/notes/documents", params={"limit": "many"})
+    assert error_of(refused)["message"] == "limit must be a whole number"
+
+
+@pytest.mark.parametrize("levels", [400, 950, 990, 100_000])
+def test_deep_nesting_is_refused(client: Client, levels: int):
+    headers = {"content-type": "application/json"}
+    for field in (b'"documents": %s', b'"documents": ["a"], "chunkweave": {"check_layers": %s}'):
+        body = b'{"messages": [{"role": "user", "content": "a"}], ' + field % deep(levels) + b"}"
+        error_of(client.post("/v1/chat/completions", content=body, headers=headers))
+    client.post("/v1/corpora", json={"name": "notes"})
+    body = b'{"documents": [{"text": "a", "metadata": {"a": %s}}]}' % deep(levels)
+    error_of(client.post("/v1/corpora/notes/documents", content=body, headers=headers))
+    assert client.get("/v1/corpora/notes/documents").json()["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": "a", "more": ' + deep(100_000) + b"}", "nested too deeply"),
+        (b'{"text": "a", "more": ' + deep(400) + b"}", "nested too deeply"),
+        (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"text": "a", "more": NaN}', "metadata"),
+        (rb'{"text": "a", "\ud800": 1}', "surrogate"),
+        (b"not JSON", "line 2: not JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_kept_is_refused_by_its_number(client: Client, line: bytes, said: str):
+    client.post("/v1/corpora", json={"name": "notes"})
+    files = {"files": ("lines.jsonl", b'{"text": "one"}\n' + line)}
+    message = error_of(client.post("/v1/corpora/notes/documents/files", files=files))["message"]
+    assert "lines.jsonl" in message
+    assert said in message
+    assert client.get("/v1/corpora/notes/documents").json()["total"] == 0
+    assert error_of(client.post("/v1/corpora/notes/documents/files", data={"files": "a"}))["param"] == "files[0]"
+
+
+def test_what_is_nested_as_deeply_as_may_be_is_kept_and_shown(client: Client):
+    client.post("/v1/corpora", json={"name": "notes"})
+    metadata = {"a": json.loads(deep(63))}
+    assert client.post(
+        "/v1/corpora/notes/documents", json={"documents": [{"text": "a", "metadata": metadata}]}
+    ).is_success
+    assert client.get("/v1/corpora/notes/documents").json()["data"][0]["metadata"] == metadata
+    assert client.post("/v1/corpora/notes/search", json={"query": "a"}).json()["data"][0]["metadata"] == metadata
