@@ -234,6 +234,7 @@ _MEANINGS = {
     400: "the request is wrong; the message names the field",
     403: "not allowed",
     404: "not found",
+    408: "the body did not come in time",
     409: "it is there already; or a conversation is busy, or another turn of it comes next",
     413: "too large",
     429: "too many requests; see Retry-After",
@@ -242,7 +243,7 @@ _MEANINGS = {
     504: "not answered in time",
 }
 
-_ALWAYS = (401, 413, 429)
+_ALWAYS = (401, 408, 413, 429)
 
 STREAMED: Responses = {
     200: {
@@ -253,5 +254,5 @@ STREAMED: Responses = {
 
 
 def error_responses(*statuses: int) -> Responses:
-    """The errors that an endpoint may answer with; those of every endpoint (401, 413, 429) are added."""
+    """The errors that an endpoint may answer with; those of every endpoint (401, 408, 413, 429) are added."""
     return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in sorted({*statuses, *_ALWAYS})}
