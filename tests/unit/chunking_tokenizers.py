@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import chunkweave
@@ -39,16 +39,21 @@ def bundled() -> HuggingFaceTokenizer:
 def family(
     chat_template: str | None,
     *,
-    special: tuple[str, ...] = (),
+    special: tuple[str | AddedToken, ...] = (),
     added: tuple[str, ...] = (),
     adds_bos: bool = True,
+    composed: bool = False,
     **names: Any,
 ) -> HuggingFaceTokenizer:
-    """The bundled tokenizer with other control tokens, BOS habit and chat template."""
+    """The bundled tokenizer with other control tokens, BOS habit and chat template; `composed` texts are NFC first."""
     backend = Tokenizer.from_file(str(ASSETS / "tokenizer" / "tokenizer.json"))
     if not adds_bos:
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    if composed:
+        backend.normalizer = normalizers.NFC()
+    backend.add_special_tokens(
+        [token if isinstance(token, AddedToken) else AddedToken(token, special=True) for token in special]
+    )
     backend.add_tokens([AddedToken(token, normalized=False) for token in added])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=chat_template, **{"bos_token": "<s>", "eos_token": "</s>"} | names
@@ -71,6 +76,26 @@ def chatml() -> HuggingFaceTokenizer:
         bos_token=None,
         eos_token="<|im_end|>",
     )
+
+
+@cache
+def qwen() -> HuggingFaceTokenizer:
+    return family(
+        CHATML_TEMPLATE,
+        special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        added=("<think>", "</think>", "<tool_call>", "<|fim_prefix|>"),
+        adds_bos=False,
+        composed=True,
+        bos_token=None,
+        eos_token="<|im_end|>",
+    )
+
+
+@cache
+def phi() -> HuggingFaceTokenizer:
+    """Its control tokens swallow white space behind them; one is a control token only as a word of its own."""
+    ends = [AddedToken(f"<|{name}|>", special=True, rstrip=True, normalized=False) for name in ("im_start", "im_end")]
+    return family(CHATML_TEMPLATE, special=(*ends, AddedToken("<|word|>", special=True, single_word=True)))
 
 
 @cache
