@@ -30,6 +30,8 @@ ChunkweaveError
 A cache miss is not an error, and neither is a segment that cannot be stored.
 """
 
+from collections.abc import Sequence
+
 
 class ChunkweaveError(Exception):
     """Root of everything that chunkweave raises on purpose."""
@@ -128,20 +130,24 @@ class DimensionMismatchError(CorpusError):
 
 
 class NotRemovedError(ChunkweaveError):
-    """Of KV that was to be removed, copies are still there. They are not used any more.
+    """Of KV that was to be removed, copies are still there, or may be.
 
-    `removed` copies are gone, `left` are not, which is tried again whenever something is stored. With `lasting` a store
-    that is opened later does not use them either.
+    `removed` copies are gone. `left` are not: they are not used any more, and their removal is tried again whenever
+    something is stored; with `lasting` a store that is opened later does not use them either. The tiers `unasked` did
+    not say what they hold, and may have more, which may be used: ask again.
     """
 
-    def __init__(self, removed: int, left: int, *, lasting: bool) -> None:
-        until = "" if lasting else " until this process ends, since that could not be noted on disk"
-        super().__init__(
-            f"{left} stored segments cannot be removed now; they are not used{until or ' any more'}, and it is tried "
-            f"again. {removed} were removed"
-        )
+    def __init__(self, removed: int, left: int, unasked: Sequence[str] = (), *, lasting: bool) -> None:
+        until = "any more" if lasting else "until this process ends, since that could not be noted on disk"
+        told = [f"{removed} stored segments were removed"]
+        if left:
+            told.append(f"{left} cannot be removed now, are not used {until}, and it is tried again")
+        if unasked:
+            told.append(f"the {' and '.join(unasked)} tier could not be asked what it holds: ask again")
+        super().__init__("; ".join(told))
         self.removed = removed
         self.left = left
+        self.unasked = tuple(unasked)
         self.lasting = lasting
 
 

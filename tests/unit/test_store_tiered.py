@@ -322,6 +322,18 @@ def test_what_was_removed_and_is_still_there_is_not_served_again(tmp_path: Path)
     assert not stack.disk.payloads()
 
 
+def test_a_level_that_does_not_say_what_it_holds_may_have_more(tmp_path: Path) -> None:
+    stack = Stack()
+    stack.remote.put(record_of("A"), payload_of(record_of("A")))
+    stack.remote.broken = True
+    for _ in range(2):
+        with pytest.raises(NotRemovedError, match="the remote tier could not be asked") as error:
+            stack.store.forget_chunks([ChunkId("A")])
+        assert (error.value.removed, error.value.left, error.value.unasked) == (0, 0, ("remote",))
+    stack.remote.broken = False
+    assert stack.store.forget_chunks([ChunkId("A")]) == 1
+
+
 def test_what_is_stored_again_is_served_again(tmp_path: Path) -> None:
     stack = OnDisk(tmp_path)
     store = stack.open()

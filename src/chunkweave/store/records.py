@@ -192,6 +192,18 @@ def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Removal:
+    """What came of removing segments: how many copies are gone, and records of those that the tier would not delete.
+
+    Unless `complete` the tier could not be asked what it holds, and may have more of them.
+    """
+
+    removed: int
+    left: tuple[SegmentRecord, ...] = ()
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """What a store holds now, and what has happened in it since it was made.
 

@@ -12,7 +12,7 @@ from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import NotRemovedError, StoreError, UsageError
 from chunkweave.store.index import ChunkFollower, PromptLookup, look_up, path_request_of
 from chunkweave.store.lease import TieredLease
-from chunkweave.store.records import SegmentRecord, TieredStats, segment_id, union
+from chunkweave.store.records import Removal, SegmentRecord, TieredStats, segment_id, union
 from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLimits
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
 from chunkweave.store.tier_store import SegmentStore
@@ -386,11 +386,7 @@ class TieredStore(Generic[PayloadT]):
         On every level, and on its way there; returns how many copies there were. A copy that cannot be dropped now
         (`undeletable` in the stats) is not found again, and is dropped once it can be.
         """
-        # From slow to fast, and after the count: a thread that moves a copy up or down meanwhile finds it changed.
-        with self._lock:
-            self._removals += 1
-            self._writer.cancel(doomed)
-        return sum(level.store.remove_where(doomed, among=among) for level in reversed(self.levels))
+        return sum(removal.removed for _, removal in self._withdraw(doomed, among))
 
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
         """Drop all variants of chunks, and of others what was computed after one of them and has attended to it.
@@ -398,7 +394,7 @@ class TieredStore(Generic[PayloadT]):
         On every level, pinned or not; returns how many copies there were.
 
         Raises:
-            NotRemovedError: a copy is still there. What could be dropped is.
+            NotRemovedError: a copy is still there, or may be. What could be dropped is.
         """
         gone = frozenset(chunks)
         return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
@@ -444,11 +440,23 @@ class TieredStore(Generic[PayloadT]):
                     raise StoreError(f"segment {record.id} is not the same on every level")
 
     def _remove_all(self, doomed: Callable[[SegmentRecord], bool]) -> int:
-        removed = self.remove_where(doomed)
-        left = [level.store for level in self.levels for _ in level.store.left_where(doomed)]
-        if left:
-            raise NotRemovedError(removed, len(left), lasting=all(store.removals_last for store in left))
+        removals = self._withdraw(doomed)
+        removed = sum(removal.removed for _, removal in removals)
+        left = [level for level, removal in removals for _ in removal.left]
+        unasked = [level.name for level, removal in removals if not removal.complete]
+        if left or unasked:
+            lasting = all(level.store.removals_last for level in left)
+            raise NotRemovedError(removed, len(left), unasked, lasting=lasting)
         return removed
+
+    def _withdraw(
+        self, doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None = None
+    ) -> list[tuple[Level[PayloadT], Removal]]:
+        # From slow to fast, and after the count: a thread that moves a copy up or down meanwhile finds it changed.
+        with self._lock:
+            self._removals += 1
+            self._writer.cancel(doomed)
+        return [(level, level.store.withdraw(doomed, among=among)) for level in reversed(self.levels)]
 
     def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
         """Levels that have it, the exact copies first, then from fast to slow."""

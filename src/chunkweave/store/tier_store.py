@@ -14,7 +14,7 @@ from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.index import ChunkFollower, PromptLookup, SegmentIndex, look_up, path_request_of
 from chunkweave.store.lease import Claim, Claims, Lease, Pins
 from chunkweave.store.policies.lru import LRUPolicy
-from chunkweave.store.records import SegmentRecord, StoreStats, segment_id
+from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.tier import DescribedPayload, PayloadT, SharedTier, Tier
 from chunkweave.trees.prefix_trie import KnowledgeTree
@@ -300,13 +300,17 @@ class SegmentStore(Generic[PayloadT]):
         self.remove_where(lambda _: True)
 
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
+        """`withdraw`, of which only how many are gone matters."""
+        return self.withdraw(doomed, among=among).removed
+
+    def withdraw(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> Removal:
         """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
 
         What is just being written under such a record is not published. Unless told `among` which, a tier shared with
         other processes is searched as a whole, since it may hold what was never looked up here.
 
-        Returns how many are gone. What the tier would not delete (`left_where`) is not found again, here or by a store
-        that is opened later, as far as that can be noted.
+        What the tier would not delete is not found again, here or by a store that is opened later, as far as that can
+        be noted; if it was left before, it counts as left once more, or as removed.
         """
         leaving: list[Claim] = []
         with _given_up_on_error(leaving):
@@ -319,18 +323,14 @@ class SegmentStore(Generic[PayloadT]):
                     self._withdraw(record, leaving)
             left = self._delete(leaving)
             tried = {record.id for record in left}
-            again = [record for record in self.left_where(doomed) if among is None or record.id in among]
-            unknown = [record for record in self._found(among) if doomed(record)] if self._shared else []
+            again = [record for record in self._left_where(doomed) if among is None or record.id in among]
+            found, complete = self._found(among) if self._shared else ([], True)
+            unknown = [record for record in found if doomed(record)]
             more = {record.id: record for record in (*again, *unknown) if record.id not in tried}
             left += [record for record in more.values() if not self._delete_payload(record)]
             self._removed.add(left)
             self._removed.discard(more.keys() - {record.id for record in left})
-            return len(dropped) + len(more) - len(left)
-
-    def left_where(self, doomed: Callable[[SegmentRecord], bool]) -> list[SegmentRecord]:
-        """Records of what left this store and that the tier would not delete, as far as `doomed` names it."""
-        with self._settled():
-            return self._left_where(doomed)
+            return Removal(len(dropped) + len(more) - len(left), tuple(left), complete)
 
     @property
     def removals_last(self) -> bool:
@@ -399,7 +399,7 @@ class SegmentStore(Generic[PayloadT]):
 
     def _load(self) -> None:
         """Enter what the tier holds, and evict down to the budget."""
-        for record in self._found(None):
+        for record in self._found(None)[0]:
             if _is_sound(record) and record.id not in self._index.records and record.id not in self._removed:
                 self._index.add(record)
         leaving: list[Claim] = []
@@ -563,15 +563,18 @@ class SegmentStore(Generic[PayloadT]):
     def _is_left(self, segment: SegmentId) -> bool:
         return segment in self._undeletable or segment in self._removed
 
-    def _found(self, segments: Sequence[SegmentId] | None) -> list[SegmentRecord]:
-        """Records of those of `segments`, or of all, that the tier holds now; none if it cannot be asked."""
+    def _found(self, segments: Sequence[SegmentId] | None) -> tuple[list[SegmentRecord], bool]:
+        """Records of those of `segments`, or of all, that the tier holds now, and whether it could say all of them."""
+        found: list[SegmentRecord] = []
         try:
             if segments is None:
-                return list(self.tier.records())
-            return [] if self._finder is None else list(self._finder.find(segments))
+                found.extend(self.tier.records())
+            elif self._finder is not None:
+                found.extend(self._finder.find(segments))
         except OSError as error:
             logger.warning("the tier cannot say what it holds: %s", error)
-            return []
+            return found, False
+        return found, True
 
     def _held_bytes(self, record: SegmentRecord) -> int:
         """Bytes that the tier holds of a record's payload, 0 if none.

@@ -300,8 +300,10 @@ class RemoteTier:
     def records(self) -> Iterator[SegmentRecord]:
         """What the remote holds of this fingerprint now, asked for while iterating: two calls and a page a segment.
 
-        Ends early, with a warning, at `max_listed` segments or when the remote stops answering. What
-        is damaged or of another format version is left out.
+        Ends early, with a warning, at `max_listed` segments. What is damaged or of another format version is left out.
+
+        Raises:
+            OSError: the remote stops answering.
         """
         keys = self._blobs.keys(self.fingerprint)
         seen: set[SegmentId] = set()
@@ -318,8 +320,7 @@ class RemoteTier:
                 logger.debug("not listed: %s", error)
                 continue
             except OSError as error:
-                logger.warning("the list of the remote store ends after %d segments: %s", len(seen), error)
-                return
+                raise OSError(f"the list of the remote store ends after {len(seen)} segments: {error}") from error
             if header is not None:
                 yield header.record
         logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
