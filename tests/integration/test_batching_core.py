@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,12 @@ class Driver:
         inbox = self.inboxes[-1]
         self.core.submit(RequestState(number, prepared, inbox, self.now, deadline_s, speculative=speculative))
         return number
+
+    def precompute(self, chunk: Chunk) -> int:
+        prepared = self.core.fitting(self.engine.preparer.prepare_alone(chunk))
+        self.inboxes.append(Inbox())
+        self.core.submit(RequestState(len(self.inboxes) - 1, prepared, self.inboxes[-1], self.now, background=True))
+        return len(self.inboxes) - 1
 
     def run(self, each: Callable[[], None] = lambda: None, *, most: int = 3000) -> None:
         for _ in range(most):
@@ -288,3 +295,80 @@ def test_a_wrong_plan_is_the_requests_own_fault(engine):
     driver.run()
     assert isinstance(driver.inboxes[number].last, UsageError)
     assert driver.core.stats.tried_again == 0
+
+
+LARGE = Chunk("The keeper of the light writes down every ship that passes the northern cape in a storm. " * 12, "log")
+
+
+def test_a_stream_gets_a_token_in_every_step_while_large_chunks_are_computed_in_the_background():
+    engine = Engine(toy_model("llama"))
+    driver = Driver(engine, max_running=2, step_tokens=32)
+    stream = driver.submit(asked([0], 60))
+    while not driver.inboxes[stream].events:
+        driver.core.step()
+    tokens = len(engine.builder.alone(LARGE))
+    assert tokens > 6 * 32
+    ahead, steps = driver.precompute(LARGE), 0
+    while driver.inboxes[ahead].last is None:
+        before = driver.core.stats
+        driver.core.step()
+        driver.core.check()
+        steps += 1
+        assert driver.core.stats.decoded_tokens == before.decoded_tokens + 1
+        assert driver.core.stats.prefilled_tokens - before.prefilled_tokens <= 31, "in slices, as any prefill"
+    assert steps == -(-tokens // 31), "it takes all that the stream leaves"
+    assert engine.preparer.prepare_alone(LARGE) is None, "it is stored"
+    driver.run()
+    assert driver.answers()[0].token_ids == alone(Engine(toy_model("llama")), asked([0], 60), "prefix").token_ids
+
+
+def test_whoever_asks_goes_before_what_is_computed_in_the_background():
+    engine = Engine(toy_model("llama"))
+    driver = Driver(engine, max_running=1, step_tokens=32, queue_timeout_s=5.0)
+    background = [driver.precompute(LARGE), driver.precompute(CHUNKS[0])]
+    driver.core.step()
+    assert driver.core.stats.prefilled_tokens == 32
+    asking = [driver.submit(asked([1], 3)), driver.submit(asked([2], 3))]
+    for number in asking:
+        while driver.inboxes[number].last is None:
+            driver.core.step()
+            driver.core.check()
+        assert not any(driver.inboxes[one].events for one in background)
+    assert driver.core.stats.preempted == 1
+    driver.now = 100.0
+    driver.run()
+    assert all(isinstance(driver.inboxes[one].last, Answer) for one in background), "it waits as long as it must"
+
+
+def test_other_prefills_go_before_what_runs_in_the_background_already():
+    engine = Engine(toy_model("llama"))
+    driver = Driver(engine, max_running=4, step_tokens=32)
+    background = driver.precompute(LARGE)
+    driver.core.step()
+    driver.core.step()
+    asking = driver.submit(asked([1, 2, 3], 1))
+    tokens = len(engine.preparer.prepare(asked([1, 2, 3], 1), MethodRequest("prefix")).prompt)
+    steps = 0
+    while driver.inboxes[asking].last is None:
+        driver.core.step()
+        steps += 1
+    assert steps == -(-tokens // 32)
+    assert driver.core.stats.running == 1
+    driver.run()
+    assert isinstance(driver.inboxes[background].last, Answer)
+
+
+def test_a_step_in_the_background_alone_is_stopped_when_somebody_asks():
+    engine = Engine(toy_model("llama"))
+    urgent = [False]
+    driver = Driver(engine, interrupt=lambda: urgent[0], max_running=2, step_tokens=64)
+    driver.precompute(LARGE)
+    urgent[0] = True
+    driver.core.step()
+    assert (driver.core.stats.interrupted, driver.core.stats.prefilled_tokens) == (1, 0)
+    urgent[0] = False
+    driver.run()
+    stored = Engine(toy_model("llama"))
+    stored.precompute([LARGE])
+    [segment] = [record.id for record in stored.store.records()]
+    torch.testing.assert_close(engine.store.get(segment).kv, stored.store.get(segment).kv)

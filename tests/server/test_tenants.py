@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from chunkweave import Chunk, StoreConfig
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
@@ -297,6 +298,55 @@ def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch,
         gate.set()
     acting.join(30)
     assert set(done[0].values()) <= {0, 1}
+
+
+@pytest.mark.backend("engine")
+def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, monkeypatch):
+    client = serve(keys=key_ring(), max_num_batched_tokens=64, store=StoreConfig(host_budget_bytes=1 << 28))
+    runner, steps, warm = client.engine.runner, [], []
+    step = runner.step
+
+    def counted(decoding, prefilling, **options):
+        steps.append((len(decoding), sum(tokens or 1_000_000 for _, tokens in prefilling)))
+        return step(decoding, prefilling, **options)
+
+    monkeypatch.setattr(runner, "step", counted)
+    body = {"documents": [f"{number} {LONG}" for number in range(4)]}
+
+    def act() -> None:
+        warm.append(client.post("/v1/cache/warm", json=body, headers=auth(KEYS["acme"])).json())
+
+    begun = threading.Event()
+
+    def listen() -> None:
+        body = {"messages": [{"role": "user", "content": "When?"}], "max_tokens": 400, "temperature": 0, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=auth(KEYS["bolt"])) as reply:
+            for _ in reply.iter_lines():
+                begun.set()
+
+    threads = [threading.Thread(target=listen), threading.Thread(target=act)]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert warm == [{"chunks": 4, "computed": 4}]
+    decoding = [number for number, (decodes, _) in enumerate(steps) if decodes]
+    during = steps[decoding[0] : decoding[-1] + 1]
+    assert sum(tokens for _, tokens in during) > 500, "it was warmed while the stream ran"
+    assert all(decodes == 1 and tokens < 64 for decodes, tokens in during)
+
+
+@pytest.mark.backend("engine")
+def test_whoever_goes_while_warming_leaves_nothing_under_way(serve: Serve):
+    client = serve(max_num_batched_tokens=64)
+    stats, chunks = client.service.backend.stats, [Chunk(f"{number} {LONG}") for number in range(200)]
+    warming = client.portal.start_task_soon(client.parts.cache.warm, "", chunks, "")
+    wait_until(lambda: stats()["engine"]["prefilled_tokens"])
+    warming.cancel()
+    wait_until(lambda: not stats()["engine"]["running"])
+    assert stats()["engine"]["waiting"] == 0
+    assert stats()["store"]["segments"] < 200
 
 
 @pytest.mark.backend("engine")

@@ -16,11 +16,12 @@ from typing import Any, Self, TypeVar, Unpack
 
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
+from chunkweave.engine.request import Answer, Deliver, Request, RequestState, StreamEvent
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.types import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -212,26 +213,39 @@ class AsyncEngine:
         prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
         try:
             fitting = self._core.fitting(prepared)
-            with self._changed:
-                self._refuse_if_full(speculative=speculative)
-                number = next(self._numbers)
-                stream = AnswerStream(number, self.abort, loop, self.confirm)
-                state = RequestState(
-                    number,
-                    fitting,
-                    partial(self._deliver, stream),
-                    arrived_s,
-                    None if limit_s is None else arrived_s + limit_s,
-                    speculative=speculative,
-                )
-                self._open[number] = _Open(state, stream, confirmed=not speculative)
-                self._urgent = self._urgent or not speculative
-                self._commands.append(lambda: self._core.submit(state))
-                self._changed.notify()
+            ends_s = None if limit_s is None else arrived_s + limit_s
+            return self._enter(
+                lambda number, deliver: RequestState(
+                    number, fitting, deliver, arrived_s, ends_s, speculative=speculative
+                ),
+                loop,
+            )
         except BaseException:
             self._preparer.abandon(prepared)
             raise
-        return stream
+
+    def precompute(
+        self, chunk: Chunk | str, *, cache_salt: str = "", loop: asyncio.AbstractEventLoop | None = None
+    ) -> AnswerStream | None:
+        """Have the context-free KV of a chunk computed and stored, behind all that is asked; None if it is stored.
+
+        It takes the tokens that others leave of their steps, and as many as they do at once. Once the stream has ended,
+        it is stored as far as there is room. `loop` is as in `submit`.
+
+        Raises:
+            RequestAbortedError: the engine is closed.
+            UsageError: an empty chunk.
+            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
+        """
+        arrived_s = time.perf_counter()
+        prepared = self._preparer.prepare_alone(chunk, cache_salt=cache_salt, most_tokens=self._core.most_tokens)
+        if prepared is None:
+            return None
+        fitting = self._core.fitting(prepared)
+        return self._enter(
+            lambda number, deliver: RequestState(number, fitting, deliver, arrived_s, background=True),
+            loop or asyncio.get_running_loop(),
+        )
 
     def confirm(self, number: int) -> None:
         """A speculation is wanted: from now on it is a request like others. A second time is harmless.
@@ -264,7 +278,6 @@ class AsyncEngine:
     def between_steps(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
         """Have the thread that owns model and store do `work` before its next step; everything else waits meanwhile.
 
-        This is how the engine below is used while this one runs: `between_steps(lambda: engine.precompute([chunk]))`.
         What `work` raises, the future raises. Cancelled before it began, it is not done.
 
         Raises:
@@ -297,10 +310,26 @@ class AsyncEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _refuse_if_full(self, *, speculative: bool = False) -> None:
+    def _enter(self, make: Callable[[int, Deliver], RequestState], loop: asyncio.AbstractEventLoop) -> AnswerStream:
+        """Let the request that `make` makes of a number wait; raises what `_refuse_if_full` does."""
+        with self._changed:
+            number = next(self._numbers)
+            stream = AnswerStream(number, self.abort, loop, self.confirm)
+            state = make(number, partial(self._deliver, stream))
+            self._refuse_if_full(speculative=state.speculative, background=state.background)
+            self._open[number] = _Open(state, stream, confirmed=not state.speculative)
+            self._urgent = self._urgent or not state.yields
+            self._commands.append(lambda: self._core.submit(state))
+            self._changed.notify()
+            return stream
+
+    def _refuse_if_full(self, *, speculative: bool = False, background: bool = False) -> None:
         if self._closing:
             raise RequestAbortedError("the engine is closed and takes no more requests")
-        waiting = sum(not one.request.runs and (speculative or one.confirmed) for one in tuple(self._open.values()))
+        if background:
+            return
+        others = [one for one in tuple(self._open.values()) if not one.request.runs and not one.request.background]
+        waiting = sum(speculative or one.confirmed for one in others)
         if waiting >= self._config.max_waiting:
             raise QueueFullError(
                 f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"

@@ -44,7 +44,8 @@ class BatchingCore:
     plan, then the tokens that it had generated.
 
     A speculative request (RAGCache §5.3) starts before retrieval has confirmed its chunks. It yields to all others: a
-    step of speculative requests is stopped between two layers when a request arrives, and made again later.
+    step of speculative requests is stopped between two layers when a request arrives, and made again later. So is a
+    step of requests in the background alone.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class BatchingCore:
     ) -> None:
         """Nothing waits yet.
 
-        `interrupt` is asked between the layers of a step of speculations whether to stop it. Woven answers are offered
-        to `checks`, which outlive the core.
+        `interrupt` is asked between the layers of a step of requests that yield whether to stop it. Woven answers are
+        offered to `checks`, which outlive the core.
         """
         self._preparer = preparer
         self._runner = preparer.runner
@@ -187,7 +188,7 @@ class BatchingCore:
     def _expire(self) -> None:
         now, timeout_s = self._clock(), self._config.queue_timeout_s
         for request in list(self._scheduler.requests.values()):
-            not_begun = request.admitted_s is None and not request.speculative
+            not_begun = request.admitted_s is None and not request.yields
             if request.deadline_s is not None and now > request.deadline_s:
                 why = f"was not answered within {now - request.arrived_s:.3g} s"
             elif timeout_s is not None and not_begun and now - request.waits_since_s > timeout_s:
@@ -269,9 +270,9 @@ class BatchingCore:
             if request.decode is not None
         ]
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
-        speculative = all(request.speculative for request in group.requests)
+        yields = all(request.yields for request in group.requests)
         try:
-            if speculative and self._interrupt is not None:
+            if yields and self._interrupt is not None:
                 logits = self._runner.step(decodes, pieces, interrupt=self._interrupt)
             else:
                 logits = self._runner.step(decodes, pieces)

@@ -27,7 +27,6 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_orderi
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
-from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.store import TieredStore
@@ -384,13 +383,11 @@ class Engine:
             UsageError: an empty chunk.
             PromptTooLongError: a chunk alone does not fit the model's context.
         """
-        usual = self._chooser.choose(MethodRequest())
-        profiles = self._chooser.kept(usual).profiles
         computed = 0
         for index, chunk in enumerate(chunks):
-            prompt = self.builder.alone(chunk, cache_salt=cache_salt)
-            if not any(record.alone for record in self.store.lookup(prompt).parts[-1].variants):
-                prefilled = self.runner.prefill(prompt, FullPrefill(self._reuse), profiles=profiles)
+            alone = self.preparer.prepare_alone(chunk, cache_salt=cache_salt)
+            if alone is not None:
+                prefilled = self.runner.prefill(alone.prompt, alone.method, profiles=alone.kept.profiles)
                 computed += self.runner.store_new(prefilled)
             if progress is not None:
                 progress(index + 1, len(chunks))

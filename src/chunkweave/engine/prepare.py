@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import ReuseConfig
+from chunkweave.config import ReuseConfig, SamplingParams
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.engine.runner import Runner
@@ -21,7 +21,7 @@ from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_c
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import Kept, MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.types import SegmentId
+from chunkweave.types import Chunk, SegmentId
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,28 @@ class RequestPreparer:
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
         return PreparedRequest(request, arranged, choice, method, kept, room, turn)
+
+    def prepare_alone(
+        self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None
+    ) -> PreparedRequest | None:
+        """What computes the context-free KV of a chunk, with one token behind it; None if that is stored.
+
+        What its tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
+        """
+        context = self.loaded.model.geometry.max_positions
+        limit = PromptLimit(min(context, most_tokens or context))
+        prompt = self.builder.alone(chunk, cache_salt=cache_salt, limit=limit)
+        if any(record.alone for record in self.runner.store.lookup(prompt).parts[-1].variants):
+            return None
+        kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
+        choice = self.chooser.choose(MethodRequest.of("full"))
+        request = Request("", (chunk,), sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
+        room = min(1, self.runner.room_for_new_tokens(prompt))
+        return PreparedRequest(request, Arranged(prompt), choice, make_method(choice.method, choice.reuse), kept, room)
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """A speculative request is asked for."""

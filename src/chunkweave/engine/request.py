@@ -181,6 +181,8 @@ class RequestState:
     deadline_s: float | None = None
     speculative: bool = False
     """It started before retrieval has confirmed its chunks, and yields to all requests that are not speculative."""
+    background: bool = False
+    """Nobody waits for its answer: it computes something to be stored, and yields to all that is asked."""
     status: RequestStatus = RequestStatus.WAITING
     number: int = -1
     """Its place in the order of arrival, or of confirmation; speculative requests have an order of their own."""
@@ -210,6 +212,11 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.waits_since_s = self.arrived_s
+
+    @property
+    def yields(self) -> bool:
+        """Whether its place and its memory go to any request that waits."""
+        return self.speculative or self.background
 
     @property
     def runs(self) -> bool:

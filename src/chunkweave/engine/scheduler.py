@@ -168,7 +168,7 @@ class BatchingStats:
 
 
 class RequestQueue:
-    """The cache-aware queue, and behind it the speculations, first come first served.
+    """The cache-aware queue; behind it speculations, then what is computed in the background, both by arrival.
 
     A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
     never lets a request overtake others. Used by one thread.
@@ -177,10 +177,11 @@ class RequestQueue:
     def __init__(self, tree: StoredPrefixes, *, window: int) -> None:
         self._queue: CacheAwareQueue[RequestState] = CacheAwareQueue(tree, window=window)
         self._speculations: dict[int, RequestState] = {}
+        self._background: dict[int, RequestState] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._speculations)
+        return len(self._queue) + len(self._speculations) + len(self._background)
 
     @property
     def requests(self) -> int:
@@ -189,7 +190,10 @@ class RequestQueue:
 
     def add(self, request: RequestState) -> None:
         """Let a request wait, and give it its number."""
-        if request.speculative:
+        if request.background:
+            request.number = _BEHIND_ALL + next(self._numbers)
+            self._background[request.number] = request
+        elif request.speculative:
             request.number = next(self._numbers)
             self._speculations[request.number] = request
         else:
@@ -198,8 +202,8 @@ class RequestQueue:
 
     def put_back(self, request: RequestState) -> None:
         """Let a request that was taken out wait again in its old place."""
-        if request.speculative:
-            self._speculations[request.number] = request
+        if request.yields:
+            self._yielding(request)[request.number] = request
         else:
             assert request.place is not None, "it had a place in the queue"
             self._queue.put_back(request.place)
@@ -216,8 +220,8 @@ class RequestQueue:
 
     def remove(self, request: RequestState) -> None:
         """A request is given up; one that does not wait is left alone."""
-        if request.speculative:
-            self._speculations.pop(request.number, None)
+        if request.yields:
+            self._yielding(request).pop(request.number, None)
         else:
             self._queue.remove(request)
 
@@ -226,12 +230,16 @@ class RequestQueue:
         place = self._queue.pop(lambda one: fits(one.request))
         return None if place is None else place.request
 
-    def pop_speculation(self, fits: Fits) -> RequestState | None:
-        """Take out the oldest speculation if it fits, and if no confirmed request waits."""
-        oldest = min(self._speculations, default=None)
-        if oldest is None or len(self._queue) or not fits(self._speculations[oldest]):
+    def pop_yielding(self, fits: Fits) -> RequestState | None:
+        """Take out the oldest speculation, or else what waits longest in the background, if no confirmed request waits.
+
+        None also if that does not fit.
+        """
+        waiting = self._speculations or self._background
+        oldest = min(waiting, default=None)
+        if oldest is None or len(self._queue) or not fits(waiting[oldest]):
             return None
-        return self._speculations.pop(oldest)
+        return waiting.pop(oldest)
 
     def next(self, count: int) -> list[RequestState]:
         """The confirmed requests that would be served next now."""
@@ -240,6 +248,13 @@ class RequestQueue:
     def close(self) -> None:
         """Follow the tree no longer; the queue is of no use afterwards."""
         self._queue.close()
+
+    def _yielding(self, request: RequestState) -> dict[int, RequestState]:
+        return self._background if request.background else self._speculations
+
+
+_BEHIND_ALL = 1 << 60
+"""Numbers of requests in the background: they are younger than all others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,7 +276,8 @@ class Scheduler:
     A request is admitted if what is known of it fits, and grows as it decodes. Where no block is left, the youngest
     request gives its KV up and waits again with its tokens kept. The oldest is never preempted for others, and no
     request may be larger than the whole memory: so there is always one that ends. Speculations yield their places and
-    blocks to all others, and run only in steps in which no other request could. Used by one thread.
+    blocks to all others, and run only in steps in which no other request could. So does what is computed in the
+    background, but that it also takes the tokens that others leave of their steps. Used by one thread.
     """
 
     def __init__(
@@ -296,30 +312,35 @@ class Scheduler:
     def admit(self) -> Iterator[RequestState]:
         """Each request that is admitted now, with blocks of its own; it is to be started before the next one is taken.
 
-        Requests are admitted as if there were no speculations, whose places they take where need be; then the
-        speculations that still fit.
+        Requests are admitted as if there were none that yield, whose places they take where need be; then those of
+        these that still fit.
         """
-        while len(self._running) - len(self._speculations()) < self._budget.max_running:
-            request = self.queue.pop(self._fits_without_speculations)
+        while len(self._running) - len(self._yielding()) < self._budget.max_running:
+            request = self.queue.pop(self._fits_without_yielding)
             if request is None:
                 break
             while len(self._running) >= self._budget.max_running or not self.pool.fits(request.tokens):
-                self._preempt(_youngest(self._speculations()))
+                self._preempt(_youngest(self._yielding()))
             yield self._admitted(request)
         while len(self._running) < self._budget.max_running:
-            request = self.queue.pop_speculation(lambda one: self.pool.fits(one.tokens))
+            request = self.queue.pop_yielding(lambda one: self.pool.fits(one.tokens))
             if request is None:
                 break
             yield self._admitted(request)
 
     def groups(self) -> list[StepGroup]:
-        """What this step runs: the requests that were asked for, or else, with what time is to spare, speculations."""
-        for speculative, budget in ((False, self._budget), (True, self._spare)):
-            self._make_room(speculative=speculative)
-            groups = _groups([one for one in self._running if one.speculative is speculative], budget)
+        """What this step runs: the requests that were asked for, and in the background what they leave tokens for.
+
+        With what time is to spare speculations, or else what runs in the background alone.
+        """
+        self._make_room(speculative=False)
+        if any(not one.yields for one in self._running):
+            groups = _groups([one for one in self._running if not one.speculative], self._budget)
             if groups:
                 return groups
-        return []
+        self._make_room(speculative=True)
+        speculations = _groups([one for one in self._running if one.speculative], self._spare)
+        return speculations or _groups([one for one in self._running if one.background], self._budget)
 
     def put_back(self, request: RequestState) -> None:
         """Let a running request wait again, with its tokens kept and nothing else."""
@@ -354,11 +375,11 @@ class Scheduler:
             if decode is not None and decode.prefilled.cache.capacity > self.pool.capacity(request):
                 raise StoreError(f"the cache of request {request.id} is larger than its blocks")
 
-    def _speculations(self) -> list[RequestState]:
-        return [request for request in self._running if request.speculative]
+    def _yielding(self) -> list[RequestState]:
+        return [request for request in self._running if request.yields]
 
-    def _fits_without_speculations(self, request: RequestState) -> bool:
-        return self.pool.fits(request.tokens, without=self._speculations())
+    def _fits_without_yielding(self, request: RequestState) -> bool:
+        return self.pool.fits(request.tokens, without=self._yielding())
 
     def _admitted(self, request: RequestState) -> RequestState:
         reserved = self.pool.reserve(request, request.tokens)
@@ -376,7 +397,7 @@ class Scheduler:
                 if self.pool.grow(request, request.decode.position + len(request.decode.pending)):
                     request.decode.prefilled.cache.grow(self.pool.capacity(request))
                     break
-                self._preempt(_youngest(self._speculations() or self._running))
+                self._preempt(_youngest(self._yielding() or self._running))
 
     def _preempt(self, request: RequestState) -> None:
         """Take a running request's memory for others; it waits again."""
@@ -412,7 +433,9 @@ def _share_step(requests: Sequence[RequestState], budget: TokenBudget) -> StepGr
     decoding = [request for request in requests if request.job is None]
     prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
     seen = [
-        Prefilling(number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over)
+        Prefilling(
+            number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over, request.background
+        )
         for number, (request, job) in prefilling.items()
     ]
     pieces = [(prefilling[piece.number][0], piece.tokens) for piece in budget.pieces(len(decoding), seen)]

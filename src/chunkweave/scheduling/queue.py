@@ -250,7 +250,8 @@ class Prefilling:
     """A request that is being prefilled, as a budget sees it.
 
     `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
-    `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing.
+    `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
+    in the `background` takes what the others leave.
     """
 
     number: int
@@ -258,6 +259,7 @@ class Prefilling:
     remaining_tokens: int
     can_be_cut: bool
     passed_over: int = 0
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +310,9 @@ class TokenBudget:
             left -= chosen[-1].tokens
         return chosen
 
-    def _rank(self, one: Prefilling) -> tuple[bool, int, int]:
+    def _rank(self, one: Prefilling) -> tuple[bool, bool, int, int]:
         overdue = one.passed_over >= self.patience
-        return not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
+        return one.background, not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
 
 
 _ENGINE = frozenset({Place.ENGINE})

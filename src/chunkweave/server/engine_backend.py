@@ -193,12 +193,20 @@ class CacheCommands:
         self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
-    async def warm(self, chunks: Sequence[Chunk], salt: str) -> int:
-        """Compute what is not stored of chunks, one between any two steps; returns how many were computed."""
-        computed = 0
+    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Compute what is not stored of chunks, one after the other and behind all requests; returns how many were.
+
+        Raises:
+            ChunkweaveError: what `AsyncEngine.precompute` raises; those before it are computed.
+        """
+        computed, loop = 0, asyncio.get_running_loop()
         for chunk in chunks:
-            work = self._batching.between_steps(partial(self._engine.precompute, [chunk], cache_salt=salt))
-            computed += await asyncio.wrap_future(work)
+            begin = partial(self._batching.precompute, chunk, cache_salt=salt, loop=loop)
+            stream = await self._threads.run(tenant, begin, undo=_end)
+            if stream is not None:
+                async with stream:
+                    await stream.answer()
+                computed += 1
         return computed
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
@@ -275,6 +283,11 @@ class CacheCommands:
             for lease in found:
                 lease.release()
             return len(found)
+
+
+async def _end(stream: AnswerStream | None) -> None:
+    if stream is not None:
+        await stream.aclose()
 
 
 def load_engine(settings: Settings) -> Engine:

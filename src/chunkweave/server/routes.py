@@ -316,7 +316,7 @@ async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: Of
     commands = parts.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
-        computed = await unless_gone(request.receive, commands.warm(chunks, tenant.salt(body.cache_salt)))
+        computed = await unless_gone(request.receive, commands.warm(tenant.name, chunks, tenant.salt(body.cache_salt)))
     return {"chunks": len(chunks), "computed": computed}
 
 
