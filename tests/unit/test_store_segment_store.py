@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from types import FrameType
@@ -572,7 +573,18 @@ INTERRUPTED: dict[str, Callable[[Store], object]] = {
     "lease": lambda store: store.lease([_id("A"), _id("AB")]),
     "discard": lambda store: store.remove_where(lambda record: record.chunk_id == ChunkId("B")),
     "clear": lambda store: store.clear(),
+    "refused": lambda store: _put_refused(store, "ABC"),
+    "refused in place": lambda store: _put_refused(store, "AX"),
 }
+
+
+def _put_refused(store: Store, path: str) -> None:
+    def put(record: SegmentRecord, payload: Payload) -> None:
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch, suppress(OSError):
+        patch.setattr(store.tier, "put", put)
+        _put(store, path, nbytes=15)
 
 
 @pytest.mark.parametrize("name", ["insert", "replace", "discard", "clear"])
@@ -632,10 +644,28 @@ def test_a_tier_that_raises_leaves_a_consistent_store(caplog: pytest.LogCaptureF
     with pytest.raises(OSError, match="no space"):
         _put(store, "D")
     store.check()
-    assert "interrupted" in caplog.text
+    assert not caplog.records, "nothing was interrupted, and no index is made anew"
     assert _exact(store, "A") == "A"
     tier.full = False
     assert _put(store, "D")
+
+
+def test_a_write_that_arrives_and_fails_all_the_same_leaves_nothing() -> None:
+    class Late(HostTier[Payload]):
+        def put(self, record: SegmentRecord, payload: Payload) -> None:
+            super().put(record, payload)
+            if record.exact:
+                raise TimeoutError("no answer in time")
+
+    tier = Late()
+    store: Store = SegmentStore(tier, budget_bytes=30)
+    _put(store, "A", exact=False)
+    for path in ("A", "B"):
+        with pytest.raises(TimeoutError):
+            _put(store, path, nbytes=20)
+        store.check()
+        assert not list(tier.records())
+    assert _put(store, "B", exact=False, nbytes=30), "the room is given back"
 
 
 def test_a_pinned_segment_whose_better_copy_fails_to_come_in_stays() -> None:

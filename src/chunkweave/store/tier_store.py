@@ -280,7 +280,11 @@ class SegmentStore(Generic[PayloadT]):
             if stored is not None:
                 return stored
             self._delete_evicted(leaving)
-            self.tier.put(record, payload)
+            try:
+                self.tier.put(record, payload)
+            except Exception:
+                self._take_back(claim)
+                raise
             published = self._publish(claim, wanted)
         if published:
             self._removed.discard([record.id])
@@ -481,6 +485,22 @@ class SegmentStore(Generic[PayloadT]):
             left = self._delete([claim])
             self._removed.add(left if claim.unwanted else [])
         return published
+
+    def _take_back(self, claim: Claim) -> None:
+        """End a write that failed. What it was to replace stays, if the tier still has that whole."""
+        segment = claim.record.id
+        with self._changing():
+            old = self._index.records.get(segment)
+            if old is not None and self._held_bytes(old) != old.nbytes:
+                self._index.remove(old)
+                old = None
+            if old is None:
+                self._pins.forget(segment)
+            else:
+                self._end([claim])
+        if old is None:
+            left = self._delete([claim])
+            self._removed.add(left if claim.unwanted else [])
 
     def _evict(self, record: SegmentRecord, leaving: list[Claim]) -> None:
         self._withdraw(record, leaving, keep_room=False)
