@@ -394,17 +394,24 @@ def contents_of(number: int) -> dict[str, tuple]:
     return contents(corpus)
 
 
-def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("files_that_fit", range(3))
+def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch, files_that_fit):
     corpus = new_corpus(tmp_path)
     corpus.add([document(0)])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    writes = 0
 
     def full(*args):
-        raise OSError(28, "No space left on device")
+        nonlocal writes
+        writes += 1
+        if writes > 2 * files_that_fit:  # a file and its folder
+            raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(CorpusError, match="No space left"):
             corpus.add([document(1)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert [one.id for one in corpus.documents] == ["d0"]
     assert contents(opened(tmp_path)) == contents(corpus)
     corpus.add([document(1)])

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -175,13 +176,17 @@ class CorpusFiles:
         with locked_folder(self.folder, CorpusError):
             if self.manifest().generation != before.generation:
                 raise CorpusError(f"another process changed the corpus in {self.folder}: open it again")
-            written = [
-                part if part.entry is not None else self._write_part(part, f"part-{generation:08d}-{number:04d}")
-                for number, part in enumerate(parts)
-            ]
-            entries = tuple(part.entry for part in written if part.entry is not None)
-            manifest = replace(before, generation=generation, parts=entries)
-            self._write_manifest(manifest)
+            try:
+                written = [
+                    part if part.entry is not None else self._write_part(part, f"part-{generation:08d}-{number:04d}")
+                    for number, part in enumerate(parts)
+                ]
+                entries = tuple(part.entry for part in written if part.entry is not None)
+                manifest = replace(before, generation=generation, parts=entries)
+                self._write_manifest(manifest)
+            except CorpusError:  # a disk that is full needs the room
+                self._remove_unnamed(self.manifest())
+                raise
             self._remove_unnamed(manifest)
         return manifest, written
 
@@ -206,7 +211,8 @@ class CorpusFiles:
             partial.replace(self.folder / name)
             sync_folder(self.folder)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only disk refuses this too
+                partial.unlink(missing_ok=True)
             raise CorpusError(f"{self.folder / name} cannot be written: {error.strerror or error}") from error
 
     def _write_manifest(self, manifest: Manifest) -> None:

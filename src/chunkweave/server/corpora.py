@@ -15,7 +15,7 @@ from typing import Any
 
 from chunkweave.chunking.documents import SplitConfig
 from chunkweave.chunking.tokenizer import TextTokenizer
-from chunkweave.errors import UsageError
+from chunkweave.errors import CorpusError, UsageError
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.server.auth import Tenant
@@ -197,7 +197,10 @@ class Corpora:
     def _new(self, folder: Path | None, split: SplitConfig) -> Corpus:
         if folder is None:
             return Corpus(split=split, tokenizer=self._tokenizer)
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CorpusError(f"{folder.parent} cannot be made: {error.strerror or error}") from error
         return Corpus.create(folder, split=split, tokenizer=self._tokenizer)
 
 
@@ -216,8 +219,15 @@ def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:
 
 
 def _remove_folder(folder: Path | None) -> None:
-    """Remove a corpus's folder: out of sight in one step, then for good."""
+    """Remove a corpus's folder: out of sight in one step, then for good.
+
+    Raises:
+        CorpusError: it cannot be removed.
+    """
     assert folder is not None, "only a corpus on disk has one"
     doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise CorpusError(f"{folder} cannot be removed: {error.strerror or error}") from error

@@ -18,7 +18,7 @@ from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
-from chunkweave.server.errors import HttpError
+from chunkweave.server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave.server.metrics import batching_samples, store_samples
 from chunkweave.server.requests import CompletionBody, refuse_for_engine
 from chunkweave.server.settings import Settings
@@ -156,7 +156,8 @@ class EngineBackend:
 
     def _check(self, body: CompletionBody) -> None:
         if self.unavailable:
-            raise HttpError(503, f"the server is not ready: {self.unavailable}", code="not_ready", retry_after_s=2)
+            message = f"the server is not ready: {self.unavailable}"
+            raise HttpError(503, message, code="not_ready", retry_after_s=NOT_READY_AGAIN_S)
         if body.model not in (None, self.name):
             message = f"no model {body.model!r}: this server has {self.name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")

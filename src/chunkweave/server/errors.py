@@ -1,5 +1,6 @@
 """The answer to a request that fails: a status, a body in OpenAI's form, and what the schema says of it."""
 
+import errno
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,23 @@ _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
 
 
 _REMOVED_AGAIN_S = 30.0
+NOT_READY_AGAIN_S = 2.0
+
+_DISK_FULL = (
+    "disk_full",
+    "the server's disk is full, so that this could not be stored: remove a corpus, or have somebody free some space "
+    "there; then send the same again",
+)
+_DISK_READ_ONLY = (
+    "disk_read_only",
+    "the server may not write to its disk, so that nothing can be changed: whoever runs it has to make its data folder "
+    "writable; the log names the file",
+)
+_DISKS: Mapping[int | None, tuple[str, str]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _DISK_FULL),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _DISK_READ_ONLY),
+}
+"""Code and message of a change that cannot be stored, by the error's number."""
 
 
 class HttpError(HTTPException):
@@ -119,9 +137,21 @@ def http_error_of(error: Exception) -> HttpError:
     for kind, (status, message, code, retry_after_s) in _SERVERS.items():
         if isinstance(error, kind):
             return HttpError(status, message, code=code, retry_after_s=retry_after_s)
+    if isinstance(error, CorpusError) and (refused := _not_stored(error)) is not None:
+        return refused
     logger.error("a request failed", exc_info=error)
     what = "the corpus cannot be used now" if isinstance(error, CorpusError) else "the request failed"
     return HttpError(500, f"{what}; the server's log says why", code="internal_error")
+
+
+def _not_stored(error: Exception) -> HttpError | None:
+    """A 507 for an error whose cause is that the disk took no more; None for others."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in _DISKS:
+        return None
+    logger.error("%s (%s)", error, cause)
+    code, message = _DISKS[cause.errno]
+    return HttpError(507, message, code=code)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -134,6 +164,8 @@ async def _answer(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
         return invalid_request(error.errors(), error.body).response
     if isinstance(error, HTTPException) and not isinstance(error, HttpError):
+        if (refused := _not_stored(error)) is not None:  # an upload is kept on disk while it is read
+            return refused.response
         return HttpError(error.status_code, str(error.detail), headers=error.headers).response
     return http_error_of(error).response
 
@@ -241,6 +273,7 @@ _MEANINGS = {
     501: "this backend does not do that",
     503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",
+    507: "it cannot be stored: the disk is full, or read-only",
 }
 
 _ALWAYS = (401, 408, 413, 429)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
 from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
 from chunkweave.server.backend import Event
-from chunkweave.server.errors import STREAMED, HttpError, error_responses
+from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.metrics import CONTENT_TYPE
 from chunkweave.server.observability import RequestMeta
 from chunkweave.server.replies import EventStream, ReplyForm, WholeChoices, unless_gone
@@ -187,7 +187,7 @@ async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     return {"object": "list", "data": [served.as_dict() for served in parts.corpora.all(tenant)]}
 
 
-@corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503))
+@corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503, 507))
 async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Make an empty corpus."""
     split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
@@ -200,7 +200,7 @@ async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str
     return parts.corpora.get(tenant, name).as_dict()
 
 
-@corpora.delete("/{name}", responses=error_responses(403, 404, 503))
+@corpora.delete("/{name}", responses=error_responses(403, 404, 503, 507))
 async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a corpus, and the KV of its chunks from every tier."""
 
@@ -224,14 +224,14 @@ async def list_documents(
     return {"object": "list", "data": data, "total": len(documents), "has_more": offset + limit < len(documents)}
 
 
-@corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503))
+@corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503, 507))
 async def add_documents(name: str, body: IngestBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
     documents = [_document(one) for one in body.documents]
     return await _ingested(name, documents, body.update, parts, tenant)
 
 
-@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503))
+@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503, 507))
 async def add_files(
     name: str, files: Annotated[list[UploadFile], File()], parts: ReadyParts, tenant: OfTenant, update: bool = False
 ) -> dict[str, Any]:
@@ -245,7 +245,7 @@ async def add_files(
     return await _ingested(name, documents, update, parts, tenant)
 
 
-@corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503))
+@corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503, 507))
 async def delete_document(name: str, document: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a document, and the KV of what no other document has from every tier."""
     served = parts.corpora.get(tenant, name, to_change=True)
@@ -427,7 +427,8 @@ async def health() -> dict[str, str]:
 async def ready(service: AnyService) -> JSONResponse:
     """200 if requests are answered, else 503."""
     is_ready = service.ready
-    return JSONResponse({"ready": is_ready, "stage": service.state}, 200 if is_ready else 503)
+    again = {} if is_ready else {"retry-after": str(ceil(NOT_READY_AGAIN_S))}
+    return JSONResponse({"ready": is_ready, "stage": service.state}, 200 if is_ready else 503, again)
 
 
 @open_to_all.get("/version")

@@ -13,7 +13,7 @@ from chunkweave.server.answering import Answering
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave.server.backend import Backend, BackendParts, Stage
 from chunkweave.server.corpora import Corpora
-from chunkweave.server.errors import HttpError
+from chunkweave.server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.metrics import ServerMetrics, shadow_samples, speculation_samples
 from chunkweave.server.observability import Observer, open_traces
@@ -137,7 +137,9 @@ class Service:
             HttpError: 503, they are not there yet, or any more.
         """
         if self.parts is None or self.stage is not Stage.READY:
-            raise HttpError(503, f"the server is not ready: {self.state}", code="not_ready", retry_after_s=2)
+            raise HttpError(
+                503, f"the server is not ready: {self.state}", code="not_ready", retry_after_s=NOT_READY_AGAIN_S
+            )
         return self.parts
 
     @property

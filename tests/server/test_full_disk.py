@@ -1,0 +1,88 @@
+"""A server whose disk is full, or that may not write to it: it says which, keeps what it had, and goes on later."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+
+import pytest
+
+from chunkweave.server.backend import Stage
+from tests.server.conftest import Client, Serve
+
+CODES = {
+    errno.ENOSPC: "disk_full",
+    errno.EDQUOT: "disk_full",
+    errno.EROFS: "disk_read_only",
+    errno.EACCES: "disk_read_only",
+}
+
+
+@contextmanager
+def failing(number: int) -> Iterator[None]:
+    """Nothing can be written, made or renamed meanwhile."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "/data/somewhere")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        patch.setattr(Path, "mkdir", refuse)
+        patch.setattr(Path, "rename", refuse)
+        if CODES[number] == "disk_read_only":
+            patch.setattr(Path, "unlink", refuse)
+        yield
+
+
+def add(client: Client, name: str, *documents: str):
+    return client.post(f"/v1/corpora/{name}/documents", json={"documents": [{"text": d, "id": d} for d in documents]})
+
+
+def ids(client: Client, name: str) -> list[str]:
+    return [one["id"] for one in client.get(f"/v1/corpora/{name}/documents").json()["data"]]
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_what_cannot_be_stored_is_said_and_changes_nothing(serve: Serve, tmp_path: Path, number: int):
+    client = serve(data_dir=str(tmp_path))
+    client.post("/v1/corpora", json={"name": "notes"})
+    assert add(client, "notes", "one").status_code == 200
+    with failing(number):
+        refused = [
+            client.post("/v1/corpora", json={"name": "other"}),
+            add(client, "notes", "two"),
+            client.post("/v1/corpora/notes/documents/files", files={"files": ("three.txt", b"three")}),
+            client.delete("/v1/corpora/notes/documents/one"),
+            client.delete("/v1/corpora/notes"),
+        ]
+        assert client.ask(chunkweave={"corpus": "notes"}).status_code == 200
+    for response in refused:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (507, CODES[number]), response.text
+        assert "/data" not in error["message"]
+        assert str(tmp_path) not in error["message"]
+    assert [one["name"] for one in client.get("/v1/corpora").json()["data"]] == ["notes"]
+    assert ids(client, "notes") == ["one"]
+    assert add(client, "notes", "one", "two").json()["added"] == ["two"]
+    assert client.post("/v1/corpora", json={"name": "other"}).status_code == 201
+
+
+def test_an_upload_that_finds_no_room_is_not_the_clients_fault(client: Client, monkeypatch: pytest.MonkeyPatch):
+    client.post("/v1/corpora", json={"name": "notes"})
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SpooledTemporaryFile, "write", refuse)
+    refused = client.post("/v1/corpora/notes/documents/files", files={"files": ("one.txt", b"one")})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full"), refused.text
+
+
+def test_a_server_that_is_not_ready_says_when_to_ask_again(client: Client):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client.service, "stage", Stage.STOPPING)
+        for response in (client.get("/ready"), client.ask(documents=["a"])):
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) > 0
