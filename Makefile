@@ -72,9 +72,9 @@ prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links o
 prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page cache dropped; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
 
-prove-server: $(TEST_VENV)/.installed ## 200 drawn requests, right and wrong, to every endpoint; writes docs/results/server-fuzz.txt
+prove-server: $(TEST_VENV)/.installed ## 500 drawn requests, right and wrong, to every endpoint, both backends; writes docs/results/server-fuzz.txt
 	$(call stamp,$@) > server-fuzz.partial
-	CHUNKWEAVE_FUZZ_EXAMPLES=200 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
+	CHUNKWEAVE_FUZZ_EXAMPLES=500 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
 		tests/server/test_fuzz.py >> server-fuzz.partial || { cat server-fuzz.partial; exit 1; }
 	mv server-fuzz.partial docs/results/server-fuzz.txt
 	tail -n 1 docs/results/server-fuzz.txt

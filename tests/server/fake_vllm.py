@@ -93,10 +93,16 @@ class FakeVllm:
             return StreamingResponse(_numbers(), media_type="text/event-stream")
         if request.url.path == "/missing":
             return JSONResponse({"error": {"message": "no such thing", "code": 404}}, 404)
-        return JSONResponse({"path": request.url.path, "query": request.url.query, "body": body.decode()})
+        text = body.decode(errors="replace")
+        return JSONResponse({"path": request.url.path, "query": request.url.query, "body": text})
 
     async def _complete(self, request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict) or (body.get("stream") and "max_tokens" not in body):
+            return JSONResponse({"error": {"message": "no request for a completion", "code": 400}}, 400)
         self.seen.append(body)
         if self.behave is not None and (reply := self.behave(body)) is not None:
             return reply

@@ -9,13 +9,13 @@ from tests.server.conftest import Client
 
 HALF = "\ud800"
 MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
-_INSIDE = re.compile(r"0x[0-9a-f]{4}|function|validator|<class|Traceback|pydantic|UploadFile|sys\.|extract fields")
+INSIDE = re.compile(r"0x[0-9a-f]{4}|function|validator|<class|Traceback|pydantic|UploadFile|sys\.|extract fields")
 
 
 def error_of(response, status: int = 400) -> dict:
     assert response.status_code == status, response.text
     error = response.json()["error"]
-    assert _INSIDE.search(f"{error['message']} {error['param']}") is None, error
+    assert INSIDE.search(f"{error['message']} {error['param']}") is None, error
     assert len(error["message"]) < 1100
     return error
 
