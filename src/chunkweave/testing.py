@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.fingerprint import fingerprint_shape
@@ -20,6 +20,36 @@ TOY_FAMILIES: dict[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+}
+"""Those that most tests run for. `toy_config` knows all of `models.anatomy.FAMILIES`."""
+
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_TWO_ROPES: dict[str, Any] = {
+    "rope_parameters": {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 1e6}}
+}
+_PARTIAL: dict[str, Any] = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}, "pad_token_id": 0}
+_TOY_CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": _EXPERTS,
+    "gemma3_text": {**_WINDOWS, **_TWO_ROPES},
+    "olmo3": {**_WINDOWS, **_TWO_ROPES},
+    "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},
+    "cohere2": _WINDOWS,
+    "phi3": {"pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+    "phi": _PARTIAL,
+    "stablelm": _PARTIAL,
+    "nemotron": _PARTIAL,
+    "glm": _PARTIAL,
+    "glm4": _PARTIAL,
 }
 
 
@@ -37,9 +67,9 @@ def toy_config(family: str, **changes: Any) -> PreTrainedConfig:
         "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    if family == "mistral":
-        values["sliding_window"] = None
-    return TOY_FAMILIES[family](**{**values, **changes})
+    values |= _TOY_CHANGES.get(family, {})
+    made = TOY_FAMILIES.get(family)
+    return made(**{**values, **changes}) if made else AutoConfig.for_model(family, **{**values, **changes})
 
 
 def toy_model(

@@ -307,7 +307,7 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
     for layer in range(4):
         keys, values = woven.cache.view(layer, span.stop)
         raw = stored.layer(layer)
-        close(bench.loaded.model.rotate(raw[0], positions), keys[span.start :], 1e-5)
+        close(bench.loaded.model.rotate_keys(layer, raw[0], positions), keys[span.start :], 1e-5)
         close(raw[1], values[span.start :], 0.0)
     bench.runner.store.check()
 
@@ -414,7 +414,7 @@ def written_out(bench: Bench, woven: Prefilled, chosen: dict[int, Sequence[int]]
                 keys[part.span.start : part.span.stop], values[part.span.start : part.span.stop] = raw
         q, k, v = model.qkv(layer, hidden[rows])
         keys[rows], values[rows] = k, v
-        keys, q = model.rotate(keys, everywhere), model.rotate(q, rows)
+        keys, q = model.rotate_keys(layer, keys, everywhere), model.rotate_queries(layer, q, rows)
         group = g.num_heads // g.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) / g.head_dim**0.5
         weights = scores.masked_fill(everywhere > rows[:, None], -torch.inf).softmax(-1)

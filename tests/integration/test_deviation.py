@@ -94,7 +94,7 @@ def _attention_by_brute_force(model, prefilled, chosen):
     hidden, found = model.embed(torch.tensor(ids)), []
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
-        q, k = model.rotate(q, positions), model.rotate(k, positions)
+        q, k = model.rotate_queries(layer, q, positions), model.rotate_keys(layer, k, positions)
         stored = prefilled.cache.view(layer, len(ids))
         fresh = computed | {p for p, now in zip(_reused(prefilled), chosen[layer].tolist(), strict=True) if now}
         keys, values = (

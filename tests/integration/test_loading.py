@@ -1,6 +1,7 @@
 """Checkpoint folders: what loads, what is refused and with which words."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from chunkweave.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from chunkweave.models.anatomy import REFUSED
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, geometry_of
 from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.cost import KNOWN_SHAPES
@@ -103,7 +105,6 @@ def test_missing_weights(tmp_path):
             "M-RoPE",
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per-layer RoPE"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ({"kv_lora_rank": 64}, "MLA"),
         ({"state_size": 16}, "Mamba"),
         ({"residual_multiplier": 0.2}, "residual_multiplier"),
@@ -118,23 +119,33 @@ def test_what_cannot_be_woven_is_refused_by_name(changes, feature):
         check_config(config)
 
 
-def test_longrope_is_refused():
-    config = toy_config("llama")
-    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="length"):
+def test_longrope_bounds_the_prompt_to_where_its_angles_do_not_depend_on_the_length():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=128)
+    assert geometry_of(config).max_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "feature"),
+    [("gemma2", "soft-capped"), ("gpt2", "rotary"), ("gpt_neox", "outer"), ("granitemoe", "modules")],
+)
+def test_other_layer_anatomies_are_refused_by_name(family, feature):
+    config = toy_config(family)
+    with pytest.raises(UnsupportedModelError, match=feature):
+        HuggingFaceModel(random_model(config, dtype=torch.float32, device="cpu", seed=0))
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_families_that_cannot_be_woven_are_refused_before_their_weights_are_read(family):
+    config = AutoConfig.for_model(family)
+    with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[family][0])):
         check_config(config)
 
 
-def test_other_layer_anatomies_are_refused():
-    for model_type in ("gemma2", "olmo2", "phi3"):
-        sizes = {
-            name: value
-            for name, value in toy_config("llama").to_dict().items()
-            if name.startswith(("hidden_s", "num_", "inter"))
-        }
-        config = AutoConfig.for_model(model_type, **sizes, vocab_size=128, head_dim=16, pad_token_id=0)
-        with pytest.raises(UnsupportedModelError):
-            HuggingFaceModel(random_model(config, dtype=torch.float32, device="cpu", seed=0))
+def test_experts_count_as_many_times_as_a_token_passes_them():
+    assert geometry_of(toy_config("mixtral")).intermediate_size == 2 * 96
+    assert geometry_of(toy_config("qwen2_moe")).intermediate_size == 2 * 48 + 48
 
 
 def test_a_model_that_looks_right_but_computes_otherwise_is_caught_by_the_probe():

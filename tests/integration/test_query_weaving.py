@@ -74,8 +74,8 @@ def explicit_attention(bench: Bench, prefilled, hidden: Sequence[int] = ()) -> l
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, states)
         keys, values = (kept.clone() for kept in prefilled.cache.view(layer, len(prompt)))
-        keys[positions], values[positions] = model.rotate(k, positions), v
-        q, group = model.rotate(q, positions), q.shape[1] // keys.shape[1]
+        keys[positions], values[positions] = model.rotate_keys(layer, k, positions), v
+        q, group = model.rotate_queries(layer, q, positions), q.shape[1] // keys.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) / q.shape[-1] ** 0.5
         found.append(scores.masked_fill(unseen, -torch.inf).softmax(-1))
         attended = torch.einsum("hqk,khd->qhd", found[-1], values.repeat_interleave(group, 1))

@@ -213,8 +213,8 @@ def test_scaled_rope_that_depends_on_position_alone(rope):
 
 
 def test_shifting_twice_is_shifting_once(bench):
-    rotate = bench.loaded.model.rotate
+    rotate = bench.loaded.model.rotate_keys
     states = torch.randn(7, 2, 16, generator=torch.Generator().manual_seed(3))
     at = torch.arange(7)
-    by_a_then_b = rotate(rotate(states, at + 11), torch.full((7,), 30))
-    close(by_a_then_b, rotate(states, at + 41))
+    by_a_then_b = rotate(0, rotate(0, states, at + 11), torch.full((7,), 30))
+    close(by_a_then_b, rotate(0, states, at + 41))

@@ -32,7 +32,7 @@ class FakePaged:
         return self.kv[layer][:, slots].clone()
 
 
-def rotate(states, positions):
+def rotate(_layer, states, positions):
     return states + positions[:, None, None]
 
 

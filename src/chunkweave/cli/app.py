@@ -17,6 +17,7 @@ from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
 from chunkweave.cli.fidelity import fidelity
+from chunkweave.cli.models import models
 from chunkweave.cli.profile import advise, profile
 from chunkweave.cli.quality import quality
 from chunkweave.cli.serve import config_app, keys_app, serve, vllm_serve
@@ -56,6 +57,7 @@ app.command()(ask)
 app.command()(chat)
 app.command()(demo)
 app.command()(ingest)
+app.command()(models)
 app.command()(calibrate)
 app.command()(profile)
 app.command()(advise)

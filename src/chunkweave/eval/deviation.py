@@ -198,7 +198,7 @@ def question_attention(
         carried = fresh[layer:, positions].any(0)
         positions, hidden = positions[carried], hidden[carried]
         q, k, v = model.qkv(layer, hidden)
-        q, k = model.rotate(q, positions), model.rotate(k, positions)
+        q, k = model.rotate_queries(layer, q, positions), model.rotate_keys(layer, k, positions)
         keys, values = (states.clone() for states in prefilled.cache.view(layer, tokens))
         written = fresh[layer, positions]
         keys[positions[written]], values[positions[written]] = k[written], v[written]

@@ -451,9 +451,9 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
         q, k, v = model.qkv(layer, hidden)
         past_keys, past_values = prefilled.cache.view(layer, tokens)
         group = q.shape[1] // k.shape[1]
-        keys, values = torch.cat((past_keys, model.rotate(k, positions))), torch.cat((past_values, v))
+        keys, values = torch.cat((past_keys, model.rotate_keys(layer, k, positions))), torch.cat((past_values, v))
         attended = functional.scaled_dot_product_attention(
-            model.rotate(q, positions).transpose(0, 1)[None],
+            model.rotate_queries(layer, q, positions).transpose(0, 1)[None],
             keys.transpose(0, 1).repeat_interleave(group, dim=0)[None],
             values.transpose(0, 1).repeat_interleave(group, dim=0)[None],
             attn_mask=mask,

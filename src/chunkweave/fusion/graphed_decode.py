@@ -60,8 +60,8 @@ def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> tor
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         places = buffers.places[layer]
-        write_rows(model.rotate(k, positions), v, positions, places)
-        queries = FlatQueries(model.rotate(q, positions).contiguous(), positions, ones, stop)
+        write_rows(model.rotate_keys(layer, k, positions), v, positions, places)
+        queries = FlatQueries(model.rotate_queries(layer, q, positions).contiguous(), positions, ones, stop)
         kv_places = KeyPlaces(places, model.geometry.num_kv_heads)
         states = attend(queries, kv_places, blocks=buffers.blocks, tiles=buffers.tiles).states
         hidden = model.finish(layer, hidden, states)

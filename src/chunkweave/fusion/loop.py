@@ -88,7 +88,7 @@ class PassRun:
         self._live = [(rows, depth) for rows, depth in self._live if depth > layer]
         started = time.perf_counter()
         for rows, _ in self._live:
-            rows.cache.load_layer(layer, self._model.rotate)
+            rows.cache.load_layer(layer, self._model.rotate_keys)
         self._times.load_s += time.perf_counter() - started
         self.hidden = _run_layer(self._model, self._attention, layer, self.hidden, self._live)
 
@@ -109,7 +109,7 @@ def _run_layer(
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
     positions = torch.cat([rows.positions for rows in batch])
-    rotated_k = model.rotate(k, positions)
+    rotated_k = model.rotate_keys(layer, k, positions)
     for rows, ends in zip(batch, last, strict=True):
         if ends:
             rows.end()
@@ -119,7 +119,7 @@ def _run_layer(
     querying, finished = _tails(active, queried, q.device), _tails(active, finishing, q.device)
     if querying is not None:
         q, positions = q[querying], positions[querying]
-    rotated_q = model.rotate(q, positions)
+    rotated_q = model.rotate_queries(layer, q, positions)
     starts = accumulate(active, initial=0)
     for rows, row in zip(batch, starts, strict=False):
         mine = slice(row, row + len(rows))

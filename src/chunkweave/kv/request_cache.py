@@ -11,8 +11,8 @@ from chunkweave.types import Geometry, Span
 
 _versions = count()
 
-Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(`[tokens, heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
+Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, keys `[tokens, kv_heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class RequestCache:
         self._loaded[layer] = True
         cache = self._layer(layer)
         raw = self._gather(layer)
-        cache[0].index_copy_(0, self._positions, rotate(raw[0], self._positions))
+        cache[0].index_copy_(0, self._positions, rotate(layer, raw[0], self._positions))
         cache[1].index_copy_(0, self._positions, raw[1])
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,11 @@ class DecoderLayers(Protocol):
         Queries come scaled so that attention is softmax(q k^T / sqrt(head_dim)).
         """
 
-    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE with the model's own code: queries or keys `[tokens, heads, head_dim]` at `positions` `[tokens]`."""
+    def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE with the model's own code: `[tokens, heads, head_dim]` at `positions` `[tokens]`."""
+
+    def rotate_keys(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The same of keys: what the cache holds of keys before RoPE that stand at `positions`."""
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer: output projection of `attended` `[tokens, heads * head_dim]`, residuals, MLP."""

@@ -1,13 +1,15 @@
 """Drives the layers of a Hugging Face model, without a copy of any model file."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkweave.errors import UnsupportedModelError
+from chunkweave.models.anatomy import REFUSED, Anatomy, NormOver, anatomy_of
 from chunkweave.models.attention import ScatteredQueries
 from chunkweave.types import Geometry
 
@@ -17,7 +19,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class HuggingFaceModel:
-    """A `LayerwiseModel` over a Llama-like `PreTrainedModel` (Llama, Mistral, Qwen2, Qwen3 and their kin).
+    """A `LayerwiseModel` over a `PreTrainedModel` whose family's layers are declared (`models/anatomy.py`).
 
     Only reads the modules; the model itself stays usable. `scaling` of the attention modules is folded into the
     queries where it is not 1/sqrt(head_dim).
@@ -28,16 +30,20 @@ class HuggingFaceModel:
         check_config(model.config)
         check_modules(model)
         self.model = model
+        self.anatomy = anatomy_of(model.config)
         self._body = model.model
-        self._layers = list(model.model.layers)
         self.geometry = geometry_of(model.config)
+        self._layers = [_Layer(block, self.anatomy, self.geometry) for block in model.model.layers]
         self.dtype: torch.dtype = model.dtype
         """The type that hidden states and KV are computed in."""
         self.device: torch.device = model.device
         """Where the weights are."""
-        self._apply_rope = _rope_function(self._layers[0].self_attn)
-        self._query_scale = self._layers[0].self_attn.scaling * self.geometry.head_dim**0.5
-        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._final_norm = getattr(self._body, self.anatomy.final_norm)
+        self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
+        self._apply_rope = _rope_function(self._layers[0].attention)
+        by_type = self.anatomy.rope_by_layer_type
+        self._layer_types = tuple(model.config.layer_types) if by_type else ("",) * len(self._layers)
+        self._cos_sin: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -46,38 +52,24 @@ class HuggingFaceModel:
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before RoPE, `[tokens, heads or kv_heads, head_dim]`."""
-        block = self._layers[layer]
-        attention = block.self_attn
-        normed = block.input_layernorm(hidden)
-        shape = (hidden.shape[0], -1, self.geometry.head_dim)
-        q = attention.q_proj(normed).view(shape)
-        k = attention.k_proj(normed).view(shape)
-        v = attention.v_proj(normed).view(shape)
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        if self._query_scale != 1.0:
-            q = q * self._query_scale
-        return q, k, v
+        return self._layers[layer].qkv(hidden)
 
-    def rotate(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's own RoPE at `positions`; angles come from a table made by its rotary module."""
-        cos, sin = self._angles()
-        rotated: torch.Tensor
-        rotated, _ = self._apply_rope(states, states[:, :0], cos[positions], sin[positions], unsqueeze_dim=1)
-        return rotated
+    def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's own RoPE at `positions`, and what the family does to queries behind it."""
+        return self._layers[layer].query_norm_behind(self._rotated(layer, queries, positions))
+
+    def rotate_keys(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The same of keys."""
+        return self._layers[layer].key_norm_behind(self._rotated(layer, keys, positions))
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Output projection, residuals and MLP of one layer."""
-        block = self._layers[layer]
-        hidden = hidden + block.self_attn.o_proj(attended)
-        mlp = block.mlp(block.post_attention_layernorm(hidden))
-        output: torch.Tensor = hidden + (mlp[0] if isinstance(mlp, tuple) else mlp)
-        return output
+        """Output projection, residuals, norms and MLP of one layer."""
+        return self._layers[layer].finish(hidden, attended)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, vocab]`, float32."""
-        logits: torch.Tensor = self.model.lm_head(self._body.norm(hidden))
-        return logits.float()
+        logits: torch.Tensor = self.model.lm_head(self._final_norm(hidden))
+        return logits.float() if self._logit_scale == 1.0 else logits.float() * self._logit_scale
 
     def verify(self) -> None:
         """Drive a few tokens through every layer and compare with the model's own forward.
@@ -92,8 +84,8 @@ class HuggingFaceModel:
             queries = ScatteredQueries(positions, self.dtype)
             for layer in range(self.geometry.num_layers):
                 q, k, v = self.qkv(layer, hidden)
-                attended = queries.attend(self.rotate(q, positions), self.rotate(k, positions), v)
-                hidden = self.finish(layer, hidden, attended)
+                rotated = self.rotate_queries(layer, q, positions), self.rotate_keys(layer, k, positions)
+                hidden = self.finish(layer, hidden, queries.attend(*rotated, v))
             ours = torch.log_softmax(self.logits(hidden), -1)
             theirs = torch.log_softmax(self.model(ids[None], use_cache=False).logits[0].float(), -1)
         error = (ours - theirs).abs().max().item()
@@ -103,14 +95,93 @@ class HuggingFaceModel:
                 f"from its own forward by {error:.3g}; some step of its layers is not known to chunkweave"
             )
 
-    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, `[positions, head_dim]`, by the model's rotary module."""
-        if self._cos_sin is None:
+    def _rotated(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Angles come from a table made by the model's rotary module; dims beyond it are not rotated."""
+        if not self._layers[layer].rotates:
+            return states
+        cos, sin = self._angles(self._layer_types[layer])
+        dims = cos.shape[-1]
+        rotated: torch.Tensor
+        rotated, _ = self._apply_rope(
+            states[..., :dims], states[:, :0, :dims], cos[positions], sin[positions], unsqueeze_dim=1
+        )
+        return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
+
+    def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions, `[positions, rotated dims]`, by the model's rotary module."""
+        if layer_type not in self._cos_sin:
             positions = torch.arange(self.geometry.max_positions, device=self.device)[None]
             probe = torch.empty(0, dtype=self.dtype, device=self.device)
-            cos, sin = self._body.rotary_emb(probe, positions)
-            self._cos_sin = cos[0], sin[0]
-        return self._cos_sin
+            cos, sin = self._body.rotary_emb(probe, positions, *((layer_type,) if layer_type else ()))
+            self._cos_sin[layer_type] = cos[0], sin[0]
+        return self._cos_sin[layer_type]
+
+
+class _Layer:
+    """One decoder layer, driven in the steps of its anatomy."""
+
+    def __init__(self, block: Any, anatomy: Anatomy, geometry: Geometry) -> None:
+        self.attention = block.self_attn
+        self.rotates = anatomy.rotates(self.attention)
+        self._anatomy, self._geometry = anatomy, geometry
+        self._mlp = block.mlp
+        self._before_attention = _step(block, anatomy.before_attention)
+        self._behind_attention = _step(block, anatomy.behind_attention)
+        self._before_mlp = _step(block, anatomy.before_mlp)
+        self._behind_mlp = _step(block, anatomy.behind_mlp)
+        self._output = getattr(self.attention, anatomy.output)
+        self._projections = [getattr(self.attention, name) for name in anatomy.projections]
+        norms = [getattr(self.attention, name, None) for name in anatomy.head_norms]
+        query_norm, key_norm = [_as_it_is if norm is None else _HEAD_NORMS[anatomy.norm_over](norm) for norm in norms]
+        before, behind = (query_norm, key_norm), (_as_it_is, _as_it_is)
+        if anatomy.norms_behind_rope:
+            before, behind = behind, before
+        self._query_norm, self._key_norm = before
+        self.query_norm_behind, self.key_norm_behind = behind
+        self._query_scale = self.attention.scaling * geometry.head_dim**0.5
+
+    def qkv(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        normed, dim = self._before_attention(hidden), self._geometry.head_dim
+        states = [projection(normed).view(len(hidden), -1, dim) for projection in self._projections]
+        if len(states) == 1:
+            heads, kv_heads = self._geometry.num_heads, self._geometry.num_kv_heads
+            states = list(states[0].split([heads, kv_heads, kv_heads], dim=1))
+        q, k, v = states
+        q, k = self._query_norm(q), self._key_norm(k)
+        return (q if self._query_scale == 1.0 else q * self._query_scale), k, v
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        added = hidden + self._behind_attention(self._output(attended))
+        if self._anatomy.parallel:
+            return added + self._behind_mlp(self._through_mlp(self._before_attention(hidden)))
+        return added + self._behind_mlp(self._through_mlp(self._before_mlp(added)))
+
+    def _through_mlp(self, states: torch.Tensor) -> torch.Tensor:
+        """As a batch of one: blocks of experts want three dimensions, and may return their router's scores too."""
+        found = self._mlp(states[None])
+        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return output.view(states.shape)
+
+
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(states: torch.Tensor) -> torch.Tensor:
+    return states
+
+
+def _step(block: Any, name: str) -> _Step:
+    module: _Step = getattr(block, name) if name else _as_it_is
+    return module
+
+
+_HEAD_NORMS: Mapping[NormOver, Callable[[Any], _Step]] = MappingProxyType(
+    {
+        NormOver.HEAD: lambda norm: norm,
+        NormOver.ALL_HEADS: lambda norm: lambda states: norm(states.flatten(1)).view(states.shape),
+        NormOver.HEADS_FIRST: lambda norm: lambda states: norm(states.transpose(0, 1)[None])[0].transpose(0, 1),
+    }
+)
 
 
 def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -122,11 +193,16 @@ def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, to
     return rope
 
 
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION_OPTIONAL = {"q_norm", "k_norm"}
-_POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn"}
-_MULTIPLIERS = ("residual_multiplier", "embedding_multiplier", "logits_scaling", "final_logit_softcapping")
+_POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_NOT_DRIVEN = (
+    "residual_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "clip_qkv",
+)
 
 
 def check_config(config: Any) -> None:
@@ -136,23 +212,30 @@ def check_config(config: Any) -> None:
         UnsupportedModelError: naming the feature.
     """
     kind = getattr(config, "model_type", "?")
+    if kind in REFUSED:
+        raise _refusal(kind, *REFUSED[kind])
     if getattr(config, "kv_lora_rank", None):
-        raise _refusal(kind, "multi-head latent attention (MLA)", "its cached KV has no per-head keys before RoPE")
+        raise _refusal(kind, *REFUSED["deepseek_v3"])
     if getattr(config, "is_encoder_decoder", False):
-        raise _refusal(kind, "an encoder-decoder architecture", "only decoder-only models have chunk caches")
+        raise _refusal(kind, *REFUSED["t5"])
     if any(hasattr(config, name) for name in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel")):
-        raise _refusal(kind, "state-space (Mamba) layers", "their state depends on every earlier token")
-    for name in _MULTIPLIERS:
+        raise _refusal(kind, *REFUSED["mamba"])
+    for name in _NOT_DRIVEN:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise _refusal(kind, f"{name}={getattr(config, name)}", "its layers are not plain pre-norm residual layers")
-    _check_rope(kind, getattr(config, "rope_parameters", None))
-
-
-def _check_rope(kind: str, rope: Any) -> None:
+    rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         raise _refusal(kind, "no rotary position embedding", "keys cannot be shifted to new positions")
+    if anatomy_of(config).rope_by_layer_type and rope.keys() <= _LAYER_TYPES:
+        for own in rope.values():
+            _check_rope(kind, own)
+    else:
+        _check_rope(kind, rope)
+
+
+def _check_rope(kind: str, rope: Mapping[str, Any]) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
-        raise _refusal(kind, "per-layer RoPE", "one rotation must hold for all layers")
+        raise _refusal(kind, "per-layer RoPE", "its family is not known to rotate layers by different angles")
     if rope.get("mrope_section"):
         raise _refusal(kind, "M-RoPE (multi-axis positions)", "positions must be one number a token")
     rope_type = rope.get("rope_type", "default")
@@ -160,51 +243,70 @@ def _check_rope(kind: str, rope: Any) -> None:
         raise _refusal(
             kind, f"RoPE type {rope_type!r}", "its angles depend on the prompt's length, not on the position alone"
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refusal(kind, "partial rotary embedding", "only whole heads are rotated here")
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model whose modules are not those of a Llama-like layer.
+    """Refuse a model whose modules are not those of its family's anatomy.
 
     Raises:
         UnsupportedModelError: naming the modules that are missing or unknown.
     """
-    kind = type(model).__name__
+    kind, anatomy = type(model).__name__, anatomy_of(getattr(model, "config", None))
     body = getattr(model, "model", None)
-    wanted = ("embed_tokens", "layers", "norm", "rotary_emb")
+    wanted = ("embed_tokens", "layers", anatomy.final_norm, "rotary_emb")
     if body is None or not hasattr(model, "lm_head") or not all(hasattr(body, name) for name in wanted):
         raise _refusal(kind, "an unknown outer structure", f"expected lm_head and model.{{{', '.join(wanted)}}}")
     for index, layer in enumerate(body.layers):
-        _check_children(f"{kind} layer {index}", layer, _LAYER_PARTS, set())
+        _check_children(f"{kind} layer {index}", layer, {"self_attn", "mlp", *anatomy.norms}, set())
         attention = layer.self_attn
-        _check_children(f"{kind} layer {index} attention", attention, _ATTENTION_PARTS, _ATTENTION_OPTIONAL)
-        norm = getattr(attention, "q_norm", None)
-        if norm is not None and tuple(norm.weight.shape) != (attention.head_dim,):
-            raise _refusal(kind, "a query norm over all heads", "only norms over one head's dims are driven")
+        parts = {*anatomy.projections, anatomy.output}
+        _check_children(f"{kind} layer {index} attention", attention, parts, set(anatomy.head_norms))
+        norm = getattr(attention, anatomy.head_norms[0], None)
+        if anatomy.norm_over is NormOver.HEAD and norm is not None and norm.weight.shape[-1] != attention.head_dim:
+            raise _refusal(kind, "a query norm over all heads", "its family is not known to have one")
+        if hasattr(attention, "sinks"):
+            raise _refusal(kind, "attention sinks", "they are part of no key")
 
 
 def _check_children(where: str, module: nn.Module, wanted: set[str], optional: set[str]) -> None:
-    found = {name for name, _ in module.named_children()}
+    found = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
     missing, unknown = wanted - found, found - wanted - optional
     if missing or unknown:
         raise _refusal(where, f"modules {sorted(found)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
 
 
 def geometry_of(config: Any) -> Geometry:
-    """Sizes from a Hugging Face configuration; `max_positions` honours a sliding window."""
+    """Sizes from a Hugging Face configuration; `max_positions` honours a sliding window, and one kind of RoPE."""
     heads = config.num_attention_heads
-    window = sliding_window(config)
+    bounds = (config.max_position_embeddings, sliding_window(config), _positions_before_long_rope(config))
     return Geometry(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_active_intermediate_size(config),
         vocab_size=config.vocab_size,
-        max_positions=min(config.max_position_embeddings, window or config.max_position_embeddings),
+        max_positions=min(bound for bound in bounds if bound),
     )
+
+
+def _active_intermediate_size(config: Any) -> int:
+    """The MLP that a token passes: of a mixture of experts, those that it is sent to, side by side."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    if not experts:
+        return int(config.intermediate_size)
+    each = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))
+
+
+def _positions_before_long_rope(config: Any) -> int | None:
+    """Within so many positions LongRoPE's angles are the short ones, whatever the prompt's length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    within = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+    return int(within) if within else None
 
 
 def sliding_window(config: Any) -> int | None:

@@ -199,7 +199,7 @@ class PagedCache:
         if not len(missing):
             return
         keys, values = self._gather(layer)[:, -len(missing) :]
-        keys = rotate(keys, missing)
+        keys = rotate(layer, keys, missing)
         row[0].index_copy_(0, missing, keys)
         row[1].index_copy_(0, missing, values)
         if not loaded and self._in_blocks:

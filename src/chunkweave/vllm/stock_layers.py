@@ -43,8 +43,8 @@ class StockLayers:
     """The decoder of a model that vLLM has loaded, for one worker: this rank's share of the heads.
 
     `run` is vLLM's whole layer with its own kernels. Those return no attention weights and cannot hide keys: where
-    either is needed, the project's layer loop drives the same modules as `DecoderLayers` (`embed`, `qkv`, `rotate`,
-    `finish`) and attends with `attention`.
+    either is needed, the project's layer loop drives the same modules as `DecoderLayers` (`embed`, `qkv`,
+    `rotate_queries`, `rotate_keys`, `finish`) and attends with `attention`.
 
     `geometry` is the whole model's, `own_geometry` has this rank's heads, `ranks` combines over all of them.
     """
@@ -65,7 +65,6 @@ class StockLayers:
         self.device, self.dtype = self.paged.device, self.paged.dtype
         first = self._layers[0].self_attn
         self.rotation = Rotation(first.rotary_emb)
-        self.rotate = self.rotation.forward
         spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
         builder = attentions[0].get_attn_backend().get_builder_cls()
         self._names = [attention.layer_name for attention in attentions]
@@ -132,6 +131,12 @@ class StockLayers:
         queries = self._by_head(layer, "q_norm", queries)
         scaled = queries if self._query_scale == 1.0 else queries * self._query_scale
         return scaled, self._by_head(layer, "k_norm", keys), self._by_head(layer, None, values)
+
+    def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """RoPE with vLLM's own module, the same on all layers."""
+        return self.rotation.forward(queries, positions)
+
+    rotate_keys = rotate_queries
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""

@@ -123,7 +123,7 @@ class StockPass(RunningPass):
         # Nobody reads hidden states of these tokens behind the last layer: their K and V are all that is left to do.
         keys, values = layers.keys_values(layer, self._hidden, self._residual)
         slots = self._weave.table.slots(rows.positions)
-        layers.paged.write(layer, slots, layers.rotate(keys, rows.positions), values)
+        layers.paged.write(layer, slots, layers.rotate_keys(layer, keys, rows.positions), values)
 
     def _refined(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states of the rows that the layer's rule keeps; only these are active from now on."""

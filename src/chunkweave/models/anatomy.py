@@ -1,0 +1,180 @@
+"""What the layers of each model family look like: which norms stand where, how queries and keys are made, what rotates.
+
+A family is one declaration. The names are those of the modules in its file in transformers; a model whose type is not
+declared is taken for one with Llama's layers, and refused if it has other modules.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+
+class NormOver(StrEnum):
+    """The states that a norm of queries or keys wants."""
+
+    HEAD = "head"
+    """`[tokens, heads, head_dim]`."""
+    ALL_HEADS = "all heads"
+    """`[tokens, heads * head_dim]`."""
+    HEADS_FIRST = "heads first"
+    """`[1, heads, tokens, head_dim]`."""
+
+
+def _everywhere(_: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Modules of a layer, in the order in which a token passes them; Llama's, unless it is said otherwise.
+
+    An empty name is a step that the family does not have.
+    """
+
+    before_attention: str = "input_layernorm"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Three modules of the attention, or one that gives queries, keys and values side by side."""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Norms of queries and of keys, in those models of the family that have them."""
+    norm_over: NormOver = NormOver.HEAD
+    norms_behind_rope: bool = False
+    rotates: Callable[[Any], bool] = _everywhere
+    """Whether a layer's attention module rotates; without, positions change nothing in its keys."""
+    rope_by_layer_type: bool = False
+    """Whether windowed and full layers have angles of their own."""
+    output: str = "o_proj"
+    behind_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    behind_mlp: str = ""
+    parallel: bool = False
+    """Whether the MLP reads what the attention reads, instead of what comes out of it."""
+    final_norm: str = "norm"
+    logit_scale: str = ""
+    """Attribute of the model by which logits are multiplied."""
+
+    @property
+    def differs(self) -> str:
+        """What is otherwise than in Llama's layers, in words."""
+        said = {
+            "no norms before attention and MLP": not self.before_attention,
+            "norms behind attention and MLP": bool(self.behind_attention),
+            "the MLP beside the attention": self.parallel,
+            "one projection for queries, keys and values": len(self.projections) == 1,
+            f"queries and keys normed over {self.norm_over}": self.norm_over is NormOver.ALL_HEADS,
+            "queries and keys normed behind RoPE": self.norms_behind_rope,
+            "layers without RoPE": self.rotates is not _everywhere,
+            "angles of their own for windowed layers": self.rope_by_layer_type,
+            "scaled logits": bool(self.logit_scale),
+        }
+        return ", ".join(words for words, so in said.items() if so)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a layer."""
+        found = (self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp)
+        return tuple(name for name in found if name)
+
+
+LLAMA = Anatomy()
+_SANDWICH = Anatomy(
+    behind_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
+_POST_NORM = Anatomy(
+    before_attention="",
+    behind_attention="post_attention_layernorm",
+    before_mlp="",
+    behind_mlp="post_feedforward_layernorm",
+)
+_PARALLEL = Anatomy(before_mlp="", parallel=True)
+_PER_HEAD_NORMS = ("q_layernorm", "k_layernorm")
+
+
+def _stablelm(config: Any) -> Anatomy:
+    parallel = bool(getattr(config, "use_parallel_residual", False))
+    layer = _PARALLEL if parallel else LLAMA
+    return replace(layer, head_norms=_PER_HEAD_NORMS, norm_over=NormOver.HEADS_FIRST)
+
+
+FAMILIES: Mapping[str, Anatomy | Callable[[Any], Anatomy]] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "mistral": LLAMA,
+        "mixtral": LLAMA,
+        "qwen2": LLAMA,
+        "qwen2_moe": LLAMA,
+        "qwen3": LLAMA,
+        "qwen3_moe": LLAMA,
+        "gemma": LLAMA,
+        "gemma3_text": replace(_SANDWICH, rope_by_layer_type=True),
+        "phi": replace(_PARALLEL, head_norms=_PER_HEAD_NORMS, output="dense", final_norm="final_layernorm"),
+        "phi3": replace(LLAMA, projections=("qkv_proj",)),
+        "stablelm": _stablelm,
+        "nemotron": LLAMA,
+        "glm": LLAMA,
+        "glm4": replace(LLAMA, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm"),
+        "olmo2": replace(_POST_NORM, norm_over=NormOver.ALL_HEADS),
+        "olmoe": replace(LLAMA, norm_over=NormOver.ALL_HEADS),
+        "olmo3": replace(_POST_NORM, norm_over=NormOver.ALL_HEADS, rope_by_layer_type=True),
+        "exaone4": replace(
+            _POST_NORM, rotates=lambda attention: attention.sliding_window is None or attention.is_sliding
+        ),
+        "cohere": replace(_PARALLEL, logit_scale="logit_scale"),
+        "cohere2": replace(
+            _PARALLEL, logit_scale="logit_scale", rotates=lambda attention: attention.sliding_window is not None
+        ),
+        "hunyuan_v1_dense": replace(LLAMA, head_norms=("query_layernorm", "key_layernorm"), norms_behind_rope=True),
+        "smollm3": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
+    }
+)
+"""By `model_type` of the configuration; where it depends on more, a function of the configuration."""
+
+_MLA = ("multi-head latent attention (MLA)", "its cached KV has no per-head keys before RoPE")
+_STATE = ("state-space (Mamba) layers", "their state depends on every earlier token")
+_LEARNED = ("no rotary position embedding", "positions are learned and part of the first layer's input")
+_ALIBI = ("no rotary position embedding", "positions are a bias of the scores (ALiBi), which is not driven")
+REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "deepseek_v2": _MLA,
+        "deepseek_v3": _MLA,
+        "gemma2": ("soft-capped attention scores", "the attention kernels here do not cap"),
+        "gpt_oss": ("attention sinks", "the attention kernels here know no weight that belongs to no key"),
+        "mamba": _STATE,
+        "mamba2": _STATE,
+        "falcon_mamba": _STATE,
+        "jamba": _STATE,
+        "gpt2": _LEARNED,
+        "opt": _LEARNED,
+        "bloom": _ALIBI,
+        "mpt": _ALIBI,
+        "t5": ("an encoder-decoder architecture", "only decoder-only models have chunk caches"),
+    }
+)
+"""What cannot be woven, or not yet, by `model_type`: the feature, and why. Others are refused by what they have."""
+
+
+def anatomy_of(config: Any) -> Anatomy:
+    """The anatomy of a model with this configuration; Llama's if its family is not declared."""
+    declared = FAMILIES.get(getattr(config, "model_type", ""), LLAMA)
+    return declared if isinstance(declared, Anatomy) else declared(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family, and whether it can be woven.
+
+    `why` says what its layers have otherwise than Llama's, or why it is refused.
+    """
+
+    model_type: str
+    woven: bool
+    why: str
+
+
+def families() -> list[Family]:
+    """Those that are declared and those that are refused by name, each in the order of the alphabet."""
+    woven = [Family(name, True, anatomy_of(SimpleNamespace(model_type=name)).differs) for name in sorted(FAMILIES)]
+    return woven + [Family(name, False, f"{REFUSED[name][0]}: {REFUSED[name][1]}") for name in sorted(REFUSED)]
