@@ -281,6 +281,37 @@ def test_no_more_than_so_many_are_given_to_a_server_at_once(tmp_path):
         assert answers == [200] * 5
 
 
+def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(tmp_path):
+    """acme fills the queue; bolt is let in all the same, and served before what acme has waiting."""
+    with (
+        FakeVllm(str(tmp_path / "reports")) as vllm,
+        running_front(vllm, keys=key_ring(), replica_requests=2, max_waiting=3, tenant_weight=("bolt=2",)) as front,
+    ):
+        vllm.gate.clear()
+        answers: list[tuple[str, int]] = []
+
+        def ask(tenant: str, tokens: int) -> None:
+            reply = front.ask(documents=DOCUMENTS, key=KEYS[tenant], max_tokens=tokens)
+            answers.append((tenant, reply.status_code))
+
+        fleet = front.service.backend.fleet
+        threads = [threading.Thread(target=ask, args=("acme", 4)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: (fleet.running, fleet.waiting, len(vllm.seen)) == (2, 3, 2))
+        ask("acme", 4)
+        assert answers == [("acme", 503)]
+        threads += [threading.Thread(target=ask, args=("bolt", 7)) for _ in range(2)]
+        for thread in threads[5:]:
+            thread.start()
+        wait_until(lambda: fleet.waiting == 5)
+        vllm.gate.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(answers[1:]) == [("acme", 200)] * 5 + [("bolt", 200)] * 2
+        assert [sent["max_tokens"] for sent in vllm.seen[2:4]] == [7, 7]
+
+
 def test_a_client_that_leaves_ends_its_request(front, vllm):
     vllm.gate.clear()
     body = {"messages": [{"role": "user", "content": "?"}], "documents": DOCUMENTS, "stream": True}

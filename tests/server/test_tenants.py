@@ -8,6 +8,7 @@ import pytest
 
 from chunkweave import Chunk, StoreConfig
 from chunkweave.errors import RequestAbortedError, UsageError
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits, TokenBucket
@@ -301,6 +302,30 @@ def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch,
 
 
 @pytest.mark.backend("engine")
+def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve):
+    """acme takes all places and fills the queue; bolt is answered while acme's go on, and gets no error."""
+    client = serve(keys=key_ring(), max_num_seqs=2, max_waiting=3, tenant_weight=("bolt=2",))
+    statuses, stats = [], client.service.backend.batching
+
+    def ask(question: str) -> None:
+        statuses.append(client.ask(question, documents=[LONG], key=KEYS["acme"], max_tokens=400).status_code)
+
+    asking = [threading.Thread(target=ask, args=(f"When is number {number}?",)) for number in range(5)]
+    for thread in asking:
+        thread.start()
+        wait_until(lambda thread=thread: sum((stats.stats.running, stats.stats.waiting)) > asking.index(thread))
+    wait_until(lambda: (stats.stats.running, stats.stats.waiting) == (2, 3))
+    refused = client.ask(documents=[LONG], key=KEYS["acme"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert client.ask(documents=[LONG], key=KEYS["bolt"]).status_code == 200
+    assert not statuses, "before the first of acme's has ended"
+    for thread in asking:
+        thread.join(60)
+    assert statuses == [200] * 5
+    assert stats.stats.preempted == 1
+
+
+@pytest.mark.backend("engine")
 def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, monkeypatch):
     client = serve(keys=key_ring(), max_num_batched_tokens=64, store=StoreConfig(host_budget_bytes=1 << 28))
     runner, steps, warm = client.engine.runner, [], []
@@ -387,8 +412,8 @@ def test_what_is_cleared_while_its_request_is_tokenized_is_cleared_again(client:
 class Work:
     """Pieces of work that end when they are told to, and in which order they began."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = TenantThreads(threads)
+    def __init__(self, threads: int, weights: TenantWeights | None = None) -> None:
+        self.threads = TenantThreads(threads, weights=weights)
         self.begun: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.tasks: dict[str, asyncio.Task[str]] = {}
@@ -433,6 +458,19 @@ def test_tenants_take_turns_and_none_has_all_threads():
         assert work.begun[7:] == ["a5", "a6"], "nobody else is there, and one thread is free all the same"
         for name in ("a5", "a6", "a7"):
             await work.end(name)
+
+    asyncio.run(main())
+
+
+def test_tenants_take_turns_by_their_weights():
+    async def main() -> None:
+        work = Work(2, TenantWeights({"a": 2.0, "c": 0.5}))
+        await work.start("x1")
+        await work.start("a1", "b1", "a2", "a3", "c1", "b2", "c2", "b3", "a4")
+        for _ in range(9):
+            await work.end(work.begun[-1])
+        assert "".join(name[0] for name in work.begun[1:]) == "abaacbabc"
+        await work.end("x1")
 
     asyncio.run(main())
 

@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,8 +18,9 @@ from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Answer, Deliver, Request, RequestState, StreamEvent
 from chunkweave.engine.scheduler import BatchingStats
-from chunkweave.errors import QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.types import Chunk
 
@@ -129,6 +130,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, config: BatchingConfig | None = None) -> None:
         """Start the thread."""
         self._config = config or BatchingConfig()
+        self._weights = TenantWeights.parse(self._config.tenant_weight)
         self._preparer = engine.preparer
         self._checks = engine.shadow_checks
         self._core = BatchingCore(
@@ -183,6 +185,7 @@ class AsyncEngine:
         deadline_s: float | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         speculative: bool = False,
+        tenant: str = "",
         **options: Unpack[MethodOptions],
     ) -> AnswerStream:
         """Let a request wait for its turn; returns the stream of its answer at once.
@@ -193,10 +196,11 @@ class AsyncEngine:
 
         After `deadline_s` seconds (None: the configured ones) the request ends with `DeadlineError`. A `speculative`
         request runs when there is nothing else to do, and delays no other by more than a layer until it is confirmed.
+        Tenants share queue, steps, places and memory by their weights (`BatchingConfig.tenant_weight`).
 
         Raises:
-            QueueFullError: as many requests wait as may; this is the back-pressure to pass on. For requests that are
-                not speculative, speculations do not count.
+            QueueFullError: as many requests wait as may, and the tenant's share of them; this is the back-pressure to
+                pass on. For requests that are not speculative, speculations do not count.
             RequestAbortedError: the engine is closed.
             UsageError: as `Engine.generate`, or a deadline that is not positive.
             RuntimeError: no loop is named, and none runs here.
@@ -207,7 +211,7 @@ class AsyncEngine:
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
-        self._refuse_if_full(speculative=speculative)
+        self._refuse_if_full(tenant, speculative=speculative)
         method_request = method_request or MethodRequest.of(**options)
         most = self._core.most_tokens
         prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
@@ -216,7 +220,7 @@ class AsyncEngine:
             ends_s = None if limit_s is None else arrived_s + limit_s
             return self._enter(
                 lambda number, deliver: RequestState(
-                    number, fitting, deliver, arrived_s, ends_s, speculative=speculative
+                    number, fitting, deliver, arrived_s, ends_s, speculative=speculative, tenant=tenant
                 ),
                 loop,
             )
@@ -259,7 +263,7 @@ class AsyncEngine:
             if one.confirmed:
                 return
             if not one.stream.begun:
-                self._refuse_if_full()
+                self._refuse_if_full(one.request.tenant)
             one.confirmed = True
             self._command(number, self._core.confirm)
         self._preparer.confirm(one.request.prepared)
@@ -316,24 +320,25 @@ class AsyncEngine:
             number = next(self._numbers)
             stream = AnswerStream(number, self.abort, loop, self.confirm)
             state = make(number, partial(self._deliver, stream))
-            self._refuse_if_full(speculative=state.speculative, background=state.background)
+            if state.background:
+                self._refuse_if_closed()
+            else:
+                self._refuse_if_full(state.tenant, speculative=state.speculative)
             self._open[number] = _Open(state, stream, confirmed=not state.speculative)
             self._urgent = self._urgent or not state.yields
             self._commands.append(lambda: self._core.submit(state))
             self._changed.notify()
             return stream
 
-    def _refuse_if_full(self, *, speculative: bool = False, background: bool = False) -> None:
+    def _refuse_if_closed(self) -> None:
         if self._closing:
             raise RequestAbortedError("the engine is closed and takes no more requests")
-        if background:
-            return
+
+    def _refuse_if_full(self, tenant: str, *, speculative: bool = False) -> None:
+        self._refuse_if_closed()
         others = [one for one in tuple(self._open.values()) if not one.request.runs and not one.request.background]
-        waiting = sum(speculative or one.confirmed for one in others)
-        if waiting >= self._config.max_waiting:
-            raise QueueFullError(
-                f"{waiting} requests wait already, and no more may; try again later or raise max_waiting"
-            )
+        waiting = Counter(one.request.tenant for one in others if speculative or one.confirmed)
+        self._weights.refuse_if_full(tenant, waiting, self._config.max_waiting)
 
     def _known(self, number: int) -> _Open:
         one = self._open.get(number)

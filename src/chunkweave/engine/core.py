@@ -283,6 +283,7 @@ class BatchingCore:
             [(job, _)] = pieces
             job.go_on_without(lost)
             return
+        self._scheduler.computed(group)
         self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
         for request, own in zip(group.decoding, logits, strict=True):
             self._guarded([request], partial(self._advance, request, own))

@@ -181,6 +181,8 @@ class RequestState:
     deadline_s: float | None = None
     speculative: bool = False
     """It started before retrieval has confirmed its chunks, and yields to all requests that are not speculative."""
+    tenant: str = ""
+    """Whose it is, for those who share the engine."""
     background: bool = False
     """Nobody waits for its answer: it computes something to be stored, and yields to all that is asked."""
     status: RequestStatus = RequestStatus.WAITING

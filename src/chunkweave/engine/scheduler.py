@@ -4,12 +4,13 @@ Imports no torch.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue, Prefilling, StoredPrefixes, TokenBudget
+from chunkweave.scheduling.fairness import DECODED_COST, FairQueue, TenantWeights, VirtualTime
+from chunkweave.scheduling.queue import BatchingConfig, Prefilling, StoredPrefixes, TokenBudget
 
 
 class BlockPool:
@@ -168,14 +169,14 @@ class BatchingStats:
 
 
 class RequestQueue:
-    """The cache-aware queue; behind it speculations, then what is computed in the background, both by arrival.
+    """The tenants' cache-aware queues; behind them speculations, then what is computed in the background, by arrival.
 
     A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
     never lets a request overtake others. Used by one thread.
     """
 
-    def __init__(self, tree: StoredPrefixes, *, window: int) -> None:
-        self._queue: CacheAwareQueue[RequestState] = CacheAwareQueue(tree, window=window)
+    def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
+        self._queue: FairQueue[RequestState] = FairQueue(tree, time, window=window)
         self._speculations: dict[int, RequestState] = {}
         self._background: dict[int, RequestState] = {}
         self._numbers = itertools.count()
@@ -190,15 +191,12 @@ class RequestQueue:
 
     def add(self, request: RequestState) -> None:
         """Let a request wait, and give it its number."""
-        if request.background:
-            request.number = _BEHIND_ALL + next(self._numbers)
-            self._background[request.number] = request
-        elif request.speculative:
-            request.number = next(self._numbers)
-            self._speculations[request.number] = request
+        request.number = next(self._numbers) + (_BEHIND_ALL if request.background else 0)
+        if request.yields:
+            self._yielding(request)[request.number] = request
         else:
-            request.place = self._queue.submit(request, request.path, len(request.prepared.prompt))
-            request.number = request.place.number
+            queue = self._queue.of(request.tenant)
+            request.place = queue.submit(request, request.path, len(request.prepared.prompt))
 
     def put_back(self, request: RequestState) -> None:
         """Let a request that was taken out wait again in its old place."""
@@ -206,7 +204,7 @@ class RequestQueue:
             self._yielding(request)[request.number] = request
         else:
             assert request.place is not None, "it had a place in the queue"
-            self._queue.put_back(request.place)
+            self._queue.of(request.tenant).put_back(request.place)
 
     def confirm(self, request: RequestState) -> None:
         """A speculation becomes a request like others, whether it waits or runs."""
@@ -215,19 +213,24 @@ class RequestQueue:
         if waits:
             self.add(request)
         else:
-            request.place = self._queue.place(request, request.path, len(request.prepared.prompt))
-            request.number = request.place.number
+            queue = self._queue.of(request.tenant)
+            request.place = queue.place(request, request.path, len(request.prepared.prompt))
+            request.number = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
         """A request is given up; one that does not wait is left alone."""
         if request.yields:
             self._yielding(request).pop(request.number, None)
         else:
-            self._queue.remove(request)
+            self._queue.of(request.tenant).remove(request)
 
-    def pop(self, fits: Fits) -> RequestState | None:
-        """Take out the confirmed request that is served next among those that fit."""
-        place = self._queue.pop(lambda one: fits(one.request))
+    def forget(self, tenant: str) -> None:
+        """A tenant has nothing under way any more that is confirmed."""
+        self._queue.forget(tenant)
+
+    def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
+        """Take out the confirmed request that is served next among those that fit; see `FairQueue.pop`."""
+        place = self._queue.pop(lambda one: fits(one.request), promised, may)
         return None if place is None else place.request
 
     def pop_yielding(self, fits: Fits) -> RequestState | None:
@@ -253,6 +256,9 @@ class RequestQueue:
         return self._background if request.background else self._speculations
 
 
+_BURST_STEPS = 2
+"""Steps of which a tenant that asks seldom may have all tokens before it takes turns."""
+
 _BEHIND_ALL = 1 << 60
 """Numbers of requests in the background: they are younger than all others."""
 
@@ -277,7 +283,11 @@ class Scheduler:
     request gives its KV up and waits again with its tokens kept. The oldest is never preempted for others, and no
     request may be larger than the whole memory: so there is always one that ends. Speculations yield their places and
     blocks to all others, and run only in steps in which no other request could. So does what is computed in the
-    background, but that it also takes the tokens that others leave of their steps. Used by one thread.
+    background, but that it also takes the tokens that others leave of their steps.
+
+    Of several tenants the one that was served least is next, by its weight. What one holds beyond its share of places
+    and memory is lent: a request of another one that is within its own takes it back, the youngest first, but never the
+    last that a tenant has running. Used by one thread.
     """
 
     def __init__(
@@ -285,7 +295,8 @@ class Scheduler:
     ) -> None:
         """Nothing waits yet. `preempting` is called with a request that is about to lose its memory."""
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
-        self.queue = RequestQueue(tree, window=config.window)
+        self._time = VirtualTime(TenantWeights.parse(config.tenant_weight), burst=_BURST_STEPS * config.step_tokens)
+        self.queue = RequestQueue(tree, self._time, window=config.window)
         self.requests: dict[int, RequestState] = {}
         """All that wait or run, by id."""
         self._running: list[RequestState] = []  # in the order of admission
@@ -301,26 +312,31 @@ class Scheduler:
     def add(self, request: RequestState) -> None:
         """Let a new request wait."""
         self.requests[request.id] = request
+        if not request.yields:
+            self._time.join(request.tenant)
         self.queue.add(request)
 
     def confirm(self, request: RequestState) -> None:
         """A speculation is a request like others from now on."""
         if request.runs and self.queue.requests:
             self._preempt(request)  # others wait for memory: the queue decides which is next
+        self._time.join(request.tenant)
         self.queue.confirm(request)
 
     def admit(self) -> Iterator[RequestState]:
         """Each request that is admitted now, with blocks of its own; it is to be started before the next one is taken.
 
-        Requests are admitted as if there were none that yield, whose places they take where need be; then those of
-        these that still fit.
+        Requests are admitted as if there were none that yield, and nothing lent, whose places they take where need be;
+        then those that yield and still fit.
         """
-        while len(self._running) - len(self._yielding()) < self._budget.max_running:
-            request = self.queue.pop(self._fits_without_yielding)
+        while True:
+            request = self.queue.pop(
+                lambda one: self._giving_way(one) is not None, self._promised(), self._may_have_place
+            )
             if request is None:
                 break
-            while len(self._running) >= self._budget.max_running or not self.pool.fits(request.tokens):
-                self._preempt(_youngest(self._yielding()))
+            for other in self._giving_way(request) or ():
+                self._preempt(other)
             yield self._admitted(request)
         while len(self._running) < self._budget.max_running:
             request = self.queue.pop_yielding(lambda one: self.pool.fits(one.tokens))
@@ -335,12 +351,19 @@ class Scheduler:
         """
         self._make_room(speculative=False)
         if any(not one.yields for one in self._running):
-            groups = _groups([one for one in self._running if not one.speculative], self._budget)
+            groups = self._groups([one for one in self._running if not one.speculative], self._budget)
             if groups:
                 return groups
         self._make_room(speculative=True)
-        speculations = _groups([one for one in self._running if one.speculative], self._spare)
-        return speculations or _groups([one for one in self._running if one.background], self._budget)
+        speculations = self._groups([one for one in self._running if one.speculative], self._spare)
+        return speculations or self._groups([one for one in self._running if one.background], self._budget)
+
+    def computed(self, group: StepGroup) -> None:
+        """What a step ran is computed: it counts for the tenants whose requests asked for it."""
+        costs = [(request, DECODED_COST) for request in group.decoding]
+        for request, cost in (*costs, *group.pieces):
+            if not request.yields:
+                self._time.charge(request.tenant, cost)
 
     def put_back(self, request: RequestState) -> None:
         """Let a running request wait again, with its tokens kept and nothing else."""
@@ -357,6 +380,8 @@ class Scheduler:
             self.queue.remove(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.id]
+        if not request.yields and self._time.leave(request.tenant):
+            self.queue.forget(request.tenant)
 
     def check(self) -> None:
         """Audit requests, blocks and caches.
@@ -378,8 +403,62 @@ class Scheduler:
     def _yielding(self) -> list[RequestState]:
         return [request for request in self._running if request.yields]
 
-    def _fits_without_yielding(self, request: RequestState) -> bool:
-        return self.pool.fits(request.tokens, without=self._yielding())
+    def _promised(self) -> dict[str, float]:
+        """By tenant, tokens that are still to be prefilled of its running requests."""
+        promised: dict[str, float] = {}
+        for one in self._running:
+            if one.job is not None and not one.yields:
+                promised[one.tenant] = promised.get(one.tenant, 0.0) + one.job.remaining_tokens
+        return promised
+
+    def _may_have_place(self, tenant: str) -> bool:
+        """Whether a request of a tenant could run as far as places go."""
+        free = len(self._running) - len(self._yielding()) < self._budget.max_running
+        return free or bool(self._lent(tenant, self._running, places=1, blocks=0))
+
+    def _giving_way(self, request: RequestState) -> list[RequestState] | None:
+        """The running requests whose places or memory one that waits may take and needs; None if they are too few."""
+        leaving: list[RequestState] = []
+        while len(self._running) - len(leaving) >= self._budget.max_running or not self.pool.fits(
+            request.tokens, without=leaving
+        ):
+            staying = [one for one in self._running if one not in leaving]
+            more = self.pool.blocks_for(request.tokens)
+            candidates = [one for one in staying if one.yields] or self._lent(
+                request.tenant, staying, places=1, blocks=more
+            )
+            if not candidates:
+                return None
+            leaving.append(_youngest(candidates))
+        return leaving
+
+    def _lent(self, tenant: str, running: Sequence[RequestState], *, places: int, blocks: int) -> list[RequestState]:
+        """Those of `running` that another tenant has, who is furthest above its share and was not served less.
+
+        None if `tenant` would be above its own with `places` and `blocks` more, unless it has nothing.
+        """
+        by_tenant: dict[str, list[RequestState]] = {}
+        for one in running:
+            if not one.yields:
+                by_tenant.setdefault(one.tenant, []).append(one)
+        own = by_tenant.pop(tenant, [])
+        if not by_tenant or (own and self._held(own, places, blocks) > self._time.share(tenant)):
+            return []
+        least = self._budget.tokens if own else 0  # a prefill is made again: small differences are not worth that
+        promised = self._promised()
+        times = {one: self._time.of(one, promised.get(one, 0.0)) for one in {*by_tenant, tenant}}
+        above = {one: self._held(ones) / self._time.share(one) for one, ones in by_tenant.items()}
+        lent = [
+            one
+            for one, ratio in above.items()
+            if ratio > 1 and len(by_tenant[one]) > 1 and times[one] - times[tenant] >= least
+        ]
+        return by_tenant[max(lent, key=above.__getitem__)] if lent else []
+
+    def _held(self, requests: Sequence[RequestState], places: int = 0, blocks: int = 0) -> float:
+        """The part of places or memory that requests hold with so much more, whichever is larger."""
+        blocks += sum(one.blocks for one in requests)
+        return max((len(requests) + places) / self._budget.max_running, blocks / self.pool.blocks)
 
     def _admitted(self, request: RequestState) -> RequestState:
         reserved = self.pool.reserve(request, request.tokens)
@@ -387,6 +466,16 @@ class Scheduler:
         request.status = RequestStatus.PREFILLING
         self._running.append(request)
         return request
+
+    def _groups(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
+        """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
+        ready = [request for request in requests if request.job is None or not request.job.loading]
+        batches = [[one for one in ready if not one.apart], *([one] for one in ready if one.apart)]
+        groups = [_share_step(batch, budget, self._time) for batch in batches]
+        groups = [group for group in groups if group.requests]
+        if not groups and requests:
+            return [_share_step(requests[:1], budget, self._time)]
+        return groups
 
     def _make_room(self, *, speculative: bool) -> None:
         """Let decoding requests of one kind have room for their last token's KV, the oldest first."""
@@ -397,7 +486,8 @@ class Scheduler:
                 if self.pool.grow(request, request.decode.position + len(request.decode.pending)):
                     request.decode.prefilled.cache.grow(self.pool.capacity(request))
                     break
-                self._preempt(_youngest(self._yielding() or self._running))
+                lent = self._lent(request.tenant, self._running, places=0, blocks=1)
+                self._preempt(_youngest(self._yielding() or lent or self._running))
 
     def _preempt(self, request: RequestState) -> None:
         """Take a running request's memory for others; it waits again."""
@@ -417,24 +507,19 @@ def _youngest(requests: Sequence[RequestState]) -> RequestState:
     return max(requests, key=lambda request: request.number)
 
 
-def _groups(requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
-    """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
-    ready = [request for request in requests if request.job is None or not request.job.loading]
-    together = [request for request in ready if not request.apart]
-    groups = [_share_step(together, budget), *(_share_step([one], budget) for one in ready if one.apart)]
-    groups = [group for group in groups if group.requests]
-    if not groups and requests:
-        return [_share_step(requests[:1], budget)]
-    return groups
-
-
-def _share_step(requests: Sequence[RequestState], budget: TokenBudget) -> StepGroup:
+def _share_step(requests: Sequence[RequestState], budget: TokenBudget, time: VirtualTime) -> StepGroup:
     """What of `requests` goes into a step; notes in each prefill whether it was passed over."""
     decoding = [request for request in requests if request.job is None]
     prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
     seen = [
         Prefilling(
-            number, job.next_tokens, job.remaining_tokens, job.can_be_cut, request.passed_over, request.background
+            number,
+            job.next_tokens,
+            job.remaining_tokens,
+            job.can_be_cut,
+            request.passed_over,
+            request.background,
+            time.of(request.tenant),
         )
         for number, (request, job) in prefilling.items()
     ]

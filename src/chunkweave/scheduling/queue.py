@@ -251,7 +251,7 @@ class Prefilling:
 
     `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
     `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
-    in the `background` takes what the others leave.
+    in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`).
     """
 
     number: int
@@ -260,6 +260,7 @@ class Prefilling:
     can_be_cut: bool
     passed_over: int = 0
     background: bool = False
+    due: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +275,10 @@ class TokenBudget:
     """Shares out the tokens of each step.
 
     Decoding requests come first, one token each, so that no prefill delays running answers by more than a step. The
-    rest goes to prefills: the one with the fewest tokens left first, which minimizes the mean time to first token; but
-    one that was passed over `patience` times goes before all others, longest waiting first. A pass that cannot be cut
-    is taken if it fits or is the first; only so is a budget ever exceeded.
+    rest goes to prefills: to those of the tenant that was served least, and of these to the one with the fewest tokens
+    left first, which minimizes the mean time to first token; but one that was passed over `patience` times goes before
+    all others of its tenant, longest waiting first. A pass that cannot be cut is taken if it fits or is the first; only
+    so is a budget ever exceeded.
     """
 
     def __init__(self, *, tokens: int, max_running: int, patience: int = DEFAULT_PATIENCE) -> None:
@@ -310,9 +312,9 @@ class TokenBudget:
             left -= chosen[-1].tokens
         return chosen
 
-    def _rank(self, one: Prefilling) -> tuple[bool, bool, int, int]:
+    def _rank(self, one: Prefilling) -> tuple[bool, float, bool, int, int]:
         overdue = one.passed_over >= self.patience
-        return one.background, not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
+        return one.background, one.due, not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
 
 
 _ENGINE = frozenset({Place.ENGINE})
@@ -335,7 +337,13 @@ class BatchingConfig:
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
     block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")
     max_waiting: int = setting(
-        256, "Requests that may wait; a server answers further ones with 503.", places=SERVERS, least=1
+        256,
+        "Requests that may wait; a server answers further ones of a tenant with 503, if it has its share of them.",
+        places=SERVERS,
+        least=1,
+    )
+    tenant_weight: tuple[str, ...] = setting(
+        (), "NAME=WEIGHT, how much a tenant is to have of what all share; 1 if left out; repeatable.", places=SERVERS
     )
     window: int = setting(
         DEFAULT_WINDOW,

@@ -16,6 +16,7 @@ from chunkweave.chunking.builder import PromptLimit
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
 from chunkweave.server.errors import NOT_READY_AGAIN_S, HttpError
@@ -91,7 +92,7 @@ class EngineBackend:
         self.batching: AsyncEngine
         self._settings = settings
         self._load = load or load_engine
-        self._threads = TenantThreads()
+        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
         self._cache: CacheCommands | None = None
 
     @property
@@ -138,6 +139,7 @@ class EngineBackend:
             method_request=submission.method_request,
             loop=asyncio.get_running_loop(),
             speculative=speculative,
+            tenant=submission.tenant,
         )
         stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
         return EngineAnswer(self.batching, stream)

@@ -27,6 +27,7 @@ from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method_choice import checked_method
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
@@ -223,6 +224,7 @@ class Settings:
         make_ordering(self.ordering.ordering)
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
+        TenantWeights.parse(self.batching.tenant_weight)
         if self.requests.method is not None:
             checked_method(self.requests.method)
         if self.requests.quality is not None:

@@ -9,6 +9,7 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from chunkweave.errors import RequestAbortedError
+from chunkweave.scheduling.fairness import TenantWeights
 
 ResultT = TypeVar("ResultT")
 
@@ -39,12 +40,14 @@ _MOST_THREADS = 8
 class TenantThreads:
     """Threads for what a request costs before it waits for the model: above all for tokenizing it.
 
-    Tenants take turns, one piece of work each, and none of them has more than all threads but one: however much one
-    sends, a thread is soon free for the others. Belongs to the event loop's thread.
+    Tenants take turns, as many pieces of work each as their weight says, and none of them has more than all threads but
+    one: however much one sends, a thread is soon free for the others. Belongs to the event loop's thread.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, weights: TenantWeights | None = None) -> None:
         """So many threads, at least two; None: as many as there are cores, up to eight."""
+        self._weights = weights or TenantWeights()
+        self._pieces: dict[str, float] = {}  # that a waiting tenant still has in its turn
         self._threads = max(2, threads or min(_MOST_THREADS, os.cpu_count() or 1))
         self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare")
         self._working: Counter[str] = Counter()
@@ -113,9 +116,15 @@ class TenantThreads:
             if tenant is None:
                 return
             turns = self._waiting.pop(tenant)
+            left = self._pieces.pop(tenant, max(1.0, self._weights[tenant]))
+            if left < 1:  # a weight below 1 saves up over several turns
+                self._waiting[tenant], self._pieces[tenant] = turns, left + self._weights[tenant]
+                continue
             turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns  # behind the others
+            if turns and left >= 2:
+                self._waiting, self._pieces[tenant] = {tenant: turns, **self._waiting}, left - 1
+            elif turns:  # behind the others
+                self._waiting[tenant], self._pieces[tenant] = turns, left - 1 + self._weights[tenant]
             if not turn.done():  # whoever waited may have gone
                 turn.set_result(None)
                 self._working[tenant] += 1

@@ -54,8 +54,10 @@ class VllmAnswer:
         *,
         arrived_s: float,
         speculative: bool = False,
+        tenant: str = "",
     ) -> None:
         """`body` is what vLLM is sent but for the prompt."""
+        self._tenant = tenant
         self.end: AnswerEnd | None = None
         self._context = context
         self._prepared = prepared
@@ -150,7 +152,7 @@ class VllmAnswer:
 
     async def _attempt(self, *, avoid: Replica | None, like: Placed | None) -> AsyncGenerator[Event, None]:
         fleet, prepared = self._context.fleet, self._prepared
-        self._placed = placed = await fleet.place(prepared, avoid=avoid, like=like)
+        self._placed = placed = await fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant)
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
         try:
@@ -173,7 +175,7 @@ class VllmAnswer:
         """Compute one token that nobody sees; returns where, None if that failed."""
         fleet = self._context.fleet
         try:
-            placed = await fleet.place(self._prepared, counted=False)
+            placed = await fleet.place(self._prepared, counted=False, tenant=self._tenant)
             try:
                 kept: dict[str, Any] = {
                     name: self._body[name] for name in ("model", "cache_salt") if name in self._body

@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import BackendParts, Stage, Submission
 from chunkweave.server.errors import HttpError
@@ -65,7 +66,7 @@ class VllmBackend:
         self._flags = flags
         self._given_tokenizer = tokenizer
         self._upstreams: list[Upstream] = []
-        self._threads = TenantThreads()
+        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
 
@@ -131,7 +132,14 @@ class VllmBackend:
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
-        return VllmAnswer(self.context, prepared, body, arrived_s=submission.arrived_s, speculative=speculative)
+        return VllmAnswer(
+            self.context,
+            prepared,
+            body,
+            arrived_s=submission.arrived_s,
+            speculative=speculative,
+            tenant=submission.tenant,
+        )
 
     async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:  # noqa: ARG002
         """The plug-in removes nothing by name: what no request asks for any more leaves by eviction."""

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.errors import QueueFullError
 from chunkweave.ordering.arrangement import Arranged, Arranger
-from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
+from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
+from chunkweave.scheduling.queue import Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing, waiting_path
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample
@@ -21,6 +22,10 @@ from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger(__name__)
+
+
+_BURST_TOKENS = 4096
+"""Work of a tenant that asks seldom which goes before that of others, whoever's turn it is."""
 
 
 class NoReplicaError(HttpError):
@@ -43,6 +48,7 @@ class Placed:
     expected_tokens: int
     work_tokens: int
     released: asyncio.Future[None]
+    tenant: str = ""
     waiting: Waiting[int] | None = None
     left: bool = False
 
@@ -64,7 +70,7 @@ class Replica:
     upstream: Upstream
     contents: ReplicaContents
     arranger: Arranger
-    queue: CacheAwareQueue[int]
+    queue: FairQueue[int]
     up: bool = False
     running: int = 0
     handed_through: int = 0
@@ -77,15 +83,18 @@ class Fleet:
     """Routes requests and lets them wait. Belongs to one event loop.
 
     Each replica has a queue of its own, since what is cached differs; whoever is in it is given to that replica, or
-    routed anew when it goes down.
+    routed anew when it goes down. Tenants share the replicas by their weights: next is a request of the one whose
+    requests were given the fewest tokens of work.
     """
 
     def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
         """All replicas are down until they are said to be `up`."""
         self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
         self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
+        self._weights = TenantWeights.parse(settings.batching.tenant_weight)
+        self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
         self._numbers = itertools.count()
-        self.replicas = tuple(_replica(one, settings) for one in upstreams)
+        self.replicas = tuple(_replica(one, settings, self._time) for one in upstreams)
         self.on_idle: Callable[[], None] | None = None
         """Called when a request has left and nothing is under way."""
 
@@ -117,7 +126,7 @@ class Fleet:
         replica = self._named(name)
         replica.up = False
         for number, placed in list(replica.placed.items()):
-            if replica.queue.remove(number) and not placed.released.done():
+            if replica.queue.of(placed.tenant).remove(number) and not placed.released.done():
                 placed.released.set_exception(UpstreamLostError(f"{name} is gone"))
 
     def least_loaded(self, *, avoid: Replica | None = None) -> Replica:
@@ -135,6 +144,7 @@ class Fleet:
         avoid: Replica | None = None,
         like: Placed | None = None,
         counted: bool = True,
+        tenant: str = "",
     ) -> Placed:
         """Route a request and wait for its turn; `leave` it.
 
@@ -143,15 +153,18 @@ class Fleet:
 
         Raises:
             NoReplicaError: none is up.
-            QueueFullError: as many wait as may.
+            QueueFullError: as many wait as may, and the tenant's share of them.
             UpstreamLostError: the replica went down meanwhile: place it anew.
         """
         replicas = self._up()
         if avoid is not None and len(replicas) > 1:
             replicas = [one for one in replicas if one is not avoid]
-        if self.waiting >= self._max_waiting:
-            raise QueueFullError(f"{self.waiting} requests wait already; try again later or raise max_waiting")
+        waiting = Counter[str]()
+        for one in self.replicas:
+            waiting.update({other: one.queue.waiting(other) for other in one.queue.tenants})
+        self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
         placed = self._choose(prepared, replicas, like)
+        placed.tenant = tenant
         number = next(self._numbers)
         replica = placed.replica
         path, _ = _stored(placed.prompt)
@@ -159,7 +172,9 @@ class Fleet:
         replica.outstanding_tokens += placed.work_tokens
         if counted:
             replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
-        placed.waiting = replica.queue.submit(number, waiting_path(path, weaves=prepared.weaves), len(placed.prompt))
+        self._time.join(tenant)
+        queue = replica.queue.of(tenant)
+        placed.waiting = queue.submit(number, waiting_path(path, weaves=prepared.weaves), len(placed.prompt))
         self._release(replica)
         try:
             await placed.released
@@ -179,8 +194,12 @@ class Fleet:
         del replica.placed[number]
         replica.outstanding_tokens -= placed.work_tokens
         replica.served += served
-        if not replica.queue.remove(number) and placed.released.done() and not _failed(placed.released):
+        waited = replica.queue.of(placed.tenant).remove(number)
+        if not waited and placed.released.done() and not _failed(placed.released):
             replica.running -= 1
+        if self._time.leave(placed.tenant):
+            for one in self.replicas:
+                one.queue.forget(placed.tenant)
         self._release(replica)
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
@@ -219,7 +238,7 @@ class Fleet:
         return options[self._routing.choose(len(prepared.prompt), candidates).name]
 
     def _release(self, replica: Replica) -> None:
-        """Give a replica what it may have, the most cached first."""
+        """Give a replica what it may have: of the tenant that was served least, the most cached first."""
         while replica.up and replica.running < self._fleet.replica_requests:
             waiting = replica.queue.pop()
             if waiting is None:
@@ -227,6 +246,7 @@ class Fleet:
             placed = replica.placed[waiting.request]
             if not placed.released.done():
                 replica.running += 1
+                self._time.charge(placed.tenant, placed.work_tokens)
                 placed.released.set_result(None)
 
     def _up(self) -> list[Replica]:
@@ -239,9 +259,9 @@ class Fleet:
         return next(replica for replica in self.replicas if replica.name == name)
 
 
-def _replica(upstream: Upstream, settings: Settings) -> Replica:
+def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:
     contents = ReplicaContents(settings.fleet.mirror_tokens)
-    queue: CacheAwareQueue[int] = CacheAwareQueue(contents, window=settings.batching.window)
+    queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
     return Replica(upstream.name, upstream, contents, Arranger(settings.ordering, contents.tree), queue)
 
 
