@@ -120,6 +120,17 @@ class Geometry:
     intermediate_size: int
     vocab_size: int
     max_positions: int
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many keys up to its own a token sees, None for all of them; empty where all layers see all."""
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer."""
+        return self.windows[layer] if self.windows else None
+
+    def sees_all(self, layer: int, keys: int) -> bool:
+        """Whether a token behind `keys` keys, itself among them, sees them all on this layer."""
+        window = self.window(layer)
+        return window is None or window >= keys
 
     def kv_elements_per_token(self) -> int:
         """Elements of K and V of one token over all layers."""

@@ -6,11 +6,16 @@ from transformers import DynamicCache
 
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.models.anatomy import FAMILIES
+from chunkweave.planning.method import make_method
+from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, make_bench, make_prompt
 
+WINDOWED = ("mistral", "mixtral", "phi3", "gemma3_text", "olmo3", "exaone4", "cohere2")
 CASES = {
     **{family: (family, {}) for family in FAMILIES},
+    **{f"{family}-in-windows": (family, {"sliding_window": 16}) for family in WINDOWED},
+    "qwen2-in-windows": ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
     "cohere-with-norms": ("cohere", {"use_qk_norm": True}),
     "phi3-within-short-angles": (
         "phi3",
@@ -48,6 +53,17 @@ def test_full_prefill_equals_the_models_own_forward(bench):
     close(bench.log_probs(prompt, "full"), bench.own_log_probs(prompt))
 
 
+def test_decoding_goes_on_as_the_model_itself_does(bench):
+    prompt = make_prompt(SIZES, system=6, seed=3)
+    bench.precompute(prompt)
+    woven = bench.decode(bench.prefill(prompt, "cacheblend", ratio=1.0), 12)
+    with torch.inference_mode():
+        ids = list(prompt.token_ids)
+        for _ in range(12):
+            ids.append(int(bench.loaded.model.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert woven == ids[len(prompt) :]
+
+
 def test_everything_recomputed_equals_the_models_own_forward(bench):
     prompt = make_prompt(SIZES, system=6, seed=1)
     bench.precompute(prompt)
@@ -59,6 +75,24 @@ def test_nothing_recomputed_equals_chunks_that_the_model_itself_computed_at_thei
     for part in prompt.parts[:-1]:
         bench.prefill(Prompt((part,)), "full", keep=True)
     close(bench.log_probs(prompt, "full-reuse"), at_their_places(bench, prompt))
+
+
+def test_the_work_is_that_of_tokens_that_see_no_further_than_their_windows(bench):
+    geometry, prompt = bench.loaded.model.geometry, make_prompt(SIZES, system=6)
+    work = bench.runner.prefill(prompt, make_method("full"), capture=False).work
+    assert prefill_flops(geometry, list(work)) == full_prefill_flops(geometry, len(prompt))
+    tokens, window = len(prompt), geometry.window(0) or len(prompt)
+    assert work[0].visible_keys == sum(min(at + 1, window) for at in range(tokens))
+
+
+@pytest.mark.parametrize(("family", "looked_at"), [("gemma3_text", [1, 3]), ("mistral", [0, 1, 2, 3])])
+def test_what_the_question_reads_is_asked_of_layers_that_see_it(family, looked_at):
+    """In Gemma 3 every other layer sees all; in Mistral none does, so that none knows better."""
+    bench = make_bench(toy_model(family, sliding_window=16))
+    prompt = make_prompt(SIZES, system=6)
+    bench.precompute(prompt)
+    work = bench.prefill(prompt, "query", ratio=0.3).work
+    assert [layer for layer in range(4) if work[layer].evidence_keys] == looked_at
 
 
 def at_their_places(bench: Bench, prompt: Prompt) -> torch.Tensor:

@@ -9,21 +9,22 @@ from chunkweave.models import attention
 from chunkweave.models.attention import ScatteredQueries
 
 
-def written_out(q, k, v, positions) -> torch.Tensor:
+def written_out(q, k, v, positions, window=None) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = (states.double().repeat_interleave(group, 1).transpose(0, 1) for states in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    hidden = torch.arange(k.shape[1]) > torch.tensor(positions)[:, None]
+    behind = torch.tensor(positions)[:, None] - torch.arange(k.shape[1])
+    hidden = (behind < 0) | (behind >= (window or k.shape[1]))
     out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
     return out.transpose(0, 1).reshape(len(positions), -1)
 
 
-def compare(positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32, block=16) -> float:
+def compare(positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32, block=16, window=None) -> float:
     generator = torch.Generator().manual_seed(len(positions))
     q = torch.randn(len(positions), heads, dim, generator=generator).to(dtype)
     k, v = (torch.randn(keys, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
-    queries = ScatteredQueries(torch.tensor(positions), dtype, block_queries=block)
-    return (queries.attend(q, k, v).double() - written_out(q, k, v, positions)).abs().max().item()
+    queries = ScatteredQueries(torch.tensor(positions), dtype, block_queries=block, window=window)
+    return (queries.attend(q, k, v).double() - written_out(q, k, v, positions, window)).abs().max().item()
 
 
 @settings(max_examples=80, deadline=None)
@@ -31,6 +32,19 @@ def compare(positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32,
 def test_any_positions(positions, heads, block):
     ordered = sorted(positions)
     assert compare(ordered, ordered[-1] + 1, heads=heads[0], kv_heads=heads[1], block=block) < 1e-5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(0, 90), min_size=1), st.integers(1, 100), st.integers(1, 40))
+def test_any_positions_within_any_window(positions, window, block):
+    ordered = sorted(positions)
+    assert compare(ordered, ordered[-1] + 1, block=block, window=window) < 1e-5
+
+
+def test_a_block_reads_no_key_behind_its_window():
+    blocks, run = ScatteredQueries(torch.arange(500), torch.float32, block_queries=32, window=64)._cut()
+    assert run is None
+    assert max(block.key_stop - block.key_start for block in blocks) == 32 + 64 - 1
 
 
 @pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 40])

@@ -22,20 +22,21 @@ def states(tokens, heads, dim=8, seed=0, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weights_of(q, k, positions, heads=None) -> torch.Tensor:
+def weights_of(q, k, positions, heads=None, window=None) -> torch.Tensor:
     """Attention weights `[queries, keys]`, mean over the heads, in float64."""
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, 1).transpose(0, 1)
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    hidden = torch.arange(k.shape[1]) > torch.tensor(positions)[:, None]
+    behind = torch.tensor(positions)[:, None] - torch.arange(k.shape[1])
+    hidden = (behind < 0) | (behind >= (window or k.shape[1]))
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return weights[list(heads) if heads is not None else slice(None)].mean(0)
 
 
-def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=torch.float32) -> None:
+def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=torch.float32, window=None) -> None:
     q, k = states(len(positions), heads[0], seed=1, dtype=dtype), states(keys, heads[1], seed=2, dtype=dtype)
-    weights = weights_of(q, k, positions, chosen)
-    mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen).read(q, k)
+    weights = weights_of(q, k, positions, chosen, window)
+    mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen, window=window).read(q, k)
     own = weights[torch.arange(len(positions)), positions].clone()
     weights[torch.arange(len(positions)), positions] = 0.0
     by_part = torch.stack([weights[:, span.start : span.stop].sum(1) for span in parts], 1)
@@ -55,11 +56,12 @@ def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=t
     heads=st.sampled_from([(6, 2), (4, 4), (8, 1)]),
     chosen=st.one_of(st.none(), st.sets(st.integers(0, 3), min_size=1).map(sorted)),
     block=st.sampled_from([1, 200, 3000, 1 << 20]),
+    window=st.one_of(st.none(), st.integers(1, 70)),
 )
-def test_any_positions_heads_and_blocks(positions, heads, chosen, block):
+def test_any_positions_heads_blocks_and_windows(positions, heads, chosen, block, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
-        check(sorted(positions), heads=heads, chosen=chosen)
+        check(sorted(positions), heads=heads, chosen=chosen, window=window)
 
 
 @pytest.mark.parametrize("parts", [(Span(3, 3), Span(5, 9)), (Span(40, 60),)])

@@ -12,7 +12,6 @@ from transformers import AutoConfig, GemmaConfig, GraniteConfig, MistralConfig, 
 from chunkweave import Engine
 from chunkweave.errors import (
     ModelNotFoundError,
-    PromptTooLongError,
     UnknownMethodError,
     UnsupportedModelError,
     UsageError,
@@ -167,13 +166,13 @@ def test_granite_multipliers_are_refused_unless_they_are_one():
         check_config(GraniteConfig(residual_multiplier=0.22))
 
 
-def test_a_sliding_window_bounds_the_prompt():
-    assert geometry_of(MistralConfig(sliding_window=1024)).max_positions == 1024
-    assert geometry_of(MistralConfig(sliding_window=None)).max_positions == MistralConfig().max_position_embeddings
-    assert geometry_of(Qwen2Config(use_sliding_window=False)).max_positions == Qwen2Config().max_position_embeddings
+def test_each_layer_has_its_window():
+    assert geometry_of(MistralConfig(sliding_window=1024)).windows == (1024,) * MistralConfig().num_hidden_layers
+    assert geometry_of(MistralConfig(sliding_window=None)).windows == ()
+    assert geometry_of(Qwen2Config(use_sliding_window=False)).windows == ()
+    assert geometry_of(toy_config("gemma3_text", sliding_window=64)).windows == (64, None, 64, None)
     engine = Engine(toy_model("mistral", sliding_window=64))
-    with pytest.raises(PromptTooLongError, match="64"):
-        engine.generate("Who?", ["word " * 80])
+    assert engine.generate("Who?", ["word " * 80], max_new_tokens=4).token_ids
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from chunkweave.eval.fidelity import FULL_REUSE, REFERENCE
 from chunkweave.eval.scores import mean_interval, ratio_interval
 from chunkweave.eval.ttft import Progress
 from chunkweave.eval.warming import Warmth, company_of
+from chunkweave.models.attention import seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
@@ -204,7 +205,7 @@ def question_attention(
         keys[positions[written]], values[positions[written]] = k[written], v[written]
         group = q.shape[1] // keys.shape[1]
         k, v = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (keys, values))
-        seen = torch.arange(tokens, device=device) <= positions[:, None]
+        seen = seen_keys(torch.arange(tokens, device=device), positions[:, None], model.geometry.window(layer))
         queries = q[-len(question) :].float().transpose(0, 1)
         scores = queries @ k.float().transpose(1, 2) / q.shape[-1] ** 0.5
         weights.append(scores.masked_fill(~seen[-len(question) :], -torch.inf).softmax(-1))

@@ -31,6 +31,7 @@ from chunkweave.eval.summaries import FidelitySample
 from chunkweave.eval.ttft import Contender, Progress, woven_prefill
 from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.metrics import ReuseReport
+from chunkweave.models.attention import seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 
@@ -443,10 +444,14 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
     lengths = [len(branch) for branch in branches]
     positions = torch.cat([torch.arange(tokens, tokens + length, device=device) for length in lengths])
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
-    own = (owner[:, None] == owner) & (positions[:, None] >= positions)
-    seen = torch.cat((own.new_ones(len(positions), tokens), own), dim=1)
+    own = owner[:, None] == owner
+    same_branch = torch.cat((own.new_ones(len(positions), tokens), own), dim=1)
+    keys_at = torch.cat((torch.arange(tokens, device=device), positions))
     hidden = model.embed(torch.tensor([token for branch in branches for token in branch], device=device))
-    mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill(~seen, -torch.inf)
+    masks: dict[int | None, torch.Tensor] = {}
+    for window in {model.geometry.window(layer) for layer in range(model.geometry.num_layers)}:
+        seen = same_branch & seen_keys(keys_at, positions[:, None], window)
+        masks[window] = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill(~seen, -torch.inf)
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         past_keys, past_values = prefilled.cache.view(layer, tokens)
@@ -456,7 +461,7 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
             model.rotate_queries(layer, q, positions).transpose(0, 1)[None],
             keys.transpose(0, 1).repeat_interleave(group, dim=0)[None],
             values.transpose(0, 1).repeat_interleave(group, dim=0)[None],
-            attn_mask=mask,
+            attn_mask=masks[model.geometry.window(layer)],
         )
         hidden = model.finish(layer, hidden, attended[0].transpose(0, 1).reshape(len(positions), -1))
     return list(torch.split(model.logits(hidden), lengths))

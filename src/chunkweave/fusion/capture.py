@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 import torch
@@ -169,10 +170,9 @@ class AttentionCapture:
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._where: list[int] = []
         self._key_parts: KeyParts | None = None
-        self._meter: AttentionMeter | None = None
+        self._geometry = geometry
+        self._meters: dict[int | None, AttentionMeter] = {}
         self._marked = self._by_part, self._received
-        self.scores = 0
-        """Attention weights that one `read` works out: followed tokens by the keys that each sees by heads."""
 
     def mark(self) -> None:
         """Remember the sums as they are, so that `undo` can go back to them."""
@@ -191,11 +191,15 @@ class AttentionCapture:
         """From now on these `rows` of the active ones, which stand at positions `where`, are captured."""
         positions = [where[row] for row in rows]
         if positions != self._where:
-            self._meter = None
-            self.scores = (sum(positions) + len(positions)) * self._num_heads
+            self._meters = {}
             self._where = positions
             self._positions = torch.tensor(positions, dtype=torch.long, device=self._received.device)
         self._rows = torch.tensor(rows, dtype=torch.long, device=self._received.device)
+
+    def scores(self, layer: int) -> int:
+        """Attention weights that a `read` of this layer works out: followed tokens by keys that each sees by heads."""
+        window = self._geometry.window(layer)
+        return sum(min(at + 1, window or at + 1) for at in self._where) * self._num_heads
 
     def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, measured: Measured | None = None) -> None:
         """Add one layer of the followed tokens.
@@ -208,14 +212,17 @@ class AttentionCapture:
         self._totals = None
         if not self._num_heads:
             return
-        if self._meter is None:
+        window = self._geometry.window(layer)
+        if window not in self._meters:
             spans = [part.span for part in self._parts]
-            self._meter = AttentionMeter(self._positions, spans, heads=self._heads, where=self._where)
-        rows = self._rows
+            self._meters[window] = AttentionMeter(
+                self._positions, spans, heads=self._heads, where=self._where, window=window
+            )
+        meter, rows = self._meters[window], self._rows
         if measured is None:
-            mass = self._meter.read(queries[rows], keys)
+            mass = meter.read(queries[rows], keys)
         else:
-            mass = self._meter.finish(
+            mass = meter.finish(
                 queries[rows],
                 keys,
                 by_part=measured.by_part[rows],
@@ -353,18 +360,19 @@ class QuestionWatch:
         self._ranks = ranks
         question = watch.question
         self.watch = watch
-        where = question.positions()
         positions = torch.arange(question.start, question.stop, device=device)
-        self._meter = AttentionMeter(positions, (), hidden=hidden, where=where)
+        self._meter = cache(
+            lambda window: AttentionMeter(positions, (), hidden=hidden, where=question.positions(), window=window)
+        )
         self.attention = torch.zeros(question.stop, device=device)
 
-    def look(self, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> None:
         """Take in one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
 
-        Both after RoPE.
+        Both after RoPE; a query sees the `window` keys up to its own (None: all).
         """
         watch = self.watch
-        found = self._meter.combined(
+        found = self._meter(window).combined(
             queries, keys, over_heads=watch.over_heads, over_queries=watch.over_tokens, ranks=self._ranks
         )
         if watch.over_layers is Combine.MAX:
@@ -384,13 +392,15 @@ class FocusWatch:
         self._ranks = ranks
         self._tracker = FocusTracker(rule.window, rule.reading)
         question = torch.arange(rule.question.start, rule.question.stop, device=device)
-        self._meter = AttentionMeter(question, rule.chunks, where=rule.question.positions())
+        self._meter = cache(
+            lambda window: AttentionMeter(question, rule.chunks, where=rule.question.positions(), window=window)
+        )
 
-    def look(self, queries: torch.Tensor, keys: torch.Tensor) -> frozenset[int] | None:
+    def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> frozenset[int] | None:
         """Indices of the focused chunks once they are known; None until then.
 
         `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` of the next layer,
-        after RoPE.
+        after RoPE; a query sees the `window` keys up to its own (None: all).
         """
-        mass = self._ranks.mean(self._meter.read(queries, keys).by_part.sum(0))
+        mass = self._ranks.mean(self._meter(window).read(queries, keys).by_part.sum(0))
         return self._tracker.update(mass.tolist())

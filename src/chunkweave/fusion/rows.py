@@ -17,7 +17,7 @@ from chunkweave.kv.request_cache import Rotate
 from chunkweave.models.attention import ALONE, Measured, OwnQueries, Ranks, ScatteredQueries
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import Evidence, Pass, TopBy
-from chunkweave.types import Scattered, Span, spans_of
+from chunkweave.types import Geometry, Scattered, Span, spans_of
 
 
 class PassCache(Protocol):
@@ -31,6 +31,8 @@ class PassCache(Protocol):
     def capacity(self) -> int: ...
     @property
     def kept_from(self) -> int | None: ...
+    @property
+    def geometry(self) -> Geometry: ...
     def load_layer(self, layer: int, rotate: Rotate) -> None: ...
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor: ...
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
@@ -272,8 +274,6 @@ class ActiveRows:
             self._finish_only(self.positions[:0])
             return
         self._finish_only(self.positions[-1:])
-        where = None if self._where is None else self._where[-1:]
-        self._queries = ScatteredQueries(self._finishing, self._dtype, where=where)
 
     @property
     def finishing(self) -> int:
@@ -287,7 +287,11 @@ class ActiveRows:
 
     def record(self, entered: int) -> None:
         """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
-        self.work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys))
+        window = self.cache.geometry.window(len(self.work))
+        if window not in self._visible_keys:
+            seen = self._finishing + 1
+            self._visible_keys[window] = (seen if window is None else seen.clamp(max=window)).sum()
+        self.work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys[window]))
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
         """Put the active rows into the request's cache, and into the captures of parts to be stored."""
@@ -304,7 +308,19 @@ class ActiveRows:
         keys, values = self.cache.view(layer, self.key_stop)
         wanted = self._attention is not None and self._attention.wants(layer) and self.finishing == len(self)
         parts = self._attention.key_parts if wanted and self._attention is not None else None
-        return OwnQueries(self._queries, keys, values, parts)
+        return OwnQueries(self._queries_of(layer), keys, values, parts)
+
+    def _queries_of(self, layer: int) -> ScatteredQueries:
+        """How the `finishing` rows attend on this layer, worked out once for all layers of its window."""
+        window = self.cache.geometry.window(layer)
+        if window not in self._queries:
+            only_last = self.finishing < len(self)
+            where = None if self._where is None else self._where[len(self) - self.finishing :]
+            hidden = None if only_last else self._hidden
+            self._queries[window] = ScatteredQueries(
+                self._finishing, self._dtype, hidden=hidden, where=where, window=window
+            )
+        return self._queries[window]
 
     def look(self, layer: int, queries: torch.Tensor, measured: Measured | None = None) -> torch.Tensor | None:
         """After attention of a layer: note what the rows attended to, then drop the candidates in unfocused chunks.
@@ -316,22 +332,32 @@ class ActiveRows:
         keys, _ = self.cache.view(layer, self.key_stop)
         if self._attention is not None and self._attention.wants(layer):
             self._attention.read(layer, queries, keys, measured)
-            self._note(captured_scores=self._attention.scores)
-        if self._question is not None and layer in self._question.watch.layers:
+            self._note(captured_scores=self._attention.scores(layer))
+        if self._question is not None and layer in self._question.watch.layers and self._tells_apart(layer):
             question = self._question.watch.question
             first = self._row_of(question.start)
-            self._question.look(queries[first : first + len(question)], keys)
-            self._note_evidence(question)
-        if self._watch is None:
+            self._question.look(queries[first : first + len(question)], keys, self.cache.geometry.window(layer))
+            self._note_evidence(question, layer)
+        if self._watch is None or not self._tells_apart(layer):
             return None
         rows = slice(self._question_row, self._question_row + len(self._watch.rule.question))
-        focused = self._watch.look(queries[rows], keys)
-        self._note_evidence(self._watch.rule.question)
+        focused = self._watch.look(queries[rows], keys, self.cache.geometry.window(layer))
+        self._note_evidence(self._watch.rule.question, layer)
         return None if focused is None else self._drop_unfocused(layer, self._watch, focused)
 
-    def _note_evidence(self, question: Span) -> None:
+    def _tells_apart(self, layer: int) -> bool:
+        """Whether this layer's attention says which chunks a question reads.
+
+        One that does not see the beginning would only say which are near. Where no layer sees it, all are read.
+        """
+        geometry = self.cache.geometry
+        reaches = geometry.sees_all(layer, self.key_stop)
+        return reaches or not any(geometry.sees_all(other, self.key_stop) for other in range(geometry.num_layers))
+
+    def _note_evidence(self, question: Span, layer: int) -> None:
         """Count the looking in the work of the layer that was just finished."""
-        keys = sum(position + 1 for position in question.positions())
+        window = self.cache.geometry.window(layer)
+        keys = sum(min(position + 1, window or position + 1) for position in question.positions())
         self._note(evidence_keys=self.work[-1][0].evidence_keys + keys)
 
     def _note(self, **counts: int) -> None:
@@ -364,7 +390,6 @@ class ActiveRows:
         """Make `positions` the active ones; everything that follows from them is worked out once, here."""
         self.positions = positions
         self._where = where
-        self._queries = ScatteredQueries(positions, self._dtype, hidden=self._hidden, where=where)
         self._finish_only(positions)
         self._first_kept = len(self) if self.cache.kept_from is None else self._row_of(self.cache.kept_from)
         if self._watch is not None:
@@ -374,7 +399,8 @@ class ActiveRows:
     def _finish_only(self, positions: torch.Tensor) -> None:
         """From now on only the rows at these positions, the last ones, go through attention and MLP."""
         self._finishing = positions
-        self._visible_keys = positions.sum() + len(positions)
+        self._queries: dict[int | None, ScatteredQueries] = {}
+        self._visible_keys: dict[int | None, torch.Tensor] = {}
 
     def _follow(self) -> None:
         """Tell the captures which rows are theirs; a part of which too few are left is given up."""

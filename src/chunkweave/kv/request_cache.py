@@ -44,6 +44,7 @@ class RequestCache:
         kept_from: int | None = None,
     ) -> None:
         self.capacity = capacity
+        self.geometry = geometry
         self.version = next(_versions)
         """Another number for every cache, and after it has grown: as long as it is the same, so are the addresses."""
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers

@@ -1,17 +1,17 @@
 """Attention of queries at any positions over the KV caches of their requests, and sums of its weights.
 
-Query i at position p sees the keys at positions <= p. Where the queries end in a run of consecutive positions that
-begins near the start, the run takes the causal path. Other queries are sorted by position and cut into blocks; a block
-reads keys only up to its last position, so that little beyond the visible half is computed. The query heads that share
-a key head become rows of one query block: on CPUs that is up to a fifth faster than SDPA's own grouped-query path,
-whose blocks of few scattered queries are too small for its matrix kernels. Rejected: plain matmul and softmax (faster
-still in bfloat16 on CPUs, but it rounds the scores to bfloat16).
+Query i at position p sees the keys at positions <= p, on layers with a sliding window only the last so many. Where the
+queries end in a run of consecutive positions that begins near the start, the run takes the causal path. Other queries
+are sorted by position and cut into blocks; a block reads keys only up to its last position, so that little beyond the
+visible half is computed. The query heads that share a key head become rows of one query block: on CPUs that is up to a
+fifth faster than SDPA's own grouped-query path, whose blocks of few scattered queries are too small for its matrix
+kernels. Rejected: plain matmul and softmax (faster still in bfloat16 on CPUs, but it rounds the scores to bfloat16).
 """
 
 import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
@@ -39,10 +39,11 @@ _MAX_BEFORE = 0.25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryBlock:
-    """Queries `[start, stop)` see keys below `key_stop`, as `mask` says (additive, `[queries, keys]`), else all."""
+    """Queries `[start, stop)` see keys in `[key_start, key_stop)`, as `mask` says (additive, `[queries, keys]`)."""
 
     start: int
     stop: int
+    key_start: int
     key_stop: int
     mask: torch.Tensor | None = None
 
@@ -61,16 +62,19 @@ class ScatteredQueries:
         *,
         hidden: torch.Tensor | None = None,
         where: Sequence[int] | None = None,
+        window: int | None = None,
     ) -> None:
         """`positions` is `[queries]`, ascending, on the device of the queries.
 
         `hidden` flags the positions whose keys no query sees, `[positions]` on the same device; their values must
         still be finite. `where` are the positions as the host knows them; None if it would have to ask the device,
-        which happens at the first `attend`, and never if another kernel attends.
+        which happens at the first `attend`, and never if another kernel attends. A query sees the `window` keys up to
+        its own (None: all).
         """
         self.positions = positions
         self.hidden = hidden
-        self.causal = where is not None and hidden is None and _causal_from(where) == 0
+        self.window = window
+        self.causal = where is not None and hidden is None and window is None and _causal_from(where) == 0
         self._where = where
         self._dtype = dtype
         self._block_queries = block_queries
@@ -89,8 +93,8 @@ class ScatteredQueries:
         out = [
             _masked(
                 queries[b.start : b.stop],
-                keys[: b.key_stop],
-                values[: b.key_stop],
+                keys[b.key_start : b.key_stop],
+                values[b.key_start : b.key_stop],
                 self._mask(b) if b.mask is None else b.mask,
             )
             for b in blocks
@@ -103,17 +107,20 @@ class ScatteredQueries:
     def _cut(self) -> tuple[list[QueryBlock], tuple[int, int] | None]:
         """The blocks of queries, and the causal run behind them: its first query and the positions before it."""
         where: Sequence[int] = self.positions.tolist() if self._where is None else self._where
-        first = len(where) if self.hidden is not None else _causal_from(where)
+        window = self.window if where and self.window is not None and where[-1] >= self.window else None
+        first = len(where) if self.hidden is not None or window is not None else _causal_from(where)
         self.causal = first == 0
         run = (first, where[first]) if first < len(where) else None
         size = self._block_queries
         if size is None:
             size = _CPU_BLOCK_QUERIES if self.positions.device.type == "cpu" else _DEVICE_BLOCK_QUERIES
         edges = [*range(0, first, size), first]
-        blocks = [QueryBlock(a, b, where[b - 1] + 1) for a, b in pairwise(edges) if b > a]
-        mask_bytes = sum(len(b) * b.key_stop for b in blocks) * torch.finfo(self._dtype).bits // 8
+        begins = [0 if window is None else max(0, where[a] + 1 - window) for a in edges[:-1]]
+        spans = zip(pairwise(edges), begins, strict=True)
+        blocks = [QueryBlock(a, b, begin, where[b - 1] + 1) for (a, b), begin in spans if b > a]
+        mask_bytes = sum(len(b) * (b.key_stop - b.key_start) for b in blocks) * torch.finfo(self._dtype).bits // 8
         if mask_bytes <= _MAX_MASK_BYTES:
-            blocks = [QueryBlock(b.start, b.stop, b.key_stop, self._mask(b)) for b in blocks]
+            blocks = [replace(b, mask=self._mask(b)) for b in blocks]
         return blocks, run
 
     def _mask(self, block: QueryBlock) -> torch.Tensor | None:
@@ -121,10 +128,17 @@ class ScatteredQueries:
         if len(block) == 1 and self.hidden is None:
             return None
         positions = self.positions[block.start : block.stop]
-        hidden = torch.arange(block.key_stop, device=positions.device) > positions[:, None]
+        keys = torch.arange(block.key_start, block.key_stop, device=positions.device)
+        hidden = ~seen_keys(keys, positions[:, None], self.window)
         if self.hidden is not None:
-            hidden |= self.hidden[: block.key_stop]
+            hidden |= self.hidden[block.key_start : block.key_stop]
         return torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+def seen_keys(keys: torch.Tensor, positions: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Which of the `keys`, by position, queries at `positions` see, bool; the two broadcast."""
+    causal = keys <= positions
+    return causal if window is None else causal & (keys > positions - window)
 
 
 def _causal_from(where: Sequence[int]) -> int:
@@ -319,15 +333,18 @@ class AttentionMeter:
         heads: Sequence[int] | None = None,
         hidden: torch.Tensor | None = None,
         where: Sequence[int] | None = None,
+        window: int | None = None,
     ) -> None:
         """A meter for queries at `positions` `[queries]`, ascending, on the device of the queries.
 
         `parts` are the spans of keys whose mass is wanted, ascending and disjoint; `heads` the query heads to average
         over (None: all). `hidden` flags the positions that no query sees, `[positions]` on the same device. `where`
-        are the positions as the host knows them (None: it asks the device).
+        are the positions as the host knows them (None: it asks the device). A query sees the `window` keys up to its
+        own (None: all).
         """
         self._positions = positions
         self._hidden = hidden
+        self._window = window
         self._where: Sequence[int] = positions.tolist() if where is None else where
         self._stop = self._where[-1] + 1 if self._where else 0
         self._members = torch.zeros(self._stop, len(parts), device=positions.device)
@@ -445,6 +462,9 @@ class AttentionMeter:
         seen_by_all = self._where[rows.start] + 1
         tail = torch.arange(seen_by_all, k.shape[2], device=q.device)
         scores[:, :, seen_by_all:].masked_fill_(tail > self._positions[rows, None], -torch.inf)
+        if self._window is not None:
+            behind = torch.arange(k.shape[2], device=q.device) <= self._positions[rows, None] - self._window
+            scores.masked_fill_(behind, -torch.inf)
         if self._hidden is not None:
             scores.masked_fill_(self._hidden[: k.shape[2]], -torch.inf)
         return torch.softmax(scores, -1)

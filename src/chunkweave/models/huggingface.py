@@ -1,7 +1,8 @@
 """Drives the layers of a Hugging Face model, without a copy of any model file."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -74,19 +75,14 @@ class HuggingFaceModel:
     def verify(self) -> None:
         """Drive a few tokens through every layer and compare with the model's own forward.
 
+        Sliding windows are narrowed meanwhile, so that the tokens are more than a window.
+
         Raises:
             UnsupportedModelError: they differ, so something in the model is not as its anatomy suggests.
         """
         ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self.geometry.vocab_size
-        positions = torch.arange(_PROBE_TOKENS, device=self.device)
-        with torch.inference_mode():
-            hidden = self.embed(ids)
-            queries = ScatteredQueries(positions, self.dtype)
-            for layer in range(self.geometry.num_layers):
-                q, k, v = self.qkv(layer, hidden)
-                rotated = self.rotate_queries(layer, q, positions), self.rotate_keys(layer, k, positions)
-                hidden = self.finish(layer, hidden, queries.attend(*rotated, v))
-            ours = torch.log_softmax(self.logits(hidden), -1)
+        with torch.inference_mode(), _narrowed(self.model.config, self.geometry.windows) as window:
+            ours = torch.log_softmax(self._driven(ids, window), -1)
             theirs = torch.log_softmax(self.model(ids[None], use_cache=False).logits[0].float(), -1)
         error = (ours - theirs).abs().max().item()
         if not error <= _TOLERANCE[self.dtype]:
@@ -94,6 +90,17 @@ class HuggingFaceModel:
                 f"{type(self.model).__name__} is not supported: driven layer by layer its log-probabilities differ "
                 f"from its own forward by {error:.3g}; some step of its layers is not known to chunkweave"
             )
+
+    def _driven(self, ids: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Logits of a short prompt, `[tokens, vocab]`, where windowed layers have this window."""
+        positions, hidden = torch.arange(len(ids), device=self.device), self.embed(ids)
+        for layer in range(self.geometry.num_layers):
+            own = None if self.geometry.window(layer) is None else window
+            q, k, v = self.qkv(layer, hidden)
+            rotated = self.rotate_queries(layer, q, positions), self.rotate_keys(layer, k, positions)
+            attended = ScatteredQueries(positions, self.dtype, window=own).attend(*rotated, v)
+            hidden = self.finish(layer, hidden, attended)
+        return self.logits(hidden)
 
     def _rotated(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Angles come from a table made by the model's rotary module; dims beyond it are not rotated."""
@@ -115,6 +122,19 @@ class HuggingFaceModel:
             cos, sin = self._body.rotary_emb(probe, positions, *((layer_type,) if layer_type else ()))
             self._cos_sin[layer_type] = cos[0], sin[0]
         return self._cos_sin[layer_type]
+
+
+@contextmanager
+def _narrowed(config: Any, windows: Sequence[int | None]) -> Iterator[int | None]:
+    """Narrow a model's sliding windows to half of what is probed; its mask is made from the configuration each time."""
+    if not any(windows):
+        yield None
+        return
+    before, config.sliding_window = config.sliding_window, _PROBE_TOKENS // 2
+    try:
+        yield _PROBE_TOKENS // 2
+    finally:
+        config.sliding_window = before
 
 
 class _Layer:
@@ -276,9 +296,8 @@ def _check_children(where: str, module: nn.Module, wanted: set[str], optional: s
 
 
 def geometry_of(config: Any) -> Geometry:
-    """Sizes from a Hugging Face configuration; `max_positions` honours a sliding window, and one kind of RoPE."""
+    """Sizes from a Hugging Face configuration; `max_positions` honours one kind of RoPE."""
     heads = config.num_attention_heads
-    bounds = (config.max_position_embeddings, sliding_window(config), _positions_before_long_rope(config))
     return Geometry(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -287,7 +306,8 @@ def geometry_of(config: Any) -> Geometry:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         intermediate_size=_active_intermediate_size(config),
         vocab_size=config.vocab_size,
-        max_positions=min(bound for bound in bounds if bound),
+        max_positions=_positions_before_long_rope(config) or config.max_position_embeddings,
+        windows=sliding_windows(config),
     )
 
 
@@ -309,15 +329,14 @@ def _positions_before_long_rope(config: Any) -> int | None:
     return int(within) if within else None
 
 
-def sliding_window(config: Any) -> int | None:
-    """The attention window in tokens if any layer has one; a prompt within it is attended in full."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
+def sliding_windows(config: Any) -> tuple[int | None, ...]:
+    """By layer, how many keys a token sees; empty if every layer sees all."""
     window: int | None = getattr(config, "sliding_window", None)
-    return window
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return ()
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return windows if any(windows) else ()
 
 
 def _refusal(kind: str, feature: str, why: str) -> UnsupportedModelError:

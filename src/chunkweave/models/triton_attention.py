@@ -300,6 +300,8 @@ def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.
         return f"the model is on {device}, and Triton runs there only with TRITON_INTERPRET=1"
     if geometry.head_dim not in SUPPORTED_HEAD_DIMS or heads % kv_heads:
         return f"it does not know heads of {geometry.head_dim} dimensions, {heads} to {kv_heads}"
+    if any(geometry.windows):
+        return "it does not know layers with a sliding window"
     if dtype not in SUPPORTED_DTYPES:
         return f"it does not know {dtype}"
     generator = torch.Generator().manual_seed(0)

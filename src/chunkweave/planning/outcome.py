@@ -49,10 +49,19 @@ def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
 
 def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int = 0) -> float:
     """FLOPs of computing `new_tokens` behind `cached_tokens`; the last layer is finished for the last token only."""
-    new = new_tokens
-    visible = new * cached_tokens + new * (new + 1) // 2
-    layers = [LayerWork(new, new, new, visible)] * (geometry.num_layers - 1)
-    return prefill_flops(geometry, [*layers, LayerWork(new, new, 1, cached_tokens + new)])
+    new, tokens = new_tokens, cached_tokens + new_tokens
+    last = geometry.num_layers - 1
+    visible = {window: _visible(cached_tokens, tokens, window) for window in (None, *geometry.windows)}
+    layers = [LayerWork(new, new, new, visible[geometry.window(layer)]) for layer in range(last)]
+    seen_last = min(tokens, geometry.window(last) or tokens)
+    return prefill_flops(geometry, [*layers, LayerWork(new, new, 1, seen_last)])
+
+
+def _visible(first: int, stop: int, window: int | None) -> int:
+    """Keys that the tokens at positions from `first` to `stop` see, summed."""
+    edge = stop if window is None else min(max(first, window), stop)
+    growing = (edge - first) * (first + edge + 1) // 2
+    return growing + (stop - edge) * (window or 0)
 
 
 _SHOWN_ID = 8

@@ -154,7 +154,7 @@ class PagedCache:
         capacity: int,
     ) -> None:
         """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
-        self.capacity = capacity
+        self.capacity, self.geometry = capacity, layers.geometry
         self._paged, self._table = layers.paged, table
         self._rotation = layers.rotation
         placed = [one for one in placements if one.span.stop > first]
