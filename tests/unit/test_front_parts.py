@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +137,25 @@ def test_reports_are_found_by_the_fronts_own_id(tmp_path):
         return first, found, missing
 
     assert asyncio.run(exchange()) == ({"method": "prefix"}, {"method": "epic"}, None)
+
+
+def test_a_socket_that_a_killed_server_left_is_taken_over_and_one_in_use_is_not(tmp_path):
+    async def exchange():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
+            killed.bind(str(tmp_path / "reports"))
+        inbox = ReportInbox(tmp_path / "reports")
+        await inbox.open()
+        with pytest.raises(UsageError, match="in use"):
+            await ReportInbox(tmp_path / "reports").open()
+        sender = ReportSender(inbox.path)
+        sender.send(ID, {"chunkweave": {"method": "epic"}})
+        try:
+            return await inbox.report(ID, 5)
+        finally:
+            sender.close()
+            inbox.close()
+
+    assert asyncio.run(exchange()) == {"method": "epic"}
 
 
 def test_a_report_that_is_too_long_goes_without_its_positions(tmp_path):

@@ -53,7 +53,7 @@ class ReportInbox:
         """Listen.
 
         Raises:
-            UsageError: there is something at the path, or no such folder.
+            UsageError: somebody listens at the path, something else is there, or no such folder.
         """
         if self._path is None:
             self._folder = Path(tempfile.mkdtemp(prefix="chunkweave-"))
@@ -62,6 +62,7 @@ class ReportInbox:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         sock.setblocking(False)
         try:
+            _remove_stale(self._path)
             sock.bind(self.path)
         except OSError as error:
             sock.close()
@@ -112,6 +113,17 @@ class ReportInbox:
         self._unread[request_id] = report
         if len(self._unread) > _MOST_UNREAD:
             self._unread.popitem(last=False)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens at any more, as a server that was killed leaves it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
 
 
 class _Receiver(asyncio.DatagramProtocol):
