@@ -3,10 +3,13 @@
 import asyncio
 import statistics
 import threading
+from collections import Counter
 
 import pytest
+import torch
 
 from chunkweave import Chunk, StoreConfig
+from chunkweave.engine.stores import open_store
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
@@ -323,6 +326,29 @@ def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve
         thread.join(60)
     assert statuses == [200] * 5
     assert stats.stats.preempted == 1
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("shared_out", [True, False])
+def test_a_tenant_that_stores_much_evicts_its_own_first(serve: Serve, tmp_path, shared_out: bool):
+    store = StoreConfig(cache_dir=tmp_path, host_budget_bytes=1 << 21, disk_budget_bytes=1 << 21)
+    client = serve(keys=key_ring(), store=store, store_by_tenant=shared_out)
+
+    def warm(tenant: str, number: int) -> None:
+        body = {"documents": [f"{tenant} {number}. {LONG}"]}
+        assert client.post("/v1/cache/warm", json=body, headers=auth(KEYS[tenant])).json()["computed"] == 1
+        assert client.engine.store.flush(10)
+
+    for number in range(2):
+        warm("bolt", number)
+    for number in range(12):
+        warm("acme", number)
+    assert client.engine.store.stats.evictions > 4
+    held = [Counter(record.owner for record in level.store.records()) for level in client.engine.store.levels]
+    assert [one["bolt"] for one in held] == ([2, 2] if shared_out else [0, 0])
+    assert all(one["acme"] > 3 for one in held), "it may have what nobody else needs"
+    level = open_store(store, client.engine.loaded.fingerprint, torch.device("cpu")).levels[1]
+    assert Counter(record.owner for record in level.store.records()) == held[1], "it is known after a restart"
 
 
 @pytest.mark.backend("engine")

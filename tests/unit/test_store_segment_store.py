@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 from types import FrameType
 from typing import Any
@@ -263,6 +263,29 @@ def test_the_ancestors_of_an_incoming_segment_are_spared_while_others_can_go() -
     store = _store("A", "B", budget_bytes=20)
     assert _put(store, "BC", nbytes=15)
     assert _paths(store) == {"BC"}, "but they do go when nothing else can"
+    store.check()
+
+
+def test_who_holds_more_than_its_share_is_evicted_first() -> None:
+    store: Store = SegmentStore(HostTier(), budget_bytes=60)
+    store.shares = lambda owner, among: {"a": 0.5, "b": 0.5}[owner] if len(set(among)) > 1 else 1.0
+
+    def put(path: str, owner: str) -> bool:
+        record = replace(_record(path), owner=owner)
+        return store.insert(record, Payload(record.nbytes))
+
+    for path in "PQRS":
+        assert put(path, "b")
+    for path in "ABC":
+        assert put(path, "a")
+    assert _paths(store) == set("QRS") | set("ABC"), "b has more than its half, and is the older one"
+    assert put("D", "a")
+    assert _paths(store) == set("QRS") | set("BCD"), "its own first, though others were not used for longer"
+    with store.lease([_id(path) for path in "BCD"]):
+        assert put("E", "a")
+    assert _paths(store) == set("RS") | set("BCDE"), "of whom it must"
+    assert put("T", "b")
+    assert _paths(store) == set("RST") | set("BCE"), "the lease has used its first the last"
     store.check()
 
 

@@ -209,7 +209,9 @@ class TurnBuilder:
         exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
         kv = prefilled.cache.segment(len(said))
         context = prefilled.prompt.contexts()[-1]
-        record = SegmentRecord.of(said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes)
+        record = SegmentRecord.of(
+            said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes, owner=prefilled.owner
+        )
         self._store.insert(record, kv)
 
     def _commit(self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart]) -> None:

@@ -131,6 +131,8 @@ class AsyncEngine:
         """Start the thread."""
         self._config = config or BatchingConfig()
         self._weights = TenantWeights.parse(self._config.tenant_weight)
+        if self._config.store_by_tenant:
+            engine.store.share_by(self._weights.share)
         self._preparer = engine.preparer
         self._checks = engine.shadow_checks
         self._core = BatchingCore(
@@ -229,7 +231,12 @@ class AsyncEngine:
             raise
 
     def precompute(
-        self, chunk: Chunk | str, *, cache_salt: str = "", loop: asyncio.AbstractEventLoop | None = None
+        self,
+        chunk: Chunk | str,
+        *,
+        cache_salt: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
+        tenant: str = "",
     ) -> AnswerStream | None:
         """Have the context-free KV of a chunk computed and stored, behind all that is asked; None if it is stored.
 
@@ -247,7 +254,7 @@ class AsyncEngine:
             return None
         fitting = self._core.fitting(prepared)
         return self._enter(
-            lambda number, deliver: RequestState(number, fitting, deliver, arrived_s, background=True),
+            lambda number, deliver: RequestState(number, fitting, deliver, arrived_s, tenant=tenant, background=True),
             loop or asyncio.get_running_loop(),
         )
 

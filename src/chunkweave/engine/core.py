@@ -238,6 +238,7 @@ class BatchingCore:
             plan=request.plan,
             prefetched=request.prefetch,
             history=request.prepared.history,
+            owner=request.tenant,
         )
         request.passed_over = 0
         request.job = self._runner.start(prompt, request.prepared.method, options)

@@ -40,7 +40,7 @@ class Prefilled:
     it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
     `loaded` are the segments that came from a slower tier, `woven` the reused parts that a conversation keeps as they
-    were recomputed. `lost_segments` were planned with and could not be read.
+    were recomputed. `lost_segments` were planned with and could not be read. `owner` is the tenant that it is for.
     """
 
     prompt: Prompt
@@ -59,6 +59,7 @@ class Prefilled:
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
     woven: tuple[PartCapture, ...] = ()
     lost_segments: int = 0
+    owner: str = ""
 
 
 class Prefetch:
@@ -261,7 +262,12 @@ def parts_to_keep(
 
 
 def segments_of(
-    prompt: Prompt, plan: Plan, captures: Sequence[PartCapture], attention: AttentionCapture | None
+    prompt: Prompt,
+    plan: Plan,
+    captures: Sequence[PartCapture],
+    attention: AttentionCapture | None,
+    *,
+    owner: str = "",
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
     """The finished segments in prompt order, with their profiles if attention was captured.
 
@@ -283,6 +289,7 @@ def segments_of(
             nbytes=capture.nbytes,
             source=part.part.source,
             attention=profile,
+            owner=owner,
         )
         yield record, capture.segment()
 
@@ -300,6 +307,8 @@ class PrefillOptions:
 
     `history` makes the prompt one of a conversation: the segments of its earlier turns by the place of their part. Then
     what was woven is kept for the turns to come, and what the last part, the question, and all behind it hold.
+
+    `owner` is the tenant that what is stored of it counts for.
     """
 
     new_tokens: int = 0
@@ -309,6 +318,7 @@ class PrefillOptions:
     generated: tuple[int, ...] = ()
     plan: Plan | None = None
     history: Mapping[int, SegmentId] | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +462,7 @@ class PrefillJob:
     def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """Segments of the parts that were computed whole so far, for a job that is given up between two steps."""
         complete = [capture for capture in self._captures if capture.complete]
-        return segments_of(self._prompt, self.plan, complete, self._attention)
+        return segments_of(self._prompt, self.plan, complete, self._attention, owner=self._options.owner)
 
     def close(self) -> None:
         """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""
@@ -544,6 +554,7 @@ class PrefillJob:
             loaded=tuple(self._sources.loaded()),
             woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
             lost_segments=len(self._given_up),
+            owner=self._options.owner,
         )
         self.close()
 

@@ -222,8 +222,9 @@ class Runner:
         """
         for segment, kv in prefilled.loaded:
             self.store.promote(segment, kv)
-        new = segments_of(prefilled.prompt, prefilled.plan, prefilled.captures, prefilled.attention)
-        woven = segments_of(prefilled.prompt, prefilled.plan, prefilled.woven, None)
+        prompt, plan, owner = prefilled.prompt, prefilled.plan, prefilled.owner
+        new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, owner=owner)
+        woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
         return sum(self.store.insert(record, kv) for record, kv in (*new, *woven))
 
     def store_computed(self, job: PrefillJob) -> int:

@@ -345,6 +345,9 @@ class BatchingConfig:
     tenant_weight: tuple[str, ...] = setting(
         (), "NAME=WEIGHT, how much a tenant is to have of what all share; 1 if left out; repeatable.", places=SERVERS
     )
+    store_by_tenant: bool = setting(
+        False, "Where a tier has no room, evict first of tenants that hold more than their share of it, by weight."
+    )
     window: int = setting(
         DEFAULT_WINDOW,
         "How often a waiting request may be passed over by ones of which more is cached.",

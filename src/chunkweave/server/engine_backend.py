@@ -204,7 +204,7 @@ class CacheCommands:
         """
         computed, loop = 0, asyncio.get_running_loop()
         for chunk in chunks:
-            begin = partial(self._batching.precompute, chunk, cache_salt=salt, loop=loop)
+            begin = partial(self._batching.precompute, chunk, cache_salt=salt, loop=loop, tenant=tenant)
             stream = await self._threads.run(tenant, begin, undo=_end)
             if stream is not None:
                 async with stream:

@@ -1,6 +1,6 @@
 """Which segments are stored, and how they are found: by path (exact prefixes) or by chunk (variants)."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -220,6 +220,7 @@ class SegmentIndex:
         self._policy = policy
         self._records: dict[SegmentId, SegmentRecord] = {}
         self._used_bytes = 0
+        self._owned_bytes: Counter[str] = Counter()
         self._chunks: dict[ChunkId, OrderedDict[SegmentId, None]] = {}  # variants, least recently used first
         self.paths = PathIndex()
         """The exact segments by path; only this index changes it."""
@@ -249,6 +250,11 @@ class SegmentIndex:
         return self._used_bytes
 
     @property
+    def owned_bytes(self) -> Mapping[str, int]:
+        """Sum of the records' bytes by owner, those that have any."""
+        return MappingProxyType(self._owned_bytes)
+
+    @property
     def num_chunks(self) -> int:
         """Chunks with at least one record."""
         return len(self._chunks)
@@ -267,6 +273,7 @@ class SegmentIndex:
         self.paths.add(record)
         self._policy.on_insert(record)
         self._used_bytes += record.nbytes
+        self._owned_bytes[record.owner] += record.nbytes
         self._records[record.id] = record
         self._show(record)
         self._changed([record])
@@ -276,6 +283,9 @@ class SegmentIndex:
         self._changed([record])  # first: an interrupted change may leave nothing that says which chunk it was
         del self._records[record.id]
         self._used_bytes -= record.nbytes
+        self._owned_bytes[record.owner] -= record.nbytes
+        if not self._owned_bytes[record.owner]:
+            del self._owned_bytes[record.owner]
         self._policy.on_remove(record.id)
         self.paths.remove(record)
         variants = self._chunks[record.chunk_id]
@@ -294,10 +304,11 @@ class SegmentIndex:
         self._policy.on_hit(record)
         self._chunks[record.chunk_id].move_to_end(record.id)
 
-    def victim(self, *, kept: Set[SegmentId], spared: Set[SegmentId]) -> SegmentRecord:
+    def victim(self, *, kept: Set[SegmentId], spared: Set[SegmentId], owner: str | None = None) -> SegmentRecord:
         """The record to evict next: never one of `kept`, one of `spared` or an inner node only if need be.
 
-        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted).
+        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted). With an
+        `owner` it is one of that one's, as long as any of these may go.
 
         Raises:
             StoreError: the policy offers nothing, though something is not in `kept`.
@@ -313,7 +324,11 @@ class SegmentIndex:
         def unrelated_leaf(segment: SegmentId) -> bool:
             return segment not in kept and segment not in spared and not has_children(segment)
 
-        for evictable in (unrelated_leaf, leaf, free):
+        def owned(evictable: Callable[[SegmentId], bool]) -> Callable[[SegmentId], bool]:
+            return lambda segment: self._records[segment].owner == owner and evictable(segment)
+
+        choices = (unrelated_leaf, leaf, free)
+        for evictable in (*(map(owned, choices) if owner is not None else ()), *choices):
             segment = self._policy.victim(evictable)
             if segment is not None:
                 return self._records[segment]
@@ -327,6 +342,7 @@ class SegmentIndex:
         self._changed(self._records.values())
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
+        self._owned_bytes = _owned(self._records.values())
         self._chunks, self.paths = {}, PathIndex()
         for record in self._records.values():
             self._chunks.setdefault(record.chunk_id, OrderedDict())[record.id] = None
@@ -352,6 +368,8 @@ class SegmentIndex:
         total_bytes = sum(record.nbytes for record in self._records.values())
         if total_bytes != self._used_bytes:
             raise StoreError(f"{self._used_bytes} bytes are accounted for, the records sum to {total_bytes}")
+        if _owned(self._records.values()) != self._owned_bytes:
+            raise StoreError("bytes are accounted for to other owners than the records say")
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
         listed = [(segment, chunk) for chunk, variants in self._chunks.items() for segment in variants]
@@ -374,3 +392,10 @@ class SegmentIndex:
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:
             self._tree.placed(record.path, self._tier, len(record))
+
+
+def _owned(records: Iterable[SegmentRecord]) -> Counter[str]:
+    owned: Counter[str] = Counter()
+    for record in records:
+        owned[record.owner] += record.nbytes
+    return owned

@@ -123,7 +123,7 @@ class SegmentRecord:
 
     `exact` means that every token before it was exact too when it was computed, so that its KV equals
     what full prefill gives (up to rounding). Only exact segments may be in the path index. `attention` is what
-    its tokens looked at then, if somebody measured it.
+    its tokens looked at then, if somebody measured it. `owner` is the tenant that it was computed for.
 
     Raises:
         ValueError: the attention profile is of another number of tokens, or has chunks that are not in the context.
@@ -137,6 +137,7 @@ class SegmentRecord:
     nbytes: int
     source: str = ""
     attention: AttentionProfile | None = field(default=None, hash=False)
+    owner: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.attention is None:
@@ -157,9 +158,10 @@ class SegmentRecord:
         nbytes: int,
         source: str = "",
         attention: AttentionProfile | None = None,
+        owner: str = "",
     ) -> Self:
         """A record whose id follows from chunk and context."""
-        return cls(segment_id(chunk_id, context), chunk_id, context, token_ids, exact, nbytes, source, attention)
+        return cls(segment_id(chunk_id, context), chunk_id, context, token_ids, exact, nbytes, source, attention, owner)
 
     @property
     def path(self) -> tuple[ChunkId, ...]:

@@ -15,7 +15,7 @@ from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import Removal, SegmentRecord, TieredStats, segment_id, union
 from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLimits
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
-from chunkweave.store.tier_store import SegmentStore
+from chunkweave.store.tier_store import SegmentStore, Shares
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
@@ -256,6 +256,11 @@ class TieredStore(Generic[PayloadT]):
     def shared(self) -> bool:
         """Whether a level may hold what other processes have put there, so that `probe` may learn of more."""
         return any(level.store.probes for level in self._slow)
+
+    def share_by(self, shares: Shares) -> None:
+        """From now on who has more than its share of a level's budget is evicted first, if there is no room."""
+        for level in self.levels:
+            level.store.shares = shares
 
     def follow_chunks(self) -> ChunkFollower:
         """Reports from now on which chunks come and go, beginning with all that are stored. One follower at a time."""

@@ -22,6 +22,7 @@ from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
+Shares = Callable[[str, Iterable[str]], float]
 OnEvict = Callable[[SegmentRecord, PayloadT], None]
 
 _RETRIED_AT_ONCE = 8
@@ -81,6 +82,8 @@ class SegmentStore(Generic[PayloadT]):
         self.budget_bytes = budget_bytes
         self.on_evict: OnEvict[PayloadT] | None = None
         """Called with each evicted segment, without the lock held; for tiers in memory, whose payloads live on."""
+        self.shares: Shares | None = None
+        """The part of the budget that is an owner's, among others: who has more is evicted first. None: whoever."""
         self._shared = shared
         self._finder = tier if isinstance(tier, SharedTier) else None
         self._kept = kept
@@ -458,8 +461,18 @@ class SegmentStore(Generic[PayloadT]):
             return False
         ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
-            self._evict(index.victim(kept=kept | {record.id}, spared=ancestors), leaving)
+            owner = self._owner_to_evict(record, more_bytes - replaced_bytes)
+            self._evict(index.victim(kept=kept | {record.id}, spared=ancestors, owner=owner), leaving)
         return True
+
+    def _owner_to_evict(self, record: SegmentRecord, more_bytes: int) -> str | None:
+        """Who has more than its share once `record` is in: its owner first, then whoever is furthest above."""
+        if self.shares is None:
+            return None
+        owned = Counter(self._index.owned_bytes)
+        owned[record.owner] += more_bytes
+        parts = {owner: nbytes / (self.budget_bytes * self.shares(owner, owned)) for owner, nbytes in owned.items()}
+        return record.owner if parts[record.owner] > 1 else max(parts, key=parts.__getitem__)
 
     def _publish(self, claim: Claim, wanted: Callable[[], bool]) -> bool:
         """Enter a record whose payload is in the tier, unless it is unwanted by now or the tier holds too few bytes."""

@@ -139,6 +139,7 @@ def header_bytes(
         "fingerprint": fingerprint,
         "created": datetime.fromtimestamp(created_s, UTC).isoformat(timespec="microseconds"),
         "layer_checksums": " ".join(f"{checksum:08x}" for checksum in layer_checksums),
+        **({"owner": record.owner} if record.owner else {}),
         **attention_fields(record.attention),
     }
     text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
@@ -214,6 +215,7 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
         file_bytes,
         metadata["source"],
         attention_of(metadata),
+        metadata.get("owner", ""),
     )
     _require_fitting(record, layout)
     checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())
