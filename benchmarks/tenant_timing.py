@@ -58,6 +58,8 @@ class Pair:
     """Nobody has."""
     own_s: float
     """The tenant itself has."""
+    seen_first: bool
+    """Which of the first two was asked first."""
 
 
 class Tenant:
@@ -140,12 +142,13 @@ def measure(
         seen, fresh = (text_of(draw, sentences) for _ in range(2))
         acme.first_token_s(seen)
         times = {}
-        for text in draw.sample([seen, fresh], 2):
+        order = draw.sample([seen, fresh], 2)
+        for text in order:
             times[text], length = bolt.first_token_s(text)
             lengths.add(length)
         own_s, _ = bolt.first_token_s(seen)
         if index >= 0:
-            found.append(Pair(times[seen], times[fresh], own_s))
+            found.append(Pair(times[seen], times[fresh], own_s, order[0] == seen))
             step(index + 1, pairs)
     if len(lengths) > 1:
         raise ChunkweaveError(f"prompts of {sorted(lengths)} tokens: this tokenizer needs other texts")

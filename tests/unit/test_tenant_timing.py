@@ -20,9 +20,7 @@ def timing(monkeypatch):
 @pytest.mark.parametrize(("leak", "ok"), [(0.0, True), (0.1, False)])
 def test_a_tenth_is_seen_and_nothing_is_not(timing, leak: float, ok: bool):
     draw = Random(1)
-    pairs = [
-        timing.Pair(draw.gauss(1.0, 0.1) * (1 - leak), draw.gauss(1.0, 0.1), draw.gauss(0.4, 0.1)) for _ in range(500)
-    ]
+    pairs = [timing.Pair(draw.gauss(1.0, 0.1) * (1 - leak), draw.gauss(1.0, 0.1), 0.4, True) for _ in range(500)]
     said = timing.summary(pairs)
     assert said["ok"] is ok
     assert said["p_of_own"] < 0.01
@@ -31,7 +29,7 @@ def test_a_tenth_is_seen_and_nothing_is_not(timing, leak: float, ok: bool):
 
 def test_noise_that_hides_a_tenth_is_no_success(timing):
     draw = Random(1)
-    said = timing.summary([timing.Pair(draw.gauss(9, 3), draw.gauss(9, 3), draw.gauss(9, 3)) for _ in range(20)])
+    said = timing.summary([timing.Pair(draw.gauss(9, 3), draw.gauss(9, 3), draw.gauss(9, 3), True) for _ in range(20)])
     assert said["p"] > 0.01
     assert not said["ok"]
 
