@@ -58,7 +58,6 @@ ALLOWED = {
     "ragcache-policies-mmlu-like.json": _HITS,
     "ragcache-policies-mooncake.json": _HITS,
     "faults.txt": "two minutes, by make prove-faults: to be made anew",
-    "server-fuzz.txt": "a quarter of an hour, by make prove-server",
     "soak.json": "a quarter of an hour, by make prove-soak",
     "vllm-overhead.json": _WITH_VLLM,
     "vllm-routing-reader.json": _WITH_VLLM,
