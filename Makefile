@@ -5,6 +5,8 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= 2
+# How long `make prove-adversary` attacks each backend, in seconds.
+ADVERSARY_S ?= 3600
 
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
@@ -18,7 +20,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
+.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +67,13 @@ prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every b
 		>> faults.partial || { cat faults.partial; exit 1; }
 	mv faults.partial docs/results/faults.txt
 	tail -n 1 docs/results/faults.txt
+
+prove-adversary: $(TEST_VENV)/.installed ## Three tenants, random requests, faults and kills for an hour each backend; writes docs/results/adversary.txt
+	$(call stamp,$@) > adversary.partial
+	CHUNKWEAVE_ADVERSARY_S=$(ADVERSARY_S) $(TEST_VENV)/bin/python -m pytest -v -s --no-header -p no:cacheprovider \
+		tests/adversary >> adversary.partial || { cat adversary.partial; exit 1; }
+	mv adversary.partial docs/results/adversary.txt
+	tail -n 1 docs/results/adversary.txt
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
 	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json
