@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from tests.adversary.arena import Arena
 from tests.adversary.backends import EngineArena, FrontArena
-from tests.adversary.servers import ADMIN, TENANTS
+from tests.adversary.servers import ADMIN, TENANTS, VICTIM
 
 SECONDS = float(os.environ.get("CHUNKWEAVE_ADVERSARY_S", "30"))
 SEED = int(os.environ.get("CHUNKWEAVE_ADVERSARY_SEED", "0"))
@@ -32,6 +32,7 @@ tenants = st.sampled_from(TENANTS)
 documents = st.lists(st.integers(0, 11), min_size=1, max_size=3, unique=True)
 questions = st.integers(0, 1)
 names = st.sampled_from(["a", "b", "c"])
+OTHERS = [tenant for tenant in TENANTS if tenant != VICTIM]
 
 
 class Attack(RuleBasedStateMachine):
@@ -62,6 +63,12 @@ class Attack(RuleBasedStateMachine):
     def weave(self, tenant: str, numbers: list[int], method: str) -> None:
         self.act(f"warm {tenant} {numbers}", self.arena.command, tenant, "warm", numbers)
         self.act(f"weave {tenant} {numbers} {method}", self.arena.ask, tenant, numbers, 0, method, stream=False)
+
+    @rule(tenant=st.sampled_from(OTHERS), numbers=documents, method=st.sampled_from(METHODS[1:]))
+    def ask_what_the_victim_has(self, tenant: str, numbers: list[int], method: str) -> None:
+        """In one of the twins another tenant has the same texts, in the other one it has none of them."""
+        self.act(f"ask {VICTIM} {numbers}", self.arena.ask, VICTIM, numbers, 0, method, stream=False)
+        self.act(f"ask {tenant} {numbers} {method}", self.arena.ask, tenant, numbers, 0, method, stream=False)
 
     @rule(tenant=tenants, name=st.sampled_from(["warm", "pin", "unpin", "clear"]), numbers=documents)
     def command(self, tenant: str, name: str, numbers: list[int]) -> None:
