@@ -3,9 +3,10 @@
     python benchmarks/tenant_timing.py --serve "chunkweave serve --model reader --port 8123" --url http://127.0.0.1:8123
 
 For each pair one tenant asks over a text. Another one then asks over the same text and over one that nobody has sent,
-in an order drawn by chance, and at last over the first again, which it has cached itself by then. All texts are new,
-and as many tokens long. Compared are the two samples of times, by the two-sample Kolmogorov-Smirnov test. That the test
-would see a leak is shown on the same times: those of the text that the other tenant has cached, made shorter.
+each of them first as often, in an order drawn by chance, and at last over the first again, which it has cached itself
+by then. All texts are new, and as many tokens long. Compared are the two samples of times, by the two-sample
+Kolmogorov-Smirnov test. That the test would see a leak is shown on the same times: those of the text that the other
+tenant has cached, made shorter.
 
 Exit code 1 if they differ (p <= .01), or if the test does not see a tenth.
 """
@@ -34,6 +35,7 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave.eval.results import BenchmarkResult, check_writable, to_json, write_json
 from chunkweave.server.auth import new_key
 
+WARM_UP = 6
 LEAST_P = 0.01
 """Samples whose p is no greater count as different."""
 
@@ -129,7 +131,7 @@ def sentences_for(asker: Tenant, tokens: int, draw: Random) -> int:
 def measure(
     url: str, keys: Sequence[str], pairs: int, tokens: int, seed: int, step: Callable[[int, int], None]
 ) -> tuple[list[Pair], int]:
-    """All pairs, and the tokens of a prompt; five more are asked before, and not counted.
+    """All pairs, and the tokens of a prompt; `WARM_UP` more are asked before, and not counted.
 
     Raises:
         ChunkweaveError: the server does not answer as it should, or prompts are not all of one length.
@@ -138,11 +140,13 @@ def measure(
     draw = Random(seed)
     sentences = sentences_for(bolt, tokens, draw)
     found, lengths = [], set()
-    for index in range(-5, pairs):
+    seen_first = [number % 2 == 0 for number in range(WARM_UP + pairs)]
+    draw.shuffle(seen_first)
+    for index in range(-WARM_UP, pairs):
         seen, fresh = (text_of(draw, sentences) for _ in range(2))
         acme.first_token_s(seen)
         times = {}
-        order = draw.sample([seen, fresh], 2)
+        order = (seen, fresh) if seen_first[index + WARM_UP] else (fresh, seen)
         for text in order:
             times[text], length = bolt.first_token_s(text)
             lengths.add(length)

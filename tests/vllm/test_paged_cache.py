@@ -7,7 +7,7 @@ import torch
 
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.types import Span
+from chunkweave.types import Geometry, Span
 from chunkweave.vllm.paged_kv import PagedCache
 
 LAYERS, HEADS, DIM, CAPACITY = 2, 1, 2, 20
@@ -32,8 +32,12 @@ class FakePaged:
         return self.kv[layer][:, slots].clone()
 
 
-def rotate(_layer, states, positions):
+def turn(states, positions):
     return states + positions[:, None, None]
+
+
+def rotate(_layer, states, positions):
+    return turn(states, positions)
 
 
 def slots(positions):
@@ -51,7 +55,8 @@ def paged() -> FakePaged:
 
 
 def cache(paged: FakePaged, *placements, first=0, stop=16) -> PagedCache:
-    layers = SimpleNamespace(paged=paged, rotation=SimpleNamespace(forward=rotate), device=paged.device, num_layers=2)
+    geometry, rotation = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY), SimpleNamespace(forward=turn)
+    layers = SimpleNamespace(paged=paged, geometry=geometry, rotation=rotation, device=paged.device, num_layers=2)
     table = SimpleNamespace(slots=slots)
     return PagedCache(layers, table, placements, first=first, stop=stop, capacity=CAPACITY)
 
