@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import socket
 import threading
 
 import pytest
 
 from chunkweave.engine.runner import Runner
-from chunkweave.server.app import create_app
+from chunkweave.server.app import create_app, listening_socket
 from chunkweave.server.service import Service
+from chunkweave.server.settings import ListenSettings
 from tests.server.conftest import engine_of, started, toy_service
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "
@@ -276,3 +278,12 @@ def test_an_engine_that_fails_tells_nothing_of_itself(monkeypatch):
         assert "secret" not in caller.text
 
     serving(test)
+
+
+def test_the_first_token_does_not_wait_for_the_client_to_acknowledge_the_head():
+    with (
+        listening_socket(ListenSettings(port=0)) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

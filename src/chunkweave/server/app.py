@@ -69,16 +69,20 @@ _AFTER_CANCEL_S = 5.0
 
 
 def listening_socket(settings: ListenSettings) -> socket.socket:
-    """A socket on that address, before anything heavy is loaded.
+    """A socket on that address, before anything heavy is loaded. Its connections send every piece at once.
 
     Raises:
         UsageError: the address is taken, or none.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from error
+    # asyncio does so only for sockets that were made for TCP by number. Without, a stream's first token waits until the
+    # client has acknowledged the head, which on a connection that is kept takes 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 _SWEEP_TICKS = 5
