@@ -36,8 +36,9 @@ from chunkweave.eval.results import BenchmarkResult, drop_page_cache, write_json
 from chunkweave.kv.segment import CODECS, Codec, SegmentKV, SegmentSource
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier

@@ -33,7 +33,8 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import staged_s
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import layer_flops
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier
 

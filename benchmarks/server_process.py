@@ -1,5 +1,6 @@
 """A server that a benchmark starts, waits for and stops."""
 
+import os
 import shlex
 import subprocess
 import time
@@ -10,6 +11,14 @@ from pathlib import Path
 import httpx
 
 from chunkweave.errors import ChunkweaveError
+from chunkweave.server.auth import new_key
+
+
+def api_keys(*tenants: str) -> dict[str, str]:
+    """A new key for each tenant; servers that are started from now on know them, and nobody else."""
+    keys = {tenant: new_key() for tenant in tenants}
+    os.environ["CHUNKWEAVE_API_KEYS"] = ",".join(f"{tenant}={key}" for tenant, key in keys.items())
+    return keys
 
 
 @contextmanager

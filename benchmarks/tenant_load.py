@@ -13,11 +13,10 @@ weight 4).
 
 import argparse
 import asyncio
-import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -30,18 +29,16 @@ from docs_tables import markdown_table
 from load_generator import LoadResult, poisson_arrivals, run_load, sustainable_rate
 from rich.console import Console
 from server_load_client import FAILURES, Asker
-from server_process import serving
+from server_process import api_keys, serving
 from tenant_timing import SENTENCES, text_of
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, to_json, write_json
-from chunkweave.server.auth import new_key
 
 WITHIN = 5.0
 LOUD, QUIET = 2.0, 0.1
 """Shares of the sustainable rate that the two ask at."""
 MOST = {1: 2.2, 4: 1.5}
 """By the weight of `quiet`: how many times longer its p99 TTFT may be than when it is alone."""
-NAMES = ("quiet", "loud")
 
 console = Console(stderr=True)
 
@@ -52,7 +49,7 @@ class Server:
 
     command: str
     url: str
-    keys: tuple[str, str]
+    keys: Mapping[str, str]
     folder: Path
 
     @contextmanager
@@ -67,10 +64,9 @@ class Server:
         """One tenant asks so often for so long."""
         requests = max(1, round(rate_per_s * seconds))
         draw = Random(f"{name} {seed}")
-        key = self.keys[NAMES.index(name)]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         async with httpx.AsyncClient(
-            base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
+            base_url=self.url, headers={"authorization": f"Bearer {self.keys[name]}"}, timeout=600, limits=limits
         ) as client:
             asker = Asker(client, "/v1/chat/completions", [body(draw) for _ in range(requests)])
             arrivals = poisson_arrivals(requests, rate_per_s, seed)
@@ -179,8 +175,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    keys = (new_key(), new_key())
-    os.environ["CHUNKWEAVE_API_KEYS"] = ",".join(f"{name}={key}" for name, key in zip(NAMES, keys, strict=True))
+    keys = api_keys("quiet", "loud")
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.serve, options.url, keys, Path(folder))
         rate, rows = measure(server, 60 * options.minutes, options.trial_s, options.seed)

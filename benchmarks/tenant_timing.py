@@ -13,7 +13,6 @@ Exit code 1 if they differ (p <= .01), or if the test does not see a tenth.
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -28,12 +27,11 @@ from typing import Any
 import httpx
 from docs_tables import markdown_table
 from scipy.stats import ks_2samp
-from server_process import serving
+from server_process import api_keys, serving
 
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError
 from chunkweave.eval.results import BenchmarkResult, check_writable, to_json, write_json
-from chunkweave.server.auth import new_key
 
 WARM_UP = 6
 LEAST_P = 0.01
@@ -206,10 +204,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    keys = [new_key(), new_key()]
-    os.environ["CHUNKWEAVE_API_KEYS"] = ",".join(
-        f"{name}={key}" for name, key in zip(("acme", "bolt"), keys, strict=True)
-    )
+    keys = list(api_keys("acme", "bolt").values())
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(options.serve, options.url, ready_path="/ready", log=Path(folder) / "log"),

@@ -35,7 +35,8 @@ from rich.table import Table
 
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.scheduling.queue import CacheAwareQueue
-from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing, waiting_path
+from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
+from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32

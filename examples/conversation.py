@@ -3,9 +3,9 @@
 Run: python examples/conversation.py
 """
 
-from chunkweave import Chunk, Engine
+from chunkweave import Chunk, ConversationConfig, Engine
 
-engine = Engine.load("reader")
+engine = Engine.load("reader", conversations=ConversationConfig(deduplicate=True))
 tower = Chunk("The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.", source="tower")
 choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
 conversation = engine.conversation()

@@ -83,9 +83,8 @@ class RequestDefaults:
     )
     order: str | None = setting(
         "fixed",
-        "free: chunks stand as is best for reuse; fixed: as they come. Commands reorder only what they retrieve.",
+        "fixed: chunks stand as they come; free: as is best for reuse, which is another prompt than the one sent.",
         places=_OWN_ENGINE | {Place.VLLM, Place.REQUEST},
-        defaults={Place.COMMANDS: None, Place.ENGINE: "free", Place.VLLM: "free"},
     )
 
 
@@ -129,6 +128,12 @@ class StoreConfig:
         DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
     )
     max_instances: int | None = setting(None, "Most segments in all; none: as many as fit.")
+    replicated_nodes: int = setting(
+        64,
+        "With device_budget, so many of the most used upper nodes have a copy in host memory (RAGCache §6); 0: none.",
+        places=_OWN_ENGINE,
+        least=0,
+    )
     pinned_bytes: int | None = setting(
         None,
         "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
@@ -220,7 +225,7 @@ class CaptureConfig:
     )
     layers: int | None = 8
     heads: int | None = 4
-    woven_fraction: float | None = 0.5
+    woven_fraction: float | None = 1.0
 
     def __post_init__(self) -> None:
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
@@ -371,7 +376,7 @@ class ConversationConfig:
     Where a turn's prompt would have more than `max_tokens`, the oldest turns are cut off: as many latest ones stay as
     fit, and have at most the share `keep` of those tokens. The less stays, the more turns go by until the next cut,
     which makes exact mode compute again what is kept: with a half, all cuts together about double what a long
-    conversation computes. `deduplicate` is CRAFT's §4.3.
+    conversation computes. `deduplicate` is CRAFT's §4.3; it changes what the model reads, so it is asked for.
     """
 
     max_tokens: int | None = setting(
@@ -384,7 +389,7 @@ class ConversationConfig:
     keep: float = setting(
         0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
     )
-    deduplicate: bool = setting(True, "Do not send a chunk again that is in a conversation's context already.")
+    deduplicate: bool = setting(False, "Do not send a chunk again that is in a conversation's context already.")
     max_conversations: int = setting(
         1024,
         "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "

@@ -179,5 +179,9 @@ class FrontArena(Arena):
         return list(self._preparer.builder.build(QUESTIONS[question], chunks).token_ids)
 
     def command(self, tenant: str, name: str, numbers: list[int]) -> None:
-        body = {"documents": [text(number) for number in numbers]}
-        self.both(tenant, "POST", f"/v1/cache/{name}", lambda _: body, allowed=(501,))
+        def given(swapped: bool) -> Any:
+            return {"documents": [text(number, swapped=swapped) for number in numbers]}
+
+        self.both(tenant, "POST", f"/v1/cache/{name}", given, allowed=(200,) if name == "warm" else (501,))
+        if name == "warm":
+            self._asked |= {(tenant, number) for number in numbers}

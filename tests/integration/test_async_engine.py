@@ -7,6 +7,7 @@ import time
 import pytest
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams
+from chunkweave.config import CaptureConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import (
     ChunkweaveError,
@@ -18,16 +19,19 @@ from chunkweave.errors import (
     UnknownRequestError,
     UsageError,
 )
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import CHUNKS, STORED
 
+REUSE = ReuseConfig(recompute_ratio=0.3, capture=CaptureConfig(neutral_tokens=0))
+
 
 @pytest.fixture
 def engine() -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
+    engine = Engine(toy_model("llama"), reuse=REUSE)
     engine.precompute(STORED)
     return engine
 
@@ -244,7 +248,7 @@ def test_a_slow_tier_keeps_only_its_own_request_waiting(engine, tmp_path):
     host = SegmentStore(HostTier(), budget_bytes=1 << 30)
     slow = SegmentStore(ThrottledTier(link), budget_bytes=1 << 30)
     store = TieredStore([Level("host", host), Level("slow", slow, background=True)])
-    below = Engine(engine.loaded, store=store, reuse=ReuseConfig(recompute_ratio=0.3))
+    below = Engine(engine.loaded, store=store, reuse=REUSE)
     below.precompute(STORED)
     store.flush(5)
     host.clear()

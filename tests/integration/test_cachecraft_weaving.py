@@ -16,10 +16,11 @@ from chunkweave.fusion.loop import run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.method import make_method, prefer_alone, required_spans, reuse_every_hit
+from chunkweave.planning.method import make_method, prefer_neutral, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
 from chunkweave.store.index import PromptLookup
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave.tiers.disk import DiskTier
@@ -28,7 +29,8 @@ from chunkweave.types import Geometry, Scattered
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
-EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None)
+EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, woven_fraction=0.5)
+HALF = CaptureConfig(woven_fraction=0.5)
 FP32 = 1e-4
 
 
@@ -56,7 +58,7 @@ class Chosen:
         self._stop = stop
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         candidates = tuple(Scattered(parts[i].span.start, tuple(tokens)) for i, tokens in self._tokens.items())
         chunks = tuple(part.span for part in parts if part.part.kind is PartKind.CHUNK)
         rules = (StopUnfocused(chunks, parts[-1].span),) if self._stop else ()
@@ -290,8 +292,18 @@ def stored_woven(bench: Bench, prompt: Prompt, place: int):
     return [r for r in bench.runner.store.records() if (r.chunk_id, r.context) == (prompt.parts[place].id, context)]
 
 
+def test_a_variant_is_only_stored_where_all_its_kv_is_fresh(bench):
+    prompt = make_prompt(SIZES, system=6)
+    bench.precompute(prompt)
+    woven = bench.runner.prefill(prompt, Chosen({3: range(22), 5: range(31)}))  # 22 of 23, and all
+    bench.runner.store_new(woven)
+    assert not stored_woven(bench, prompt, 3)
+    assert stored_woven(bench, prompt, 5)
+
+
 def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_context(bench):
     prompt = make_prompt(SIZES, system=6)
+    bench.runner.capture = HALF
     bench.precompute(prompt)
     tokens = (*range(7), *range(9, 16))  # 14 of 23
     woven = bench.runner.prefill(prompt, Chosen({3: tokens, 5: range(15)}))
@@ -314,6 +326,7 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
 
 def test_a_stored_woven_prompt_is_answered_alike_without_recomputing(qwen):
     prompt = make_prompt(SIZES, system=6)
+    qwen.runner.capture = HALF
     qwen.precompute(prompt)
     first = qwen.prefill(prompt, "cachecraft", alpha=1.9, focus=False, keep=True)
     assert all(stored_woven(qwen, prompt, place) for place in (3, 4, 5))
@@ -355,6 +368,7 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
     first.precompute(prompt)
     first.runner.store.close()
     second = opened()
+    second.runner.capture = HALF
     woven = second.runner.prefill(prompt, Chosen({3: range(0, 9, 2), 4: range(9, 31)}))
     assert len(woven.loaded) == 4
     second.runner.store_new(woven)

@@ -37,7 +37,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def engine(model) -> Engine:
-    return Engine(model)
+    return Engine(model, conversations=ConversationConfig(deduplicate=True))
 
 
 class Rows:
@@ -253,7 +253,7 @@ def test_many_conversations_over_one_chunk_keep_what_each_wove(model):
 
 @pytest.mark.parametrize("method", ["prefix", "cacheblend"])
 def test_after_a_cut_exact_mode_recomputes_and_weaving_reuses(model, method):
-    engine = Engine(model, conversations=ConversationConfig(max_tokens=220))
+    engine = Engine(model, conversations=ConversationConfig(max_tokens=220, deduplicate=True))
     engine.precompute([FERRY, PILOTS, HARBOUR, SCHOOL, MILL])
     conversation = engine.conversation()
     asked, answer = 0, None
@@ -280,7 +280,7 @@ def test_after_a_cut_exact_mode_recomputes_and_weaving_reuses(model, method):
 
 
 def test_logits_after_a_cut_are_exact(model, monkeypatch):
-    engine = Engine(model, conversations=ConversationConfig(max_tokens=200))
+    engine = Engine(model, conversations=ConversationConfig(max_tokens=200, deduplicate=True))
     seen = []
     real = Runner.store_new
 
@@ -299,7 +299,7 @@ def test_logits_after_a_cut_are_exact(model, monkeypatch):
 
 
 def test_a_new_turn_that_does_not_fit_is_refused_and_changes_nothing(model):
-    engine = Engine(model, conversations=ConversationConfig(max_tokens=120))
+    engine = Engine(model, conversations=ConversationConfig(max_tokens=120, deduplicate=True))
     conversation = engine.conversation()
     conversation.ask("When?", [FERRY], sampling=SHORT)
     with pytest.raises(PromptTooLongError, match="new turn alone"):
@@ -376,7 +376,7 @@ def test_an_answer_that_ends_early_is_kept_whole(engine, stop, rows):
 
 def test_a_free_order_costs_a_conversation_none_of_its_history(model):
     """What is not worth keeping for others, by CRAFT's threshold, is kept for the conversation's next turn."""
-    engine = Engine(model, method="prefix", order="free")
+    engine = Engine(model, method="prefix", order="free", conversations=ConversationConfig(deduplicate=True))
     conversation = engine.conversation()
     conversation.ask("When does the ferry leave?", [FERRY, PILOTS], sampling=SHORT)
     report = conversation.ask("And who boards ships?", [PILOTS, HARBOUR], sampling=SHORT).report

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams
+from chunkweave import AsyncEngine, BatchingConfig, ConversationConfig, Engine, Request, ReuseConfig, SamplingParams
 from chunkweave.errors import ChunkweaveError, ConversationBusyError, PromptTooLongError
 from chunkweave.testing import toy_model
 from tests.integration.test_conversations import FERRY, HARBOUR, MILL, PILOTS, SCHOOL
@@ -19,7 +19,7 @@ def model():
 
 
 def new_engine(model) -> Engine:
-    engine = Engine(model, reuse=ReuseConfig(recompute_ratio=0.3))
+    engine = Engine(model, reuse=ReuseConfig(recompute_ratio=0.3), conversations=ConversationConfig(deduplicate=True))
     engine.precompute([FERRY, PILOTS, HARBOUR, SCHOOL, MILL])
     return engine
 

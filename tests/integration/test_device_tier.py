@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from chunkweave.config import StoreConfig
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.host import HostTier

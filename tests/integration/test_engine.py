@@ -299,7 +299,7 @@ def test_an_explanation_agrees_with_the_report(engine):
     assert sum(part.recomputed_tokens for part in plan.parts) == report.recomputed_tokens > 0
     by_name = {part.source: part for part in plan.parts}
     assert by_name["system"].kv_source == "prefix-exact"
-    assert by_name["ferry"].context == ()
+    assert by_name["ferry"].context == ("neutral passages",)
     assert by_name["pilots"].context == ("history",)
     for chunk in report.chunks:
         part = by_name[chunk.source]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_longrope_bounds_the_prompt_to_where_its_angles_do_not_depend_on_the_len
 
 @pytest.mark.parametrize(
     ("family", "feature"),
-    [("gemma2", "soft-capped"), ("gpt2", "rotary"), ("gpt_neox", "outer"), ("granitemoe", "modules")],
+    [("gpt2", "rotary"), ("gpt_neox", "outer"), ("granitemoe", "modules")],
 )
 def test_other_layer_anatomies_are_refused_by_name(family, feature):
     config = toy_config(family)
@@ -151,6 +152,15 @@ def test_a_model_that_looks_right_but_computes_otherwise_is_caught_by_the_probe(
     model = toy_model("llama").model
     model.verify()
     model.model.model.layers[1].register_forward_hook(lambda _layer, _inputs, hidden: hidden * 1.1)
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        model.verify()
+
+
+def test_a_window_that_the_geometry_does_not_know_of_is_caught_by_the_probe():
+    model = toy_model("mistral", sliding_window=64).model
+    model.verify()
+    assert model.model.config.sliding_window == 64
+    model.geometry = replace(model.geometry, windows=())
     with pytest.raises(UnsupportedModelError, match="differ"):
         model.verify()
 

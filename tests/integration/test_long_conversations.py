@@ -6,8 +6,11 @@ from random import Random
 import pytest
 
 from chunkweave import Chunk, ConversationConfig, Engine, SamplingParams, StoreConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.metrics import ReuseReport
 from chunkweave.testing import toy_model
+
+ALONE = ReuseConfig(capture=CaptureConfig(neutral_tokens=0))
 
 SHORT = SamplingParams(max_new_tokens=2)
 CHUNKS = [Chunk(f"Note {n}: {word}.", f"note {n}") for n, word in enumerate(("tide", "rope", "mast", "keel", "sail"))]
@@ -27,8 +30,8 @@ def talk(engine: Engine, turns: int, method: str) -> Iterator[tuple[list[Chunk],
 
 
 def new_engine(model, **store) -> Engine:
-    config = ConversationConfig(max_tokens=MOST)
-    engine = Engine(model, store=StoreConfig(**store) if store else None, conversations=config)
+    config = ConversationConfig(max_tokens=MOST, deduplicate=True)
+    engine = Engine(model, store=StoreConfig(**store) if store else None, conversations=config, reuse=ALONE)
     engine.precompute(CHUNKS)
     return engine
 
@@ -73,7 +76,7 @@ def test_a_cut_every_turn_would_cost_what_a_rarer_cut_saves(model):
     """Why half is kept: computed tokens of exact mode, over the same questions."""
     computed = {}
     for keep in (0.5, 1.0):
-        engine = Engine(model, conversations=ConversationConfig(max_tokens=MOST, keep=keep))
+        engine = Engine(model, conversations=ConversationConfig(max_tokens=MOST, keep=keep, deduplicate=True))
         computed[keep] = sum(report.computed_tokens for _, report in talk(engine, 60, "prefix"))
     assert computed[0.5] < 0.6 * computed[1.0]
 

@@ -8,7 +8,8 @@ from chunkweave import Engine, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.scheduling.queue import BatchingConfig
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
@@ -123,7 +124,7 @@ def test_only_the_next_requests_are_read_ahead_for(below):
     assert driver.core.stats.prefetched_bytes == next(
         record.nbytes
         for record in below.engine.store.records()
-        if record.chunk_id == below.engine.builder.chunk_part(STORED[0]).id
+        if record.chunk_id == below.engine.builder.chunk_part(STORED[1]).id
     )
     driver.run()
 

@@ -3,6 +3,7 @@
 import pytest
 
 from chunkweave import Chunk, Engine
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval.datasets import Example
 from chunkweave.eval.quality import QualityConfig, measure_quality
@@ -31,7 +32,7 @@ def test_contenders_answer_like_the_engine_and_store_nothing():
     for sample in samples:
         method, _, ratio = sample.contender.partition("@")
         example = EXAMPLES[sample.question]
-        fresh = Engine(toy_model())
+        fresh = Engine(toy_model(), reuse=ReuseConfig(capture=CaptureConfig(neutral_tokens=0)))
         fresh.precompute(example.chunks)
         answer = fresh.generate(
             example.question,

@@ -14,7 +14,8 @@ from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Pass, Plan
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
 from chunkweave.types import joined, spans_of

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.stores import open_store
+from chunkweave.store.level import Level
 from chunkweave.store.shared_folder import PinFile
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.tiers.blobs import RedisBlobs
@@ -237,7 +239,8 @@ def test_a_time_to_live_counts_from_when_the_file_was_written(tmp_path):
 
 def test_a_document_is_removed_with_all_its_chunks(tmp_path):
     parts = [Chunk(f"Part {i} tells of the quay.", f"quay.md#{i}") for i in range(3)]
-    with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path)) as engine:
+    alone = ReuseConfig(capture=CaptureConfig(neutral_tokens=0))
+    with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path), reuse=alone) as engine:
         engine.precompute([*parts, CHUNKS[0]])
         engine.store.flush(10)
         assert engine.store.remove_where(lambda record: record.document == "quay.md") == 6

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
-from chunkweave.config import CaptureConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import RequestFailedError, UsageError
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
@@ -239,3 +239,17 @@ def test_what_is_configured_wins(model, method, profile, work):
     generated(engine)
     assert bool(work.attention) is profile
     assert list(engine.store.records())
+
+
+def test_precompute_counts_what_goes_to_disk_alone(tmp_path):
+    with Engine(toy_model(), store=StoreConfig(host_budget_bytes=1000, cache_dir=tmp_path)) as engine:
+        chunks = [Chunk(f"The quay has {number} lamps.") for number in range(2)]
+        assert engine.precompute(chunks) == 2
+        assert engine.store.flush(10)
+        assert engine.precompute(chunks) == 0
+
+
+def test_neutral_passages_that_cannot_be_read_are_told_when_an_engine_is_made(tmp_path):
+    reuse = ReuseConfig(capture=CaptureConfig(neutral_file=tmp_path / "none.txt"))
+    with pytest.raises(UsageError, match="neutral passages"):
+        Engine(toy_model(), reuse=reuse)

@@ -11,7 +11,8 @@ from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError
+from chunkweave.store.index import path_request_of
 from chunkweave.store.lease import Lease
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tier_store import SegmentStore
@@ -130,6 +131,7 @@ class StoreMachine(RuleBasedStateMachine):
         lookup = self.store.lookup(self.prompt(path, None, False))
         named = {record.id for part in lookup.parts for record in part.variants}
         lease = self.store.lease(lookup)
+        self.store.note_request(path_request_of(lookup), lookup.segments())
         assert set(lease.ids) == named
         self.leases.append((lease, named))
 

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from chunkweave.errors import NotRemovedError
+from chunkweave.store.index import RequestUse
 from chunkweave.store.lease import TieredLease
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.retention import VariantLimits
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
@@ -103,6 +105,7 @@ class TieredMachine(RuleBasedStateMachine):
     def use(self, path: str, promote: bool, keep: bool) -> None:
         lookup = self.store.lookup(prompt_of(path))
         lease = self.store.lease(lookup)
+        self.store.note_request(RequestUse.of(lookup, lookup.segments()))
         for part in lookup.parts:
             wanted = ([part.exact] if part.exact is not None else []) + list(part.variants)
             for record in wanted:

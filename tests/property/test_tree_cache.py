@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.store.eviction import known_policies, make_policy
+from chunkweave.store.index import RequestUse
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.tiers.host import HostTier
@@ -47,6 +49,7 @@ def _serve(store: TieredStore[Payload], path: str) -> int:
     records = _records(path)
     found = store.lookup(_prompt(path))
     hits = [part.exact.id for part in found.parts if part.exact is not None]
+    store.note_request(RequestUse.of(found, hits))
     with store.lease(hits):
         for segment in hits:
             payload = store.get(segment)
@@ -133,3 +136,24 @@ def test_a_path_without_room_is_computed_and_rejected():
     assert cache.use(_records("sab")).hits == 0
     assert cache.counts.rejected > 0
     cache.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(paths=requests, device=st.integers(5, 25), more=st.integers(0, 4))
+def test_a_node_is_swapped_out_once_until_it_is_nowhere_any_more(paths, device, more):
+    """RAGCache §5.1, also where the host is larger by no more than what two requests pin and add."""
+    host = device + 2 * (SIZES["s"] + 3 * max(SIZES.values())) + more
+    cache = TreeCache([TreeTier("device", device, make_policy("pgdsf")), TreeTier("host", host, make_policy("pgdsf"))])
+    copied, swap_out = set(), cache._swap_out
+
+    def watched(tier, victim, pins):
+        if tier == 1 and victim.id not in cache.records("device"):
+            copied.discard(victim.id)  # it is nowhere any more: if it comes, it comes in anew
+        elif tier == 0 and victim.id not in cache.records("host"):
+            assert victim.id not in copied, victim.path
+            copied.add(victim.id)
+        swap_out(tier, victim, pins)
+
+    cache._swap_out = watched
+    for path in paths:
+        cache.use(_records(path))

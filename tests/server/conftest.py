@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.server.app import create_app
 from chunkweave.server.auth import KeyRing, StoredKey, Tenant
 from chunkweave.server.backend import Stage
-from chunkweave.server.engine_backend import EngineBackend
+from chunkweave.server.engine_backend import EngineBackend, engine_options
 from chunkweave.server.service import Parts, Service
 from chunkweave.server.settings import Settings, resolve
 from chunkweave.server.vllm_backend.backend import VllmBackend
@@ -30,16 +31,9 @@ ADMIN_KEY = "admin-key-that-is-long-enough"
 
 
 def toy_engine(store: StoreConfig | None = None, settings: Settings | None = None) -> Engine:
-    settings = settings or settings_of()
-    return Engine(
-        toy_model("llama"),
-        store=store,
-        method=settings.requests.method,
-        reuse=ReuseConfig(recompute_ratio=0.3, capture=settings.capture),
-        order=settings.requests.order or "",
-        conversations=settings.conversations,
-        shadow=settings.shadow,
-    )
+    options = engine_options(settings or settings_of())
+    options["reuse"] = replace(options["reuse"] or ReuseConfig(), recompute_ratio=0.3)
+    return Engine(toy_model("llama"), **{**options, "store": store or options["store"]})
 
 
 def settings_of(**values: Any) -> Settings:

@@ -22,8 +22,17 @@ def report(response) -> dict:
     return response.json()["chunkweave"]
 
 
+@pytest.mark.parametrize("deduplicate", [None, False, True])
+def test_a_chunk_is_sent_again_unless_it_is_asked_not_to_be(serve, deduplicate):
+    client = serve(**({} if deduplicate is None else {"deduplicate": deduplicate}))
+    turn(client, "When does the ferry leave?", DOCUMENTS)
+    second = report(turn(client, "And who boards ships?", [DOCUMENTS[1], MORE]))
+    assert second["chunks_not_sent"] == int(deduplicate or 0)
+
+
 @pytest.mark.backend("engine")
-def test_a_conversation_goes_on_where_it_was(client):
+def test_a_conversation_goes_on_where_it_was(serve):
+    client = serve(deduplicate=True)
     first = report(turn(client, "When does the ferry leave?", DOCUMENTS))
     second = report(turn(client, "And who boards ships?", [DOCUMENTS[1], MORE]))
     assert (first["history_tokens"], second["chunks_not_sent"]) == (0, 1)
@@ -120,15 +129,3 @@ def test_a_turn_needs_a_conversation_and_agrees_with_the_messages(client):
     earlier = [{"role": "user", "content": "When?"}, {"role": "user", "content": "And who boards ships?"}]
     other = turn(client, "", DOCUMENTS, messages=earlier, number=3)
     assert (other.status_code, other.json()["error"]["param"]) == (400, "chunkweave.turn")
-
-
-def test_documents_may_be_reordered_unless_the_request_says_no(client):
-    def sources(order: str | None, documents: list[str]) -> list[tuple[str, int]]:
-        reuse = {"method": "prefix"} | ({"order": order} if order else {})
-        told = report(client.ask(documents=documents, chunkweave=reuse))
-        return [chunk["rank"] for chunk in told["chunks"] if chunk["rank"] is not None]
-
-    for _ in range(3):
-        sources(None, [DOCUMENTS[1]])
-    assert sources("fixed", DOCUMENTS) == [0, 1]
-    assert sources(None, DOCUMENTS) == [1, 0]

@@ -78,7 +78,7 @@ def test_a_changed_document_needs_update(notes: Client):
 
 @pytest.mark.backend("engine")
 def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_path: Path):
-    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data")
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", neutral_tokens=0)
     client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}]
     client.post("/v1/corpora/notes/documents", json={"documents": documents})
@@ -114,7 +114,7 @@ def undeletable(monkeypatch) -> list[Path]:
 @pytest.mark.backend("engine")
 def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Serve, tmp_path: Path, undeletable):
     store, body = StoreConfig(cache_dir=tmp_path), {"documents": [FERRY]}
-    client = serve(store=store)
+    client = serve(store=store, neutral_tokens=0)
     client.post("/v1/cache/warm", json=body)
     assert client.engine.store.flush(10)
     [file] = tmp_path.rglob("*.safetensors")
@@ -126,7 +126,7 @@ def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Se
     assert client.post("/v1/cache/clear", json={"documents": [CHOIR]}).json() == {"segments_removed": 0}
     assert client.post("/v1/cache/clear", json={"everything": True}).json()["error"]["code"] == "not_removed"
 
-    restarted = serve(store=store)
+    restarted = serve(store=store, neutral_tokens=0)
     assert restarted.engine.store.stats.undeletable == 1
     assert restarted.post("/v1/cache/clear", json=body).json()["segments_left"] == 1
     assert restarted.ask(**body, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -143,7 +143,7 @@ def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Se
 
 @pytest.mark.backend("engine")
 def test_documents_and_corpora_whose_kv_cannot_be_removed(serve: Serve, tmp_path: Path, undeletable):
-    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data")
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", neutral_tokens=0)
     client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}, {"id": "tower", "text": TOWER}]
     client.post("/v1/corpora/notes/documents", json={"documents": documents})
@@ -275,6 +275,18 @@ def test_pinned_chunks_stay(serve: Serve):
 
 
 @pytest.mark.backend("engine")
+@pytest.mark.parametrize("neutral_tokens", [0, 400])
+def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there(serve: Serve, neutral_tokens: int):
+    client = serve(neutral_tokens=neutral_tokens, method="full-reuse")
+    assert client.post("/v1/cache/warm", json={"documents": [FERRY, CHOIR]}).json()["computed"] == 2
+    answer = client.ask(documents=[CHOIR, FERRY], max_tokens=1).json()
+    taken = {chunk["variant"] for chunk in answer["chunkweave"]["chunks"] if chunk["kv_source"] == "reused"}
+    records = [record for record in client.engine.store.records() if record.id in taken]
+    assert len(records) == 2
+    assert all((record.neutral, record.alone) == (neutral_tokens > 0, not neutral_tokens) for record in records)
+
+
+@pytest.mark.backend("engine")
 def test_pins_have_a_budget(serve: Serve):
     client = serve(pin_budget="1KB")
     client.post("/v1/cache/warm", json={"documents": [FERRY]})
@@ -290,3 +302,35 @@ def test_cache_commands_want_to_know_what(client: Client):
         assert client.post(f"/v1/cache/{command}", json=both).status_code == 400
         assert client.post(f"/v1/cache/{command}", json={"corpus": "y"}).status_code == 404
         assert client.post(f"/v1/cache/{command}", json={"documents": ["x"] * 65}).status_code == 400
+
+
+def test_searches_of_a_corpus_go_on_side_by_side_and_changes_alone(notes: Client):
+    """Two searches that each wait for the other one to have begun; a document that is added waits for both."""
+    served = notes.parts.corpora.get(notes.service.tenant_of(None), "notes")
+    search, together, go_on = served.corpus.search, threading.Barrier(2), threading.Event()
+
+    def slow(question, k):
+        together.wait(20)
+        assert go_on.wait(20)
+        return search(question, k)
+
+    served.corpus.search = slow
+    found, added = [], []
+    look = [
+        threading.Thread(target=lambda: found.append(notes.post("/v1/corpora/notes/search", json={"query": "ferry"})))
+        for _ in range(2)
+    ]
+    change = threading.Thread(
+        target=lambda: added.append(notes.post("/v1/corpora/notes/documents", json={"documents": [TOWER]}))
+    )
+    for thread in look:
+        thread.start()
+    wait_until(lambda: together.n_waiting == 0 and served.lock._looking == 2)
+    change.start()
+    change.join(0.2)
+    assert not added
+    go_on.set()
+    for thread in (*look, change):
+        thread.join(20)
+    assert [one.status_code for one in (*found, *added)] == [200] * 3
+    assert [len(one.json()["data"]) for one in found] == [2, 2], "what is added comes after them"

@@ -93,8 +93,9 @@ def test_what_the_search_confirms_was_prefilled_under_the_same_salt(front, corpu
     told = answers[0].json()
     ahead, own = vllm.seen
     assert (ahead["max_tokens"], own["max_tokens"]) == (1, 4)
-    same = ("prompt", "kv_transfer_params", "model")
-    assert all(ahead[name] == own[name] for name in same)
+    assert all(ahead[name] == own[name] for name in ("prompt", "model"))
+    params, ahead_params = (body["kv_transfer_params"]["chunkweave"] for body in (own, ahead))
+    assert ahead_params == {**params, "asked": False}, "it does not count twice"
     assert ahead.get("cache_salt") == own.get("cache_salt")
     assert told["choices"][0]["message"]["content"] == " w0 w1 w2 w3"
     pipelining = told["chunkweave"]["pipelining"]

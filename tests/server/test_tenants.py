@@ -332,7 +332,7 @@ def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve
 @pytest.mark.parametrize("shared_out", [True, False])
 def test_a_tenant_that_stores_much_evicts_its_own_first(serve: Serve, tmp_path, shared_out: bool):
     store = StoreConfig(cache_dir=tmp_path, host_budget_bytes=1 << 21, disk_budget_bytes=1 << 21)
-    client = serve(keys=key_ring(), store=store, store_by_tenant=shared_out)
+    client = serve(keys=key_ring(), store=store, store_by_tenant=shared_out, neutral_tokens=0)
 
     def warm(tenant: str, number: int) -> None:
         body = {"documents": [f"{tenant} {number}. {LONG}"]}

@@ -8,13 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from chunkweave.config import ReuseConfig
 from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.engine.scheduler import Scheduler
 from chunkweave.errors import QueueFullError, UsageError
+from chunkweave.planning.method_choice import MethodChoice, Why
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
+
+EXACT = MethodChoice("prefix", ReuseConfig(), Why.EXACT)
 
 
 class Job:
@@ -69,7 +73,7 @@ class Simulation:
         self._answers: dict[RequestState, int] = {}
 
     def submit(self, tenant: str, tokens: int, answer: int = 8, **options: bool) -> RequestState:
-        prepared = SimpleNamespace(prompt=Prompt(tokens))
+        prepared = SimpleNamespace(prompt=Prompt(tokens), choice=EXACT)
         request = RequestState(next(self._numbers), prepared, lambda _: None, self.now_s, tenant=tenant, **options)
         self._answers[request] = answer
         self.scheduler.add(request)

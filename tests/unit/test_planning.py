@@ -264,3 +264,31 @@ def test_scattered_positions(start, offsets):
     assert sorted(scattered.positions()) == sorted(start + offset for offset in offsets)
     assert len(scattered) == len(offsets)
     assert scattered.hull() == Span(min(scattered.positions()), max(scattered.positions()) + 1)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    data=st.data(),
+    method=st.sampled_from(sorted(METHODS)),
+    windows=st.lists(st.one_of(st.none(), st.integers(1, 90)), min_size=8, max_size=8).map(tuple),
+)
+def test_a_layer_is_unseen_only_if_no_window_of_what_is_computed_there_or_behind_reaches_the_part(
+    sizes, data, method, windows
+):
+    stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    made = plan(method, make_lookup(sizes, stored, exact=data.draw(st.integers(0, len(sizes)))))
+    several = [span for a_pass in made.passes for span in (*a_pass.required, *a_pass.candidates)]
+    queries = {made.prompt_tokens, *(position for span in several for position in span.positions())}
+    for part in made.parts:
+        keys = part.span.positions()
+        reached = [
+            any(key <= query and (window is None or query - key < window) for key in keys for query in queries)
+            for window in windows
+        ]
+        unseen = made.unseen_layers(part, windows)
+        assert not any(reached[layer] for layer in unseen)
+        if part.segment is not None and not any(isinstance(span, Scattered) for span in several):
+            assert unseen == {layer for layer, seen in enumerate(reached) if not seen}
+    assert made.loaded_fraction(()) == 1.0
+    assert 0.0 <= made.loaded_fraction(windows) <= 1.0

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.store.index import RequestUse
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.replication import replicate_hottest
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.replication import EVERY
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
@@ -17,12 +19,12 @@ class Payload:
 
 
 def _store(*names: str) -> TieredStore[Payload]:
-    return TieredStore([Level(name, SegmentStore(HostTier(), budget_bytes=100)) for name in names])
+    return TieredStore([Level(name, SegmentStore(HostTier(), budget_bytes=100)) for name in names], replicas=2)
 
 
 def _ask(store: TieredStore[Payload], path: str) -> None:
     parts = [PromptPart(PartKind.CHUNK, (0,), ChunkId(key)) for key in path]
-    store.lookup(Prompt((*parts, PromptPart(PartKind.QUESTION, (1,)))))
+    store.note_request(RequestUse.of(store.lookup(Prompt((*parts, PromptPart(PartKind.QUESTION, (1,))))), ()))
 
 
 def _insert(store: TieredStore[Payload], path: str) -> SegmentRecord:
@@ -36,8 +38,9 @@ def test_the_hottest_nodes_get_a_copy_that_answers_when_the_device_is_empty():
     records = {path: _insert(store, path) for path in ("s", "sa", "sb", "t")}
     for path in ("sa", "sa", "sb"):
         _ask(store, path)
-    assert replicate_hottest(store, 2) == 2
-    assert replicate_hottest(store, 2) == 0
+    assert store.replicate() == 2
+    assert store.flush(5)
+    assert store.replicate() == 0
     store.levels[0].store.clear()
     assert {record.id for record in store.records()} == {records["s"].id, records["sa"].id}
     assert store.tree.match("sa").tokens_by_tier == {"host": 2}
@@ -46,26 +49,19 @@ def test_the_hottest_nodes_get_a_copy_that_answers_when_the_device_is_empty():
     store.close()
 
 
-def test_with_one_memory_there_is_nowhere_to_copy_to():
-    store = _store("host")
+def test_requests_replicate_every_so_often():
+    store = _store("device", "host")
     _insert(store, "s")
-    assert replicate_hottest(store, 5) == 0
+    for number in range(EVERY):
+        assert not store.levels[1].store.records(), number
+        _ask(store, "s")
+    assert store.flush(5)
+    assert len(store.levels[1].store.records()) == 1
     store.close()
 
 
-def test_the_tree_of_a_store_follows_removals_and_ignores_inexact_segments():
+def test_with_one_memory_there_is_nowhere_to_copy_to():
     store = _store("host")
     _insert(store, "s")
-    kept = _insert(store, "sa")
-    woven = SegmentRecord.of(ChunkId("b"), (ChunkId("s"),), (0,), exact=False, nbytes=1)
-    assert store.insert(woven, Payload(1))
-    assert len(store.tree) == 2
-    told = []
-    store.tree.subscribe(told.append)
-    store.remove(kept.id)
-    assert told == [("s", "a")]
-    assert store.tree.match("sa").nodes == 1
-    store.clear()
-    assert len(store.tree) == 0
-    store.tree.check()
+    assert store.replicate() == 0
     store.close()

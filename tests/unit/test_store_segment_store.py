@@ -14,6 +14,7 @@ import pytest
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
+from chunkweave.store.eviction import PathRequest
 from chunkweave.store.index import ChunkFollower
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
@@ -29,6 +30,9 @@ class Payload:
 
 
 Store = SegmentStore[Payload]
+
+
+_NO_PATH = PathRequest((), (), 0, 1)
 
 
 def _tokens(chunk: str) -> tuple[int, ...]:
@@ -107,7 +111,7 @@ def test_an_inexact_segment_is_a_variant_and_never_part_of_the_prefix() -> None:
 def test_variants_come_most_recently_used_first() -> None:
     store = _store("C", "A", "AC", "B")
     _put(store, "BC", exact=False)
-    store.lease([_id("C")]).release()
+    store.note_request(_NO_PATH, [_id("C")])
     variants = store.lookup(_prompt("XC")).parts[2].variants
     assert [record.id for record in variants] == [_id("C"), _id("BC"), _id("AC")]
 
@@ -281,11 +285,12 @@ def test_who_holds_more_than_its_share_is_evicted_first() -> None:
     assert _paths(store) == set("QRS") | set("ABC"), "b has more than its half, and is the older one"
     assert put("D", "a")
     assert _paths(store) == set("QRS") | set("BCD"), "its own first, though others were not used for longer"
+    store.note_request(_NO_PATH, [_id(path) for path in "BCD"])
     with store.lease([_id(path) for path in "BCD"]):
         assert put("E", "a")
     assert _paths(store) == set("RS") | set("BCDE"), "of whom it must"
     assert put("T", "b")
-    assert _paths(store) == set("RST") | set("BCE"), "the lease has used its first the last"
+    assert _paths(store) == set("RST") | set("BCE"), "what a request used first counts as the last"
     store.check()
 
 
@@ -317,9 +322,17 @@ def test_an_inner_node_goes_when_nothing_else_is_unpinned() -> None:
         store.check()
 
 
-def test_a_lease_leaves_its_deepest_part_the_oldest() -> None:
+def test_what_is_pinned_or_looked_up_is_not_used() -> None:
     store = _store("A", "B", "C", budget_bytes=30)
-    store.lease([_id("A"), _id("B"), _id("C")]).release()
+    store.lease([_id("A")]).release()
+    store.lookup(_prompt("A"))
+    _put(store, "D")
+    assert _paths(store) == {"B", "C", "D"}
+
+
+def test_a_request_leaves_its_deepest_part_the_oldest() -> None:
+    store = _store("A", "B", "C", budget_bytes=30)
+    store.note_request(_NO_PATH, [_id("A"), _id("B"), _id("C")])
     _put(store, "D")
     assert _paths(store) == {"A", "B", "D"}
 

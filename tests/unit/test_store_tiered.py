@@ -8,8 +8,9 @@ from threading import Event, Thread
 import pytest
 
 from chunkweave.errors import NotRemovedError, UsageError
+from chunkweave.store.level import Level
 from chunkweave.store.shared_folder import Tombstones
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId, SegmentId
@@ -22,6 +23,7 @@ from tests.unit.tier_fakes import (
     payload_of,
     prompt_of,
     record_of,
+    use_of,
 )
 
 
@@ -101,7 +103,7 @@ def test_admission_counts_sightings_and_guards_the_way_down() -> None:
     stack = Stack(admission=2)
     stack.put("A", "B")
     assert stack.store.stats.writes_queued == 0
-    stack.store.lease([id_of("A")]).release()
+    stack.store.note_request(use_of("A"))
     assert stack.store.stats.writes_queued == 2
     stack.put("C", "D")
     stack.store.flush()
@@ -124,7 +126,7 @@ def test_what_the_queue_skipped_is_demoted_when_host_evicts_it() -> None:
     stack.put("A", "B")
     stack.store.flush()
     assert set(stack.disk.payloads()) == {id_of("A")}
-    stack.store.lease([id_of("A")]).release()
+    stack.store.note_request(use_of("A"))
     stack.store.flush()
     stack.put("C")
     stack.store.flush()

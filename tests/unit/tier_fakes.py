@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from threading import Event
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.store.eviction import PathRequest
+from chunkweave.store.index import RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
@@ -137,3 +139,8 @@ def prompt_of(path: str) -> Prompt:
     """A prompt with one chunk a letter."""
     parts = [PromptPart(PartKind.CHUNK, tokens(chunk), ChunkId(chunk)) for chunk in path]
     return Prompt((PromptPart(PartKind.START, (1,)), *parts, PromptPart(PartKind.QUESTION, (2, 3))))
+
+
+def use_of(*paths: str) -> RequestUse:
+    """A request that used the segments of these paths, and missed nothing."""
+    return RequestUse(PathRequest((), (), 0, 1), (), tuple(map(id_of, paths)), len(paths), 0)

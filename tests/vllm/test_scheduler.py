@@ -344,3 +344,18 @@ def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
 
     assert salt("a", 1) == salt("b", 1)
     assert salt("c", 2) != salt("d", 2)
+
+
+def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
+    for name, params in (("a", CHUNKS), ("b", {**CHUNKS, "asked": False})):
+        request = FakeRequest(params, name=name)
+        side.add(request)
+        assert side.matched(request, 48) == 0
+        side.allocated(request, FakeBlocks(), 0)
+        side.allocated(request, FakeBlocks(), 0)  # preempted meanwhile
+    [asked] = side.orders(step()).asked
+    assert asked.local == 48
+    stored_chunks(side, 0)
+    order = woven(side, FakeRequest(CHUNKS, name="c"))
+    assert order.stop == 41
+    assert not side.orders(step()).asked, "its weave counts it"

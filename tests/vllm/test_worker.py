@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV
-from chunkweave.store.records import AttentionProfile, SegmentRecord
+from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
-from chunkweave.vllm.scheduler import LookupOrder, SaveOrder, StepOrders, WeaveOrder
+from chunkweave.vllm.scheduler import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.worker import ConnectorWorker
 
@@ -306,3 +306,29 @@ def test_a_segment_that_is_gone_from_disk_is_planned_without(side, tmp_path):
     prepared.pinned.close()
     assert after._store.levels[1].store.drop(last)
     after.close()
+
+
+def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(paged, side):
+    """RAGCache eq. 3: a miss costs, and a hit in vLLM's own cache is a use of what is stored of it."""
+    side.close()
+    layers = side._layers
+    side = ConnectorWorker(layers, "model", PluginSettings.from_config({"policy": "pgdsf"}, {}))
+    policy = side._store.levels[0].store._index._policy
+
+    def counts() -> list[tuple[int, int]]:
+        return [(policy._known[one].frequency, policy._known[one].misses) for one in path if one in policy._known]
+
+    path = [segment_id(part.id, part.context) for part in request().stored_parts()]
+    try:
+        side.step(StepOrders(asked=[AskedOrder(request().prompt, 0)]))
+        assert counts() == [(1, 1)] * 3
+        side.save(StepOrders(saves=[SaveOrder("a", request(), BLOCKS, 0, 40, True)]))
+        assert counts() == [(1, 1)] * 3
+        side.step(StepOrders(asked=[AskedOrder(request().prompt, 40)]))
+        assert counts() == [(2, 1)] * 3
+        weave(side, "b")
+        assert counts() == [(3, 1)] * 3
+        side.step(StepOrders(weaves=[WeaveOrder("c", request(asked=False), BLOCKS, 0, 35)], idle=True))
+        assert counts() == [(3, 1)] * 3, "nobody asked for it"
+    finally:
+        side.close()

@@ -170,6 +170,11 @@ class Conversations:
         if (held := _own(after.turns) - _own(before.turns)) and self.state(key) is after:
             self._kept(held)
 
+    def holds(self, segment: SegmentId) -> bool:
+        """Whether a segment is some conversation's own, so that it goes when no conversation has it any more."""
+        with self._lock:
+            return self._holders[segment] > 0
+
     def abandon(self, key: Key, before: ConversationState) -> None:
         """End a turn without an answer: the conversation is as it was `before`. A second time is harmless."""
         with self._lock:

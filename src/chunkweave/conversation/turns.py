@@ -1,7 +1,7 @@
 """Turns of conversations: what goes into a turn's prompt, and what the next one goes on from (CRAFT §4.3)."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,8 @@ class TurnUnderWay:
     """A question of a conversation that is being answered.
 
     `before` is the conversation's state before it, `system` its instruction, `content` what of it and of the new chunks
-    is in the prompt. `closing` are the tokens that end the turn after its answer.
+    is in the prompt. `closing` are the tokens that end the turn after its answer. `held` tells of a segment whether it
+    is a conversation's own.
     """
 
     key: Key
@@ -108,6 +109,7 @@ class TurnUnderWay:
     system: str | None
     content: NextTurn
     closing: tuple[int, ...]
+    held: Callable[[SegmentId], bool]
 
     def places(self, prompt: Prompt) -> Mapping[int, SegmentId]:
         """The segments of the history by the place of their part in the turn's prompt."""
@@ -180,7 +182,7 @@ class TurnBuilder:
             self.conversations.abandon(key, before)
             raise
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
-        return TurnUnderWay(key, before, system, content, closing), Prompt(parts)
+        return TurnUnderWay(key, before, system, content, closing, self.conversations.holds), Prompt(parts)
 
     def end(self, turn: TurnUnderWay, decode: "DecodeState") -> None:
         """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
@@ -233,9 +235,12 @@ class TurnBuilder:
 
 
 def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPart, ...]:
-    """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing."""
+    """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing.
+
+    A chunk may be taken from what is a conversation's own: from an earlier turn of this one, which may have been cut
+    off, or from another one. It is this one's own too then, so that it stays.
+    """
     woven = {capture.part.span for capture in prefilled.woven}
-    was_own = {one.segment for one in turn.content.history if one.own}
     history: list[HistoryPart] = []
     behind_turn = False
     for part, context in zip(prefilled.plan.parts, prefilled.prompt.contexts(), strict=True):
@@ -244,6 +249,6 @@ def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPa
         in_context = segment_id(part.part.id, context)
         segment = in_context if part.segment is None or part.span in woven else part.segment
         behind_turn = behind_turn or part.part.kind is PartKind.TURN
-        own = part.span in woven or segment in was_own or (behind_turn and segment == in_context)
+        own = part.span in woven or turn.held(segment) or (behind_turn and segment == in_context)
         history.append(HistoryPart(part.part, segment, own))
     return tuple(history)

@@ -39,15 +39,15 @@ class AnswerStream:
         number: int,
         abort: Callable[[int], None],
         loop: asyncio.AbstractEventLoop,
-        confirm: Callable[[int], None],
     ) -> None:
         self.id = number
         self.begun = False
         """Whether there is, or was, a first piece to be read, or the reason why there is none."""
         self.failed = False
         """Whether it has ended, or will as soon as it is read, without an answer."""
+        self.on_confirm: Callable[[], None] = lambda: None
+        """What `confirm` does; the engine's."""
         self._abort = abort
-        self._confirm = confirm
         self._loop = loop
         self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
         self._ended = False
@@ -85,13 +85,12 @@ class AnswerStream:
         raise UsageError(f"the stream of request {self.id} was read to its end already")
 
     def confirm(self) -> None:
-        """Make a speculative request an ordinary one. Does nothing if it has ended, or is one already.
+        """Make a speculative request an ordinary one, or count it as asked for if it has its answer already.
 
         Raises:
             QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
         """
-        with suppress(UnknownRequestError):
-            self._confirm(self.id)
+        self.on_confirm()
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended; a second time is harmless."""
@@ -238,7 +237,7 @@ class AsyncEngine:
         loop: asyncio.AbstractEventLoop | None = None,
         tenant: str = "",
     ) -> AnswerStream | None:
-        """Have the context-free KV of a chunk computed and stored, behind all that is asked; None if it is stored.
+        """Have a chunk computed as `Engine.precompute` does and stored, behind all that is asked; None if it is stored.
 
         It takes the tokens that others leave of their steps, and as many as they do at once. Once the stream has ended,
         it is stored as far as there is room. `loop` is as in `submit`.
@@ -267,13 +266,7 @@ class AsyncEngine:
         """
         with self._changed:
             one = self._known(number)
-            if one.confirmed:
-                return
-            if not one.stream.begun:
-                self._refuse_if_full(one.request.tenant)
-            one.confirmed = True
-            self._command(number, self._core.confirm)
-        self._preparer.confirm(one.request.prepared)
+        self._confirm(one)
 
     def abort(self, number: int) -> None:
         """End a request; its stream raises `RequestAbortedError`.
@@ -325,17 +318,33 @@ class AsyncEngine:
         """Let the request that `make` makes of a number wait; raises what `_refuse_if_full` does."""
         with self._changed:
             number = next(self._numbers)
-            stream = AnswerStream(number, self.abort, loop, self.confirm)
+            stream = AnswerStream(number, self.abort, loop)
             state = make(number, partial(self._deliver, stream))
             if state.background:
                 self._refuse_if_closed()
             else:
                 self._refuse_if_full(state.tenant, speculative=state.speculative)
-            self._open[number] = _Open(state, stream, confirmed=not state.speculative)
+            self._open[number] = one = _Open(state, stream, confirmed=not state.speculative)
+            stream.on_confirm = partial(self._confirm, one)
             self._urgent = self._urgent or not state.yields
             self._commands.append(lambda: self._core.submit(state))
             self._changed.notify()
             return stream
+
+    def _confirm(self, one: _Open) -> None:
+        """A speculation is wanted, whether it is under way or has its answer; one that failed was of no use."""
+        with self._changed:
+            number = one.request.id
+            if one.confirmed or (one.stream.failed and number not in self._open):
+                return
+            if not one.stream.begun:
+                self._refuse_if_full(one.request.tenant)
+            one.confirmed = True
+            self._commands.append(
+                lambda: self._core.confirm(number) if number in self._open else self._core.count(one.request)
+            )
+            self._changed.notify()
+        self._preparer.confirm(one.request.prepared)
 
     def _refuse_if_closed(self) -> None:
         if self._closing:

@@ -28,6 +28,7 @@ from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.waiting import StoredTokens
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class BatchingCore:
         self._clock = clock
         self._interrupt = interrupt
         self._checks = checks
-        self._scheduler = Scheduler(self._runner.store.tree, config, preempting=self._preempting)
+        self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting)
         self.pool = self._scheduler.pool
         slow = any(level.background for level in self._runner.store.levels)
         self._prefetch_bytes = config.prefetch_bytes if slow else 0
@@ -141,6 +142,16 @@ class BatchingCore:
         if request.speculative:
             self._scheduler.confirm(request)
             request.waits_since_s = self._clock()
+            self.count(request)
+
+    def count(self, request: RequestState) -> None:
+        """Tell the store what a request that is asked for has looked up and used: once, when its first plan is made.
+
+        A speculation is counted when it is confirmed, be it under way or ended.
+        """
+        if request.use is not None and not request.counted:
+            request.counted = True
+            self._runner.store.note_request(request.use)
 
     def abort(self, number: int) -> None:
         """End a request without an answer. What a speculation has computed whole by then stays stored.
@@ -242,6 +253,9 @@ class BatchingCore:
         )
         request.passed_over = 0
         request.job = self._runner.start(prompt, request.prepared.method, options)
+        request.use = request.use or request.job.use
+        if not request.yields:
+            self.count(request)
 
     def _groups(self) -> list[StepGroup]:
         """What this step runs, after prefills whose segments are known to be lost were planned again."""
@@ -300,6 +314,8 @@ class BatchingCore:
         request.stop_reading()
         request.status = RequestStatus.DECODING
         if request.decode is not None:
+            if prefilled.lease is not None:
+                prefilled.lease.release()  # nothing is stored a second time
             request.decode.go_on_with(prefilled)
             self._advance(request, prefilled.logits)
             return

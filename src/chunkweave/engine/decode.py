@@ -182,8 +182,10 @@ class DecodeState:
         self.without_captures()
 
     def without_captures(self) -> None:
-        """Forget what the prefill captured, once that is stored; it is as large as the prompt's KV."""
-        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), woven=())
+        """Forget what the prefill captured, once that is stored, and unpin; it is as large as the prompt's KV."""
+        if self.prefilled.lease is not None:
+            self.prefilled.lease.release()
+        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), woven=(), lease=None)
 
     def go_on_with(self, prefilled: Prefilled) -> None:
         """It was prefilled again with its tokens so far; its answer will tell of the first time."""

@@ -388,7 +388,7 @@ class Engine:
             alone = self.preparer.prepare_alone(chunk, cache_salt=cache_salt)
             if alone is not None:
                 prefilled = self.runner.prefill(alone.prompt, alone.method, profiles=alone.kept.profiles)
-                computed += self.runner.store_new(prefilled)
+                computed += len(self.runner.store_new(prefilled))
             if progress is not None:
                 progress(index + 1, len(chunks))
         return computed

@@ -20,6 +20,7 @@ from chunkweave.planning.cost import CostModel, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
+from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
@@ -41,6 +42,7 @@ class Prefilled:
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
     `loaded` are the segments that came from a slower tier, `woven` the reused parts that a conversation keeps as they
     were recomputed. `lost_segments` were planned with and could not be read. `owner` is the tenant that it is for.
+    `lease` keeps what was found from being evicted by what is stored of this (RAGCache §5.1); None once that is.
     """
 
     prompt: Prompt
@@ -60,6 +62,7 @@ class Prefilled:
     woven: tuple[PartCapture, ...] = ()
     lost_segments: int = 0
     owner: str = ""
+    lease: TieredLease | None = None
 
 
 class Prefetch:
@@ -118,19 +121,20 @@ def make_plan(
     *,
     given_up: Collection[SegmentId] = (),
     history: Mapping[int, SegmentId] | None = None,
-) -> Plan:
-    """Plan with what is stored, but for what was given up or takes longer to load than to compute.
+) -> tuple[Plan, PromptLookup]:
+    """Plan with what is stored, but for what was given up or takes longer to load than to compute; and all that is.
 
     `history` has the segments of a conversation's earlier turns by the place of their part.
     """
-    lookup = without(context.store.lookup(prompt), given_up)
+    found = context.store.lookup(prompt)
+    lookup = without(found, given_up)
     if history:
         lookup = with_history(lookup, dict(_stored(history, context.store, given_up)))
     if context.cost is not None:
         lookup = without(lookup, too_slow(lookup, context.cost, context.store.tier_of))
     plan = method.plan(lookup, context.model.geometry)
     plan.validate(context.model.geometry.num_layers)
-    return plan
+    return plan, found
 
 
 def must_be_loaded(source: SegmentSource, device: torch.device) -> bool:
@@ -215,7 +219,7 @@ class PlanSources:
     @property
     def under_way(self) -> bool:
         """Whether a segment is still being read, and may yet come in or be lost."""
-        return any(segment.whole() is None and segment.failure is None for segment in self._from_below())
+        return any(not segment.complete and segment.failure is None for segment in self._from_below())
 
     @property
     def failure(self) -> SegmentLost | None:
@@ -224,12 +228,21 @@ class PlanSources:
         losses = (source.failure for source in sources if isinstance(source, LoadingSegment | Gone))
         return next((loss for loss in losses if loss is not None), None)
 
+    def keep_lease(self) -> TieredLease:
+        """Stop reading; what was found stays pinned until the lease is released."""
+        self._stop_reading()
+        lease, self._lease = self._lease, TieredLease((), ())
+        return lease
+
     def close(self) -> None:
         """Stop reading and unpin; a second time is harmless."""
+        self._stop_reading()
+        self._lease.release()
+
+    def _stop_reading(self) -> None:
         if self._loader is not None:
             self._loader.close()
             self._loader = None
-        self._lease.release()
 
     def _from_below(self) -> tuple[LoadingSegment, ...]:
         sources = (placement.segment for placement in self.placements)
@@ -362,6 +375,8 @@ class PrefillJob:
         self._prompt = prompt
         self._method = method
         self._options = options
+        self.use: RequestUse | None = None
+        """What it counts for if it is a request's, from its first plan; None where a plan was given."""
         self._given_up: set[SegmentId] = set()
         self._began = time.perf_counter()
         self._open(options.plan)
@@ -470,9 +485,12 @@ class PrefillJob:
 
     def _open(self, plan: Plan | None = None) -> None:
         options, model = self._options, self._context.model
-        self.plan = plan or make_plan(
-            self._context, self._prompt, self._method, given_up=self._given_up, history=options.history
-        )
+        if plan is None:
+            plan, found = make_plan(
+                self._context, self._prompt, self._method, given_up=self._given_up, history=options.history
+            )
+            self.use = self.use or RequestUse.of(found, plan.segments())
+        self.plan = plan
         self._sources = PlanSources(
             self._context.store,
             self.plan,
@@ -555,8 +573,8 @@ class PrefillJob:
             woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
             lost_segments=len(self._given_up),
             owner=self._options.owner,
+            lease=self._sources.keep_lease(),
         )
-        self.close()
 
     def _note_reuse(self) -> None:
         """Tell the store how much each segment saved. Where the method does not score them, a use is just a use."""

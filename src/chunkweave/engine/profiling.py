@@ -15,8 +15,9 @@ from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier

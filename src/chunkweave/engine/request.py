@@ -10,10 +10,13 @@ from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
+from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import PlanExplanation, full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.scheduling.queue import Waiting
+from chunkweave.scheduling.waiting import waiting_path
+from chunkweave.store.index import RequestUse
 from chunkweave.types import Chunk, ChunkId, Geometry, SegmentId, Span, spans_of
 
 if TYPE_CHECKING:
@@ -205,6 +208,10 @@ class RequestState:
     """From its first token on, preempted or not."""
     plan: Plan | None = None
     """What it was woven by, if another plan could give other tokens."""
+    use: RequestUse | None = None
+    """What it counts for in the store, from its first plan until it is counted."""
+    counted: bool = False
+    """Whether the store was told of it."""
     apart: bool = False
     """It has failed once, and runs apart from all others."""
     shown: int = 0
@@ -236,9 +243,14 @@ class RequestState:
         return len(self.prepared.prompt) + len(self.generated) + 1
 
     @property
-    def path(self) -> list[ChunkId]:
-        """Ids of its stored parts, in prompt order."""
-        return [part.id for part in self.prepared.prompt.parts if part.id is not None]
+    def path(self) -> tuple[ChunkId, ...]:
+        """Its place in the queue's eyes: the ids of its stored parts, as far as its method may reuse them."""
+        choice = self.prepared.choice
+        if reuses_nothing(choice.method, choice.reuse):
+            return ()
+        ids = [part.id for part in self.prepared.prompt.parts if part.id is not None]
+        share = choice.recomputed_share
+        return waiting_path(ids, weaves=share is not None, recomputed=share or 0.0)
 
     def stop_reading(self) -> None:
         """End what is read for its prefill, and that with it; a second time is harmless."""

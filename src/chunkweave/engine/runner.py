@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -111,12 +112,15 @@ class Runner:
         capture: bool = True,
         profiles: bool | None = None,
         prefetched: Prefetch | None = None,
+        asked: bool = True,
+        unseen: bool = False,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
         nothing can be stored afterwards. With `profiles` it is stored with what its tokens attend to; None leaves that
-        to the runner's `capture`, and then to the method: whether it reads them itself.
+        to the runner's `capture`, and then to the method: whether it reads them itself. It counts as a request unless
+        nobody has `asked` for it. For `unseen` see `PrefillOptions`.
         """
         self.room_for_new_tokens(prompt)
         if profiles is None:
@@ -125,6 +129,8 @@ class Runner:
             profiles = getattr(method, "needs_profiles", False)
         options = PrefillOptions(new_tokens, capture, profiles, prefetched)
         with self.start(prompt, method, options) as job:
+            if asked and job.use is not None:
+                self.store.note_request(job.use)
             while job.prefilled is None:
                 try:
                     self.step([], [(job, None)])
@@ -189,7 +195,7 @@ class Runner:
         that a queue of waiting requests fills memory no further than it helps. Of segments that together take more than
         `max_bytes` the first ones of the prompt are read, as many as fit.
         """
-        plan = make_plan(self._context, prompt, method)
+        plan, _ = make_plan(self._context, prompt, method)
         lease = self.store.lease(plan.segments())
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
         slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
@@ -214,18 +220,20 @@ class Runner:
         rows = zip(caches, token_ids, positions, strict=True)
         return self.step([Decoding(cache, (token,), position) for cache, token, position in rows], [])
 
-    def store_new(self, prefilled: Prefilled) -> int:
-        """Store what the prefill computed and promote what it loaded; returns how many new segments the store took.
+    def store_new(self, prefilled: Prefilled) -> frozenset[SegmentId]:
+        """Store what the prefill computed and promote what it loaded; returns the new segments that the store took.
 
         Among them are reused chunks that were largely recomputed: as variants of this prompt's context they save the
-        same prompt that recomputation next time, with the same KV.
+        same prompt that recomputation next time, with the same KV. What the prefill found is not evicted for it, and
+        unpinned afterwards.
         """
-        for segment, kv in prefilled.loaded:
-            self.store.promote(segment, kv)
         prompt, plan, owner = prefilled.prompt, prefilled.plan, prefilled.owner
-        new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, owner=owner)
-        woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
-        return sum(self.store.insert(record, kv) for record, kv in (*new, *woven))
+        with prefilled.lease or nullcontext():
+            for segment, kv in prefilled.loaded:
+                self.store.promote(segment, kv)
+            new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, owner=owner)
+            woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
+            return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
 
     def store_computed(self, job: PrefillJob) -> int:
         """Store the parts that a job had computed whole when it was given up; returns how many the store took."""

@@ -9,9 +9,10 @@ from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
+from chunkweave.store.level import Level
 from chunkweave.store.retention import VariantLimits
 from chunkweave.store.shared_folder import Tombstones, pinned_segments
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
@@ -51,6 +52,7 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
         ageless=pinned,
         limits=VariantLimits(config.max_variants, config.max_instances),
         writer=writer,
+        replicas=config.replicated_nodes,
     )
     store.expire()
     return store

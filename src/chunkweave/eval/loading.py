@@ -22,7 +22,8 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, pipelined_s
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import LayerWork
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier

@@ -124,6 +124,16 @@ class MethodChoice:
         parameter = parameter_of(self.method)
         return {} if parameter is None else {parameter: getattr(self.reuse, parameter)}
 
+    @property
+    def recomputed_share(self) -> float | None:
+        """About the share of reused chunks that is computed again; None if nothing is reused but exact prefixes.
+
+        What a method without a ratio computes again is known once it is planned: until then the usual ratio stands in.
+        """
+        if self.method in EXACT_METHODS:
+            return None
+        return 0.0 if parameter_of(self.method) is None else self.reuse.recompute_ratio
+
     def made_exact(self) -> "MethodChoice":
         """What answers instead while approximate reuse is switched off; itself, if it is exact."""
         return self if self.method in EXACT_METHODS else MethodChoice(EXACT_METHOD, self.reuse, Why.SWITCHED_OFF)

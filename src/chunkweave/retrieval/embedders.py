@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import log, sqrt
+from threading import Lock
 from typing import Any, Final, Protocol
 from zlib import crc32
 
@@ -214,6 +215,7 @@ class SentenceTransformerEmbedder:
             UsageError: a package is not installed, or there is no such model.
         """
         self.name: Final = name
+        self._encoding = Lock()  # its tokenizer is not made for several threads
         path = _bundled_minilm() if name == MINILM else name
         self._model = _load(path, device)
         self.dimension: Final = int(self._encode(self._model.encode_query, ["a"]).shape[1])
@@ -231,7 +233,8 @@ class SentenceTransformerEmbedder:
         return vector
 
     def _encode(self, encode: Any, texts: list[str]) -> NDArray[np.float32]:
-        vectors = encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
+        with self._encoding:
+            vectors = encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(vectors, dtype=np.float32)
 
 

@@ -135,7 +135,7 @@ class RagPipeline(_QuestionMaker):
         corpus: Corpus,
         *,
         top_k: int | None = None,
-        order: Order | str = "free",
+        order: Order | str = "fixed",
         system: str | None = None,
         cache_salt: str = "",
     ) -> None:
@@ -145,7 +145,7 @@ class RagPipeline(_QuestionMaker):
             engine: answers; its method and quality hold for calls that name none.
             corpus: is searched.
             top_k: chunks a question gets; None = 6, or all there are.
-            order: in which order they stand in the prompt: `free` = as is best for reuse, `fixed` = the best first, or
+            order: in which order they stand in the prompt: `fixed` = the best first, `free` = as is best for reuse, or
                 what puts them in order.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.
@@ -212,7 +212,7 @@ class RagPipeline(_QuestionMaker):
             yield RagEvent(event.text, answer=None if event.answer is None else _answered(event.answer, retrieved))
 
     def precompute(self, *, progress: Progress | None = None) -> int:
-        """Compute and store the context-free KV of every chunk of the corpus; returns how many were computed.
+        """Compute and store KV of every chunk of the corpus before anybody asks; returns how many were computed.
 
         Raises:
             PromptTooLongError: a chunk alone does not fit the model's context.
@@ -249,7 +249,7 @@ class AsyncRagPipeline(_QuestionMaker):
         corpus: StagedCorpus,
         *,
         top_k: int | None = None,
-        order: Order | str = "free",
+        order: Order | str = "fixed",
         system: str | None = None,
         cache_salt: str = "",
         speculate: bool = True,
@@ -262,7 +262,7 @@ class AsyncRagPipeline(_QuestionMaker):
             engine: answers; must not be closed before its questions are answered.
             corpus: is searched, in threads.
             top_k: chunks a question gets; None = 6, or all there are.
-            order: `free`, `fixed` (the best first), or what puts them in order, as in `RagPipeline`. It is called
+            order: `fixed` (the best first), `free`, or what puts them in order, as in `RagPipeline`. It is called
                 after every stage, so it should return the same order for the same chunks.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.

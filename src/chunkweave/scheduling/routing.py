@@ -10,21 +10,11 @@ from itertools import count
 from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
+from chunkweave.scheduling.waiting import WEAVES, Listener, Path, share_reused
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
-Path = tuple[ChunkId, ...]
-Listener = Callable[[Path], None]
-
 TIER = "replica"
-
-_WEAVES = ChunkId("weaves")
-"""Stands before the path of a waiting request that weaves: no id of a chunk has fewer than 32 characters."""
-
-
-def waiting_path(path: Sequence[ChunkId], *, weaves: bool) -> Path:
-    """A prompt's path as it enters a queue over `ReplicaContents`."""
-    return (_WEAVES, *path) if weaves else tuple(path)
 
 
 class ReplicaContents:
@@ -107,10 +97,12 @@ class ReplicaContents:
 
     def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
         """Of a `waiting_path`, the tokens that need not be computed."""
-        if not keys or keys[0] != _WEAVES:
+        if not keys or keys[0] != WEAVES:
             return self.tree.stored_tokens(keys)
-        found = (self._of_chunk.get(chunk) for chunk in keys[1:])
-        return sum(next(iter(segments.values())) for segments in found if segments)
+        path = keys[2:]
+        exact = self.tree.match(path)
+        found = (self._of_chunk.get(chunk) for chunk in path[exact.nodes :])
+        return exact.tokens + int(share_reused(keys) * sum(next(iter(one.values())) for one in found if one))
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with each waiting path of which something else is stored now, or a prefix of these."""
@@ -160,7 +152,7 @@ class ReplicaContents:
 
     def _tell_weaving(self) -> None:
         for listener in self._listeners:
-            listener((_WEAVES,))
+            listener((WEAVES,))
 
 
 USUAL_ROUTING = "affinity"

@@ -29,6 +29,39 @@ _AT_A_TIME = 16
 """Documents that are embedded before a search may come in between."""
 
 
+class SharedLock:
+    """Held by one who changes something, or by any number who look. Belongs to one event loop.
+
+    Who wants to change is next: those who look and come later wait for it, so that it is not kept out for ever.
+    """
+
+    def __init__(self) -> None:
+        self._changing = asyncio.Lock()
+        self._looking = 0
+        self._nobody_looks = asyncio.Event()
+        self._nobody_looks.set()
+
+    @asynccontextmanager
+    async def to_look(self) -> AsyncIterator[None]:
+        """Beside others who look."""
+        async with self._changing:
+            self._looking += 1
+            self._nobody_looks.clear()
+        try:
+            yield
+        finally:
+            self._looking -= 1
+            if not self._looking:
+                self._nobody_looks.set()
+
+    @asynccontextmanager
+    async def to_change(self) -> AsyncIterator[None]:
+        """Alone."""
+        async with self._changing:
+            await self._nobody_looks.wait()
+            yield
+
+
 @dataclass(slots=True, eq=False)
 class ServedCorpus:
     """A corpus under its name. `lock` is held by whoever searches or changes it, in whichever thread.
@@ -40,7 +73,7 @@ class ServedCorpus:
     corpus: Corpus
     shared: bool = False
     folder: Path | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: SharedLock = field(default_factory=SharedLock)
     gone: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,7 +175,7 @@ class Corpora:
 
     async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
         """Remove a tenant's corpus, from the disk too; returns the texts of its chunks."""
-        async with self.locked(self.get(tenant, name, to_change=True)) as served:
+        async with self.locked(self.get(tenant, name, to_change=True), to_change=True) as served:
             texts = tuple(chunk.text for chunk in served.corpus.chunks())
             if served.folder is not None:
                 await in_thread(lambda: _remove_folder(served.folder))
@@ -161,7 +194,7 @@ class Corpora:
         changes: list[CorpusChange] = []
         for start in range(0, len(checked), _AT_A_TIME):
             batch = checked[start : start + _AT_A_TIME]
-            async with self.locked(served):
+            async with self.locked(served, to_change=True):
                 if start == 0 and not update:
                     _refuse_known(served.corpus, checked)
                 if len(served.corpus) >= self._max_chunks:
@@ -176,17 +209,17 @@ class Corpora:
         Raises:
             UnknownDocumentError: there is none of that id.
         """
-        async with self.locked(served):
+        async with self.locked(served, to_change=True):
             return await in_thread(lambda: served.corpus.remove([document]))
 
     @asynccontextmanager
-    async def locked(self, served: ServedCorpus) -> AsyncIterator[ServedCorpus]:
-        """A corpus that nobody else uses meanwhile.
+    async def locked(self, served: ServedCorpus, *, to_change: bool = False) -> AsyncIterator[ServedCorpus]:
+        """A corpus that nobody changes meanwhile; searches go on side by side. `to_change` it, nobody else uses it.
 
         Raises:
             HttpError: 404, it was deleted while this waited.
         """
-        async with served.lock:
+        async with served.lock.to_change() if to_change else served.lock.to_look():
             if served.gone:
                 raise HttpError(404, f"no corpus {served.name!r}", code="corpus_not_found")
             yield served

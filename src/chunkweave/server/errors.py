@@ -271,6 +271,7 @@ _MEANINGS = {
     413: "too large",
     429: "too many requests; see Retry-After",
     501: "this backend does not do that",
+    502: "vLLM did not answer",
     503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",
     507: "it cannot be stored: the disk is full, or read-only",

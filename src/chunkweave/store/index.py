@@ -109,6 +109,23 @@ def path_request_of(lookup: PromptLookup) -> PathRequest:
     return PathRequest(tuple(stored), tuple(missing), cached_tokens, lookup.prompt_tokens - cached_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestUse:
+    """What one request counts for once it is asked for: what it looked up, and the segments that its plan `used`."""
+
+    path: PathRequest
+    chunks: tuple[ChunkId, ...]
+    used: tuple[SegmentId, ...]
+    hits: int
+    misses: int
+
+    @classmethod
+    def of(cls, found: PromptLookup, used: Iterable[SegmentId]) -> "RequestUse":
+        """What a lookup and the plan made of it count for."""
+        chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
+        return cls(path_request_of(found), chunks, tuple(dict.fromkeys(used)), found.hits, found.misses)
+
+
 class PathIndex:
     """A trie of exact segments by the path of chunk ids that each continues: finds the longest exact prefix.
 
@@ -294,6 +311,8 @@ class SegmentIndex:
             del self._chunks[record.chunk_id]
         if self._tree is not None and record.exact:
             self._tree.displaced(record.path, self._tier)
+        elif self._tree is not None:
+            self._tree.woven(record.chunk_id)
 
     def note_request(self, request: PathRequest) -> None:
         """Pass on to the policy what a request asked for."""
@@ -304,11 +323,19 @@ class SegmentIndex:
         self._policy.on_hit(record)
         self._chunks[record.chunk_id].move_to_end(record.id)
 
-    def victim(self, *, kept: Set[SegmentId], spared: Set[SegmentId], owner: str | None = None) -> SegmentRecord:
+    def victim(
+        self,
+        *,
+        kept: Set[SegmentId],
+        spared: Set[SegmentId],
+        owner: str | None = None,
+        above: Callable[[SegmentId], bool] = lambda _: False,
+    ) -> SegmentRecord:
         """The record to evict next: never one of `kept`, one of `spared` or an inner node only if need be.
 
-        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted). With an
-        `owner` it is one of that one's, as long as any of these may go.
+        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted), and of
+        these what is not `above`, on a faster level, too: a copy of that stays, so that it is swapped out only once.
+        With an `owner` it is one of that one's, as long as any of these may go.
 
         Raises:
             StoreError: the policy offers nothing, though something is not in `kept`.
@@ -324,10 +351,13 @@ class SegmentIndex:
         def unrelated_leaf(segment: SegmentId) -> bool:
             return segment not in kept and segment not in spared and not has_children(segment)
 
+        def only_here(segment: SegmentId) -> bool:
+            return unrelated_leaf(segment) and not above(segment)
+
         def owned(evictable: Callable[[SegmentId], bool]) -> Callable[[SegmentId], bool]:
             return lambda segment: self._records[segment].owner == owner and evictable(segment)
 
-        choices = (unrelated_leaf, leaf, free)
+        choices = (only_here, unrelated_leaf, leaf, free)
         for evictable in (*(map(owned, choices) if owner is not None else ()), *choices):
             segment = self._policy.victim(evictable)
             if segment is not None:
@@ -392,6 +422,8 @@ class SegmentIndex:
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:
             self._tree.placed(record.path, self._tier, len(record))
+        elif self._tree is not None:
+            self._tree.woven(record.chunk_id)
 
 
 def _owned(records: Iterable[SegmentRecord]) -> Counter[str]:

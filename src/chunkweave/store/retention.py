@@ -14,7 +14,7 @@ from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:
-    from chunkweave.store.store import Level
+    from chunkweave.store.level import Level
 
 _CAPACITY = 65_536
 """Segments whose uses are remembered: far more than are stored with payloads, a few MB."""

@@ -5,17 +5,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import NotRemovedError, StoreError, UsageError
-from chunkweave.store.index import ChunkFollower, PromptLookup, look_up, path_request_of
+from chunkweave.store.index import ChunkFollower, PromptLookup, RequestUse, look_up
 from chunkweave.store.lease import TieredLease
+from chunkweave.store.level import Level
 from chunkweave.store.records import Removal, SegmentRecord, TieredStats, segment_id, union
+from chunkweave.store.replication import Replicator
 from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLimits
-from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
-from chunkweave.store.tier_store import SegmentStore, Shares
+from chunkweave.store.tier import PayloadT
+from chunkweave.store.tier_store import OnEvict, SegmentStore, Shares
 from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
@@ -24,113 +27,6 @@ logger = logging.getLogger(__name__)
 
 _OWN = ("hits", "misses", "promotions", "demotions", "expired")
 _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "undeletable")
-
-
-class Level(Generic[PayloadT]):
-    """A segment store with a name ("host", "disk", ...) that survives its tier's failures.
-
-    A tier that raises `OSError` several times in a row is paused: nothing is found, read or written there for a while.
-    Then it is tried again, and one more failure pauses it again.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        store: SegmentStore[PayloadT],
-        *,
-        background: bool = False,
-        patience: int = 3,
-        pause_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """A level in use, called `name` in reports; `patience` failures in a row pause it for `pause_s`.
-
-        A `background` level has a slow tier: the background writer writes to it, requests do not. `clock` is monotonic.
-        """
-        self.name = name
-        self.store = store
-        self.background = background
-        self._patience = patience
-        self._pause_s = pause_s
-        self._clock = clock
-        self._failures_in_a_row = 0
-        self._paused_until_s = float("-inf")
-        self.failures = 0
-        """How many `OSError`s the tier has raised."""
-
-    @property
-    def available(self) -> bool:
-        """Whether the level is in use now."""
-        return self._clock() >= self._paused_until_s
-
-    def record(self, segment: SegmentId) -> SegmentRecord | None:
-        """The record of a stored segment; None while the level is paused."""
-        return self.store.record(segment) if self.available else None
-
-    def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
-        """Segments for a part, most recently used first; none while the level is paused."""
-        return self.store.variants(part) if self.available else ()
-
-    def probe(self, segments: Sequence[SegmentId]) -> None:
-        """Learn which of `segments` a shared tier holds. A failure is logged and counted."""
-        if not segments or not self.available:
-            return
-        try:
-            self.store.probe(segments)
-        except OSError as error:
-            self._failed(error)
-
-    def get(self, segment: SegmentId) -> PayloadT | None:
-        """The payload; None if it is not stored, is lost, or cannot be read now."""
-        if not self.available:
-            return None
-        try:
-            payload = self.store.get(segment)
-        except OSError as error:
-            self._failed(error)
-            return None
-        if payload is not None:
-            self._failures_in_a_row = 0
-        return payload
-
-    def insert(self, record: SegmentRecord, payload: PayloadT, *, wanted: Callable[[], bool]) -> bool:
-        """`SegmentStore.insert`; failures are counted here too.
-
-        Raises:
-            OSError: the tier cannot take it.
-        """
-        try:
-            stored = self.store.insert(record, payload, wanted=wanted)
-        except OSError as error:
-            self._failed(error)
-            raise
-        self._failures_in_a_row = 0
-        return stored
-
-    def try_insert(self, record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]) -> bool:
-        """`insert`, where a tier that is paused or fails is a tier that has no room."""
-        try:
-            return self.available and self.insert(record, payload, wanted=wanted)
-        except OSError:
-            return False  # counted and logged
-
-    def stored_at_s(self, segment: SegmentId) -> float | None:
-        """When a segment came into a tier that remembers it, in seconds since the epoch."""
-        tier = self.store.tier
-        return tier.stored_at_s(segment) if isinstance(tier, DatedTier) else None
-
-    def close(self) -> None:
-        """Give back what the tier holds open."""
-        if isinstance(self.store.tier, ClosableTier):
-            self.store.tier.close()
-
-    def _failed(self, error: OSError) -> None:
-        self.failures += 1
-        self._failures_in_a_row += 1
-        logger.warning("the %s tier failed: %s", self.name, error)
-        if self._failures_in_a_row >= self._patience:
-            self._paused_until_s = self._clock() + self._pause_s
-            logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)
 
 
 class TieredStore(Generic[PayloadT]):
@@ -158,6 +54,7 @@ class TieredStore(Generic[PayloadT]):
         limits: VariantLimits | None = None,
         clock: Callable[[], float] = time.time,
         writer: BackgroundWriter[PayloadT] | None = None,
+        replicas: int = 0,
     ) -> None:
         """A hierarchy of `levels`, which from now on are this store's alone.
 
@@ -169,6 +66,7 @@ class TieredStore(Generic[PayloadT]):
             limits: how many variants there may be; None sets no limit.
             clock: seconds since the epoch.
             writer: writes to the slow levels; a new one if None. The store closes it.
+            replicas: so many hottest upper nodes of the fastest memory are copied to the next one (RAGCache §6).
 
         Raises:
             UsageError: no level in memory, two of one name, a slow one before a fast one, or an odd admission or TTL.
@@ -197,6 +95,9 @@ class TieredStore(Generic[PayloadT]):
             level.store.show_in(self.tree, level.name)
         for index, level in enumerate(self._memory):
             level.store.on_evict = self._demoter(self._memory[index + 1 :])
+            faster = [other.store for other in self._memory[:index]]
+            level.store.above = partial(_held_by_any, faster)
+        self._replicator = Replicator(self._memory, self._copying, self.tree, replicas)
 
     @property
     def budget_bytes(self) -> int:
@@ -247,6 +148,11 @@ class TieredStore(Generic[PayloadT]):
         """A snapshot of all records, each segment once."""
         return union(*(level.store.records() for level in self.levels))
 
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """Tokens of a chunk of which a segment is stored in any context; 0 if none is."""
+        held = (record for level in self.levels for record in level.store.records_of(chunk)[:1])
+        return next(map(len, held), 0)
+
     def tier_of(self, segment: SegmentId) -> str | None:
         """Name of the level that `get` would try first, or None."""
         holders = self._holders(segment)
@@ -278,7 +184,7 @@ class TieredStore(Generic[PayloadT]):
         self._probe(_path_of(prompt))
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
-        """What is stored anywhere for each part of `prompt`; pins nothing.
+        """What is stored anywhere for each part of `prompt`; pins nothing and counts for nothing (`note_request`).
 
         The exact prefix may run over several levels. A shared level is probed once for what the faster ones lack: the
         exact path and the context-free variants. What has expired is dropped and not found.
@@ -288,24 +194,30 @@ class TieredStore(Generic[PayloadT]):
         expired: set[SegmentId] = set()
         found = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
         self._expire(expired)
-        self._count(hits=found.hits, misses=found.misses)
-        request = path_request_of(found)
-        for level in self.levels:
-            level.store.note_request(request)
-        self.tree.used(path.values())
         return found
 
+    def note_request(self, use: RequestUse) -> None:
+        """Count a request, once, however often it is looked up: read ahead for, planned again, preempted.
+
+        It is one use and one sighting of each segment that it used (RAGCache §5.1). Speculations that nobody confirms,
+        and what is computed ahead of any request, do not count.
+        """
+        self._count(hits=use.hits, misses=use.misses)
+        for level in self.levels:
+            level.store.note_request(use.path, use.used)
+        self.tree.used(use.chunks)
+        self._replicator.note_request()
+        if self._slow:
+            for segment in use.used:
+                self._note_use(segment)
+
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> TieredLease:
-        """Pin segments on every level that has them, and count it as one use of each and one sighting.
+        """Pin segments on every level that has them; that is no use of them (`note_request`).
 
         A lookup stands for every segment that it names. Ids are given in prompt order; unknown ones are skipped.
         """
         ids = tuple(dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted))
-        lease = TieredLease(ids, [level.store.lease(ids) for level in self.levels])
-        if self._slow:
-            for segment in lease.ids:
-                self._note_use(segment)
-        return lease
+        return TieredLease(ids, [level.store.lease(ids) for level in self.levels])
 
     def get(self, segment: SegmentId, *, exact: bool = False) -> PayloadT | None:
         """The payload from the fastest level that has it and does not fail; None if there is none.
@@ -360,6 +272,10 @@ class TieredStore(Generic[PayloadT]):
             self._count(promotions=int(promoted))
             self._write_through(record, payload, unchanged)
             return promoted
+
+    def replicate(self) -> int:
+        """Have the hottest upper nodes copied to the second memory now; returns how many copies were queued."""
+        return self._replicator.replicate()
 
     def note_reuse(self, segment: SegmentId, impact: float) -> None:
         """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
@@ -520,8 +436,17 @@ class TieredStore(Generic[PayloadT]):
         with self._lock:
             return self._sightings.see(segment)
 
-    def _demoter(self, below: Sequence[Level[PayloadT]]) -> Callable[[SegmentRecord, PayloadT], None]:
-        """What a level in memory calls with each segment that it evicts; `below` is the memory under it."""
+    def _demoter(self, below: Sequence[Level[PayloadT]]) -> OnEvict[PayloadT]:
+        """What a level in memory calls with what it evicts together; `below` is the memory under it.
+
+        None of these pushes out the copy of another one there.
+        """
+
+        def demote_all(evicted: Sequence[tuple[SegmentRecord, PayloadT]]) -> None:
+            copies = below[0].store.lease(record.id for record, _ in evicted) if below else nullcontext()
+            with copies:
+                for record, payload in evicted:
+                    demote(record, payload)
 
         def demote(record: SegmentRecord, payload: PayloadT) -> None:
             unchanged: Callable[[], bool] = getattr(self._moving_now, "unchanged", lambda: True)
@@ -532,7 +457,7 @@ class TieredStore(Generic[PayloadT]):
                 demoted = self._write_through(record, payload, unchanged)
             self._count(demotions=int(demoted))
 
-        return demote
+        return demote_all
 
     def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
         """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
@@ -575,9 +500,24 @@ class TieredStore(Generic[PayloadT]):
         finally:
             del self._moving_now.unchanged
 
+    @contextmanager
+    def _copying(self) -> Iterator[Callable[[Write[PayloadT]], bool]]:
+        """While a payload is copied to another level: queues the write, unless something was removed since it began."""
+        with self._moving() as unchanged:
+
+            def offer(write: Write[PayloadT]) -> bool:
+                with self._lock:  # so that a removal either sees this write in the queue or is seen here
+                    return unchanged() and self._writer.offer(write)
+
+            yield offer
+
     def _count(self, **more: int) -> None:
         with self._lock:
             self._counts.update(more)
+
+
+def _held_by_any(stores: Sequence[SegmentStore[PayloadT]], segment: SegmentId) -> bool:
+    return any(store.holds(segment) for store in stores)
 
 
 def _path_of(prompt: Prompt) -> dict[SegmentId, ChunkId]:

@@ -11,7 +11,7 @@ from typing import Generic
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
-from chunkweave.store.index import ChunkFollower, PromptLookup, SegmentIndex, look_up, path_request_of
+from chunkweave.store.index import ChunkFollower, PromptLookup, SegmentIndex, look_up
 from chunkweave.store.lease import Claim, Claims, Lease, Pins
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
@@ -23,7 +23,7 @@ from chunkweave.types import ChunkId, SegmentId
 logger = logging.getLogger(__name__)
 
 Shares = Callable[[str, Iterable[str]], float]
-OnEvict = Callable[[SegmentRecord, PayloadT], None]
+OnEvict = Callable[[Sequence[tuple[SegmentRecord, PayloadT]]], None]
 
 _RETRIED_AT_ONCE = 8
 _CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
@@ -81,7 +81,9 @@ class SegmentStore(Generic[PayloadT]):
         """Where the payloads lie; only this store may change it."""
         self.budget_bytes = budget_bytes
         self.on_evict: OnEvict[PayloadT] | None = None
-        """Called with each evicted segment, without the lock held; for tiers in memory, whose payloads live on."""
+        """Called with what was evicted together, without the lock held; for tiers in memory, whose payloads live on."""
+        self.above: Callable[[SegmentId], bool] = lambda _: False
+        """Whether a faster level holds a segment too; the copy here then goes after all others. Asked with the lock."""
         self.shares: Shares | None = None
         """The part of the budget that is an owner's, among others: who has more is evicted first. None: whoever."""
         self._shared = shared
@@ -145,6 +147,10 @@ class SegmentStore(Generic[PayloadT]):
         with self._settled():
             return tuple(self._index.variants(chunk))
 
+    def holds(self, segment: SegmentId) -> bool:
+        """Whether a segment is stored as things stand; waits for no lock."""
+        return segment in self._index.records
+
     def is_claimed(self, segment: SegmentId) -> bool:
         """Whether a lease, a pin, or a thread that moves its payload keeps a segment from being evicted now."""
         with self._settled():
@@ -161,7 +167,7 @@ class SegmentStore(Generic[PayloadT]):
             return self._index.paths.has_children(segment)
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
-        """What is stored for each part of `prompt`; pins nothing and is no use in the policy's eyes.
+        """What is stored for each part of `prompt`; pins nothing, and the policy is not told (`note_request`).
 
         A stored segment counts only if its token ids are the part's, not on the strength of the hash
         (DESIGN §3.2). What is found may be evicted before it is leased: `get` then says so.
@@ -170,7 +176,6 @@ class SegmentStore(Generic[PayloadT]):
             path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
             found = look_up(prompt, path, self.variants)
             self._counts.update(hits=found.hits, misses=found.misses)
-            self._index.note_request(path_request_of(found))
             return found
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
@@ -188,10 +193,18 @@ class SegmentStore(Generic[PayloadT]):
                     self._count_mismatch(record)
         return tuple(matching)
 
-    def note_request(self, request: PathRequest) -> None:
-        """Pass on to the eviction policy what a request asked the whole hierarchy for."""
-        with self._settled():
+    def note_request(self, request: PathRequest, used: Sequence[SegmentId] = ()) -> None:
+        """Tell the eviction policy what a request asked the whole hierarchy for, and which segments it `used`.
+
+        Those come in prompt order. The deepest is touched first, so that ancestors on a path are more recent than
+        their descendants; those that are stored no longer are skipped.
+        """
+        with self._changing():
             self._index.note_request(request)
+            for segment in reversed(used):
+                record = self._index.records.get(segment)
+                if record is not None:
+                    self._index.touch(record)
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
         """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
@@ -226,19 +239,14 @@ class SegmentStore(Generic[PayloadT]):
                         self._index.add(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:
-        """Pin segments until the lease is released, and count it as one use of each.
+        """Pin segments until the lease is released; that is no use of them (`note_request`).
 
-        A lookup stands for every segment that it names: for use before the plan is known. Ids are given in
-        prompt order. Segments that are stored no longer are skipped; `Lease.ids` has the pinned ones.
-        The deepest part is touched first, so that ancestors on a path are more recent than their descendants.
+        A lookup stands for every segment that it names: before the plan is known. Ids are given in prompt order.
+        Segments that are stored no longer are skipped; `Lease.ids` has the pinned ones.
         """
         ids = dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted)
         with self._changing():
-            records = self._index.records
-            lease = self._pins.lease(segment for segment in ids if segment in records)
-            for segment in reversed(lease.ids):
-                self._index.touch(records[segment])
-            return lease
+            return self._pins.lease(segment for segment in ids if segment in self._index.records)
 
     def get(self, segment: SegmentId) -> PayloadT | None:
         """The payload, or None if the segment is not stored (any more).
@@ -462,7 +470,7 @@ class SegmentStore(Generic[PayloadT]):
         ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
             owner = self._owner_to_evict(record, more_bytes - replaced_bytes)
-            self._evict(index.victim(kept=kept | {record.id}, spared=ancestors, owner=owner), leaving)
+            self._evict(index.victim(kept=kept | {record.id}, spared=ancestors, owner=owner, above=self.above), leaving)
         return True
 
     def _owner_to_evict(self, record: SegmentRecord, more_bytes: int) -> str | None:
@@ -549,9 +557,8 @@ class SegmentStore(Generic[PayloadT]):
             payloads = ((claim.record, self.tier.get(claim.record.id)) for claim in leaving)
             evicted = [(record, payload) for record, payload in payloads if payload is not None]
         self._delete(leaving)
-        for record, payload in evicted:
-            if self.on_evict is not None:
-                self.on_evict(record, payload)
+        if self.on_evict is not None and evicted:
+            self.on_evict(evicted)
 
     def _delete(self, leaving: Sequence[Claim]) -> list[SegmentRecord]:
         """Delete payloads whose records were taken out; returns those that the tier would not."""

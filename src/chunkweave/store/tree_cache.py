@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
@@ -53,8 +54,9 @@ class TreeCache:
 
     New nodes go into the fastest tier; a node used from below is copied up again. To make room the policy of a
     tier gives up its leaves first (a parent that became a leaf is a candidate at once). What a tier gives up goes one
-    tier down unless a copy is there already. While a request's new nodes come in, those that it found are not evicted
-    from the tiers that had them.
+    tier down unless a copy is there already. That copy stays as long as a faster tier has the node, if anything else
+    can go, so that a node is copied out once (swap-out-only-once, RAGCache §5.1). While a request's new nodes come in,
+    those that it found are not evicted from the tiers that had them.
 
     For simulation, for capacity planning, and for schedulers that own their memory; a store with payloads keeps the
     same tree itself (`TieredStore.tree`). Not thread-safe.
@@ -155,6 +157,9 @@ class TreeCache:
     def _fastest(self, segment: SegmentId) -> int:
         return next(i for i, index in enumerate(self._indexes) if segment in index.records)
 
+    def _above(self, tier: int, segment: SegmentId) -> bool:
+        return any(segment in index.records for index in self._indexes[:tier])
+
     def _promote(self, record: SegmentRecord, pins: Sequence[Set[SegmentId]]) -> None:
         if any(self._insert(i, record, pins) for i in range(self._fastest(record.id))):
             self._counts["promotions"] += 1
@@ -175,11 +180,14 @@ class TreeCache:
             ancestors = frozenset(index.paths.longest_exact_prefix(record.context))
             victims: list[SegmentRecord] = []
             while index.used_bytes + record.nbytes > budget:
-                victim = index.victim(kept=pins[tier], spared=ancestors)
+                victim = index.victim(kept=pins[tier], spared=ancestors, above=partial(self._above, tier))
                 index.remove(victim)
                 victims.append(victim)
+            below = list(pins)
+            if tier + 1 < len(self._tiers):  # none of these pushes out the copy of another one there
+                below[tier + 1] = pins[tier + 1] | (self._indexes[tier + 1].records.keys() & {v.id for v in victims})
             for victim in victims:
-                self._swap_out(tier, victim, pins)
+                self._swap_out(tier, victim, below)
         index.add(record)
         return True
 

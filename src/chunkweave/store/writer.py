@@ -12,7 +12,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import PayloadT
 
 if TYPE_CHECKING:
-    from chunkweave.store.store import Level
+    from chunkweave.store.level import Level
 
 logger = logging.getLogger(__name__)
 

@@ -262,6 +262,10 @@ class KnowledgeTree(Generic[KeyT]):
         """Of the `number` hottest upper nodes on `source` those that are not on `target`, parents before children."""
         return [path for path in self.hottest(number, source) if target not in self.placement(path)]
 
+    def woven(self, chunk: KeyT) -> None:
+        """A segment of `chunk` that is on no path came or went: whoever follows the tree hears of that."""
+        self._notify((chunk,))
+
     def placed(self, path: Sequence[KeyT], tier: str, tokens: int) -> None:
         """`tier` holds the node at `path` now; it has `tokens` tokens. Said twice it changes nothing.
 

@@ -42,12 +42,14 @@ class WeaveRequest:
     """A prompt with its parts and how it is to be woven.
 
     The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
-    what is stored of newly computed chunks.
+    what is stored of newly computed chunks. One that nobody has `asked` for (computed ahead of a search's end) does
+    not count for eviction.
     """
 
     prompt: Prompt
     choice: MethodChoice
     kept: Kept
+    asked: bool = True
 
     @property
     def method(self) -> str:
@@ -121,15 +123,16 @@ def parse(
     `params` is the value of `FIELD`: `chunks` are `[start, stop]` token positions, each beginning where the one before
     ends. What comes before them is the system part, after the `start_tokens` leading tokens that are part of no chunk
     (by default those of `start` if the prompt begins with them, else none); what comes after them is the question.
-    `start` is what the project's own engine begins prompts with; chunks behind it have the ids which that engine gives
-    them. `num_layers` is the model's, if it is to be checked that it has the layers that are named.
+    `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages. `start` is what the
+    project's own engine begins prompts with; chunks behind it have the ids which that engine gives them. `num_layers`
+    is the model's, if it is to be checked that it has the layers that are named.
 
     Raises:
         UsageError: the message says which field is wrong and why.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
-    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens"})
+    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral"})
     chunks = _chunks(params.get("chunks"), len(token_ids))
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
@@ -150,7 +153,8 @@ def parse(
         *((PartKind.CHUNK, chunk.start, chunk.stop) for chunk in chunks),
         (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
     ]
-    return WeaveRequest(Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2])), choice, kept)
+    prompt = Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2]))
+    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"))
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:

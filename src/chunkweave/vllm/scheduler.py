@@ -63,6 +63,14 @@ class LookupOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedOrder:
+    """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, it computes the others."""
+
+    prompt: Prompt
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
 class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
     """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too."""
 
@@ -77,6 +85,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
     weaves: list[WeaveOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     lookups: list[LookupOrder] = field(default_factory=list)
+    asked: list[AskedOrder] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     idle: bool = False
 
@@ -113,7 +122,8 @@ class _Tracked:
 
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
-    `lookups` counts the workers whose remote lookup has not ended. `parts` are those that can be stored, in order.
+    `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
+    lookup has not ended. `parts` are those that can be stored, in order.
     """
 
     request: WeaveRequest
@@ -124,10 +134,12 @@ class _Tracked:
     in_flight: bool = False
     failed: bool = False
     lookups: int = 0
+    counted: bool = False
     report: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
+        self.counted = not self.request.asked
 
     @property
     def all_saved(self) -> bool:
@@ -224,9 +236,14 @@ class ConnectorScheduler:
         return max(0, tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """The request got blocks; with `external_tokens`, order its weave into them."""
+        """The request got blocks; with `external_tokens`, order its weave into them. It counts the first time."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not external_tokens:
+        if tracked is None:
+            return
+        counted, tracked.counted = tracked.counted, True
+        if not external_tokens:
+            if not counted and self._weaves:
+                self._orders.asked.append(AskedOrder(tracked.request.prompt, tracked.local))
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(blocks.get_block_ids()[0])

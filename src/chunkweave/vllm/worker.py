@@ -3,7 +3,8 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from math import inf
 
 import torch
@@ -13,14 +14,14 @@ from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.store.index import PromptLookup
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.index import PromptLookup, RequestUse
+from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import SegmentId
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import BlockTable
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.scheduler import Holdings, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.scheduler import AskedOrder, Holdings, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
@@ -65,6 +66,7 @@ class ConnectorWorker:
         slow = any(level.background for level in self._store.levels)
         timeout_s = settings.weave.load_timeout_s
         self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
+        self._in_background: Callable[[Callable[[], object]], object] = self._lookups.run if slow else _at_once
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
@@ -87,6 +89,8 @@ class ConnectorWorker:
         """
         self._lookups.begin(orders.lookups)
         self._expire()
+        for asked in orders.asked:
+            self._in_background(partial(self._count, asked))
         for order in orders.weaves:
             self._queue.add(order, self._woven.get(order.request_id))
         for request_id in orders.cancelled:
@@ -104,7 +108,9 @@ class ConnectorWorker:
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
             parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
-            self._insert(order.request_id, self._read(parts, order.block_ids, exact_to))
+            prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
+            with self._store.lease(prefix):  # what the request found is not evicted for what it adds
+                self._insert(order.request_id, self._read(parts, order.block_ids, exact_to))
 
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended."""
@@ -137,7 +143,7 @@ class ConnectorWorker:
         Raises:
             NotWoven: nothing of it is stored (any more), and nothing is to be captured.
         """
-        method = make_method(order.request.method, order.request.reuse)
+        method, known = make_method(order.request.method, order.request.reuse), found
         while found.hits or order.request.kept.profiles:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
@@ -147,9 +153,17 @@ class ConnectorWorker:
                 pinned.close()
                 found = without(found, gone)
                 continue
+            if order.request.asked:
+                self._store.note_request(RequestUse.of(known, plan.segments()))
             approximate = [0] if order.first else [span.start for span in plan.spans(KVSource.REUSED)]
             return PreparedWeave(plan, pinned, min(approximate, default=plan.prompt_tokens))
         raise NotWoven("nothing of it is stored")
+
+    def _count(self, asked: AskedOrder) -> None:
+        """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
+        found = self._store.lookup(asked.prompt)
+        local = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
+        self._store.note_request(RequestUse.of(found, [record.id for record in local if record is not None]))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -260,6 +274,10 @@ class ConnectorWorker:
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
         self._broken_blocks.update(order.block_ids[order.first // self._layers.paged.block_size :])
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()
 
 
 def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:

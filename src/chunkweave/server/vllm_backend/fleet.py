@@ -12,7 +12,8 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import Waiting
-from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing, waiting_path
+from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
+from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample
 from chunkweave.server.settings import Settings
@@ -174,7 +175,11 @@ class Fleet:
             replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
         self._time.join(tenant)
         queue = replica.queue.of(tenant)
-        placed.waiting = queue.submit(number, waiting_path(path, weaves=prepared.weaves), len(placed.prompt))
+        placed.waiting = queue.submit(
+            number,
+            waiting_path(path, weaves=prepared.weaves, recomputed=prepared.choice.recomputed_share or 0.0),
+            len(placed.prompt),
+        )
         self._release(replica)
         try:
             await placed.released

@@ -37,9 +37,10 @@ class PGDSFPolicy(RankedPolicy):
     this tier; each tier has a policy, hence a clock, of its own. As in the paper a priority is set when the segment is
     asked for, so that a use that leaves the window lowers it at the next request only.
 
-    Uses that no request announced (a segment in another context than the asked one) count when they happen. Copies
-    from another tier are no uses. Nodes that are neither stored nor used within the window are forgotten. All
-    operations are O(log n), but for what `victim` passes over.
+    Uses that no request announced (a segment in another context than the asked one) count when they happen. Coming in
+    is no use: what is computed ahead of any request, or copied from another tier, was not asked for. Nodes that are
+    neither stored nor used within the window are forgotten. All operations are O(log n), but for what `victim` passes
+    over.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PGDSFPolicy(RankedPolicy):
             node.misses += 1
 
     def on_insert(self, record: SegmentRecord) -> None:
-        node = self._known.get(record.id) or self._use(record.id)
+        node = self._known.setdefault(record.id, _Statistics())
         node.announced = False
         self._rank(record, node)
 
