@@ -39,6 +39,9 @@ class ReuseReport:
     broken, gone or late when they were read, so that the prompt was planned again without them. `order` is the ordering
     of the chunks; `original` is the caller's.
 
+    `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
+    sliding window look at none of a chunk.
+
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
     """
@@ -68,6 +71,7 @@ class ReuseReport:
     tokens_not_sent: int = 0
     turns_cut: int = 0
     lost_segments: int = 0
+    loaded_fraction: float = 1.0
 
     @property
     def flops_limit(self) -> float:

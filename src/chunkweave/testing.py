@@ -39,6 +39,8 @@ _TOY_CHANGES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_moe": _EXPERTS,
+    "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gpt_oss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {**_WINDOWS, **_TWO_ROPES},
     "olmo3": {**_WINDOWS, **_TWO_ROPES},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},

@@ -109,6 +109,26 @@ def _runs(ascending: list[int]) -> Iterator[Span]:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """What attention scores, scaled by 1/sqrt(head_dim), become before they are weights.
+
+    With a `cap` a score s becomes cap * tanh(s / cap), before keys are hidden (Gemma 2). `sinks` are logits, one a
+    query head: the softmax goes over them too, but they belong to no key, so that weights sum to less than 1 (gpt-oss).
+    """
+
+    cap: float | None = None
+    sinks: tuple[float, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores stay as they are."""
+        return self.cap is None and not self.sinks
+
+
+PLAIN_SCORES = ScoreRule()
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """The sizes of a decoder-only transformer that planning and cost models need."""
 
@@ -122,6 +142,10 @@ class Geometry:
     max_positions: int
     windows: tuple[int | None, ...] = ()
     """By layer, how many keys up to its own a token sees, None for all of them; empty where all layers see all."""
+    score_cap: float | None = None
+    """Where attention scores are soft-capped; None where they are not."""
+    sinks: tuple[tuple[float, ...], ...] = ()
+    """By layer, the sink of each query head; empty without sinks. They are weights: a configuration has none."""
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer."""
@@ -131,6 +155,10 @@ class Geometry:
         """Whether a token behind `keys` keys, itself among them, sees them all on this layer."""
         window = self.window(layer)
         return window is None or window >= keys
+
+    def scores(self, layer: int) -> ScoreRule:
+        """What becomes of a layer's attention scores."""
+        return ScoreRule(self.score_cap, self.sinks[layer] if self.sinks else ())
 
     def kv_elements_per_token(self) -> int:
         """Elements of K and V of one token over all layers."""

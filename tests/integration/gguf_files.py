@@ -32,6 +32,12 @@ _IN_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 
+_GEMMA3_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
 
 def write_gguf(
     path: Path,
@@ -51,7 +57,8 @@ def write_gguf(
     described = byte_level_fields(size=SMALL) if tokenizer is None else tokenizer
     model = toy_model(vocab_size=len(described["tokenizer.ggml.tokens"])).model.model if model is None else model
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(path, arch)
     fields = {
         f"{arch}.block_count": config.num_hidden_layers,
@@ -61,7 +68,9 @@ def write_gguf(
         f"{arch}.attention.head_count": config.num_attention_heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{arch}.rope.freq_base": rope["rope_theta"],
+        **({f"{arch}.attention.sliding_window": config.sliding_window} if arch == "gemma3" else {}),
+        **({f"{arch}.attention.key_length": config.head_dim} if arch == "gemma3" else {}),
         **described,
         **(extra or {}),
     }
@@ -74,7 +83,9 @@ def write_gguf(
         values = tensor.to(torch.float32).numpy()
         if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = _paired(values, config.head_dim)
-        own = _name(name)
+        own = _name(name, arch)
+        if arch == "gemma3" and own.endswith("_norm.weight"):
+            values = values + 1
         if values.ndim == 1:
             writer.add_tensor(own, values)
         else:
@@ -145,12 +156,13 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
         writer.add_array(name, value)
 
 
-def _name(parameter: str) -> str:
+def _name(parameter: str, arch: str) -> str:
     parts = parameter.removeprefix("model.").split(".")
     if parts[0] != "layers":
         stem = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts[0]]
         return f"{stem}.{parts[-1]}"
-    return f"blk.{parts[1]}.{_IN_LAYER['.'.join(parts[2:-1])]}.{parts[-1]}"
+    own = _GEMMA3_NORMS if arch == "gemma3" else {}
+    return f"blk.{parts[1]}.{({**_IN_LAYER, **own})['.'.join(parts[2:-1])]}.{parts[-1]}"
 
 
 def _paired(values: np.ndarray, head_dim: int) -> np.ndarray:

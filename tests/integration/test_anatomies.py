@@ -5,13 +5,14 @@ import torch
 from transformers import DynamicCache
 
 from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.eval.fidelity import log_probabilities
 from chunkweave.models.anatomy import FAMILIES
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, make_bench, make_prompt
 
-WINDOWED = ("mistral", "mixtral", "phi3", "gemma3_text", "olmo3", "exaone4", "cohere2")
+WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")
 CASES = {
     **{family: (family, {}) for family in FAMILIES},
     **{f"{family}-in-windows": (family, {"sliding_window": 16}) for family in WINDOWED},
@@ -62,6 +63,16 @@ def test_decoding_goes_on_as_the_model_itself_does(bench):
         for _ in range(12):
             ids.append(int(bench.loaded.model.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     assert woven == ids[len(prompt) :]
+
+
+def test_what_is_expected_of_a_given_answer_is_what_the_model_itself_expects(bench):
+    """As fidelity is measured: tokens behind the prompt, which share its cache."""
+    prompt, answer = make_prompt(SIZES, system=6, seed=4), (11, 222, 3333, 44)
+    (ours,) = log_probabilities(bench.loaded.model, bench.prefill(prompt, "full"), answer)
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt.token_ids, *answer[:-1]]])
+        theirs = bench.loaded.model.model(ids, use_cache=False).logits[0, -len(answer) :]
+    close(ours, torch.log_softmax(theirs.double(), -1))
 
 
 def test_everything_recomputed_equals_the_models_own_forward(bench):

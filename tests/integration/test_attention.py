@@ -7,24 +7,26 @@ from hypothesis import strategies as st
 
 from chunkweave.models import attention
 from chunkweave.models.attention import ScatteredQueries
+from chunkweave.types import PLAIN_SCORES
+from tests.integration.attention_oracle import RULES, of_heads, weights_written_out
 
 
-def written_out(q, k, v, positions, window=None) -> torch.Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (states.double().repeat_interleave(group, 1).transpose(0, 1) for states in (k, v))
-    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    behind = torch.tensor(positions)[:, None] - torch.arange(k.shape[1])
-    hidden = (behind < 0) | (behind >= (window or k.shape[1]))
-    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+def written_out(q, k, v, positions, window=None, rule=PLAIN_SCORES) -> torch.Tensor:
+    v = v.double().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
+    out = weights_written_out(q, k, positions, window, rule) @ v
     return out.transpose(0, 1).reshape(len(positions), -1)
 
 
-def compare(positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32, block=16, window=None) -> float:
+def compare(
+    positions, keys, *, heads=6, kv_heads=2, dim=8, dtype=torch.float32, block=16, window=None, rule=PLAIN_SCORES
+) -> float:
     generator = torch.Generator().manual_seed(len(positions))
     q = torch.randn(len(positions), heads, dim, generator=generator).to(dtype)
     k, v = (torch.randn(keys, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
     queries = ScatteredQueries(torch.tensor(positions), dtype, block_queries=block, window=window)
-    return (queries.attend(q, k, v).double() - written_out(q, k, v, positions, window)).abs().max().item()
+    found = queries.attend(q, k, v, rule)
+    assert found.dtype == dtype
+    return (found.double() - written_out(q, k, v, positions, window, rule)).abs().max().item()
 
 
 @settings(max_examples=80, deadline=None)
@@ -39,6 +41,25 @@ def test_any_positions(positions, heads, block):
 def test_any_positions_within_any_window(positions, window, block):
     ordered = sorted(positions)
     assert compare(ordered, ordered[-1] + 1, block=block, window=window) < 1e-5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sets(st.integers(0, 90), min_size=1),
+    st.sampled_from([(6, 2), (4, 4), (8, 1)]),
+    st.one_of(st.none(), st.integers(1, 100)),
+    st.sampled_from(["capped", "sinks", "both"]),
+)
+def test_any_positions_with_capped_scores_and_sinks(positions, heads, window, rule):
+    ordered, scores = sorted(positions), of_heads(RULES[rule], heads[0])
+    sizes = {"heads": heads[0], "kv_heads": heads[1]}
+    assert compare(ordered, ordered[-1] + 1, **sizes, window=window, rule=scores) < 1e-5
+
+
+@pytest.mark.parametrize("rule", ["capped", "sinks", "both"])
+def test_whole_prompts_with_capped_scores_and_sinks(rule):
+    assert compare(list(range(70)), 70, rule=of_heads(RULES[rule], 6)) < 1e-5
+    assert compare(list(range(70)), 70, rule=of_heads(RULES[rule], 6), dtype=torch.bfloat16) < 0.03
 
 
 def test_a_block_reads_no_key_behind_its_window():

@@ -9,11 +9,12 @@ from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.errors import UsageError
 from chunkweave.fusion.capture import AttentionCapture, evenly_spread, woven_profile
-from chunkweave.models import attention
-from chunkweave.models.attention import AttentionMeter
+from chunkweave.models import attention_mass
+from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import KVSource, PartPlan
 from chunkweave.store.records import AttentionProfile
-from chunkweave.types import ChunkId, Geometry, Span
+from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, Span
+from tests.integration.attention_oracle import RULES, of_heads, weights_written_out
 
 PARTS = (Span(0, 1), Span(1, 8), Span(8, 30), Span(30, 31), Span(31, 60))
 
@@ -22,21 +23,26 @@ def states(tokens, heads, dim=8, seed=0, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weights_of(q, k, positions, heads=None, window=None) -> torch.Tensor:
+def weights_of(q, k, positions, heads=None, window=None, rule=PLAIN_SCORES) -> torch.Tensor:
     """Attention weights `[queries, keys]`, mean over the heads, in float64."""
-    group = q.shape[1] // k.shape[1]
-    k = k.double().repeat_interleave(group, 1).transpose(0, 1)
-    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    behind = torch.tensor(positions)[:, None] - torch.arange(k.shape[1])
-    hidden = (behind < 0) | (behind >= (window or k.shape[1]))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    weights = weights_written_out(q, k, positions, window, rule)
     return weights[list(heads) if heads is not None else slice(None)].mean(0)
 
 
-def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=torch.float32, window=None) -> None:
+def check(
+    positions,
+    *,
+    heads=(6, 2),
+    chosen=None,
+    parts=PARTS,
+    keys=60,
+    dtype=torch.float32,
+    window=None,
+    rule=PLAIN_SCORES,
+) -> None:
     q, k = states(len(positions), heads[0], seed=1, dtype=dtype), states(keys, heads[1], seed=2, dtype=dtype)
-    weights = weights_of(q, k, positions, chosen, window)
-    mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen, window=window).read(q, k)
+    weights = weights_of(q, k, positions, chosen, window, rule)
+    mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen, window=window).read(q, k, rule)
     own = weights[torch.arange(len(positions)), positions].clone()
     weights[torch.arange(len(positions)), positions] = 0.0
     by_part = torch.stack([weights[:, span.start : span.stop].sum(1) for span in parts], 1)
@@ -57,11 +63,12 @@ def check(positions, *, heads=(6, 2), chosen=None, parts=PARTS, keys=60, dtype=t
     chosen=st.one_of(st.none(), st.sets(st.integers(0, 3), min_size=1).map(sorted)),
     block=st.sampled_from([1, 200, 3000, 1 << 20]),
     window=st.one_of(st.none(), st.integers(1, 70)),
+    rule=st.sampled_from(sorted(RULES)),
 )
-def test_any_positions_heads_blocks_and_windows(positions, heads, chosen, block, window):
+def test_any_positions_heads_blocks_windows_and_scores(positions, heads, chosen, block, window, rule):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
-        check(sorted(positions), heads=heads, chosen=chosen, window=window)
+        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        check(sorted(positions), heads=heads, chosen=chosen, window=window, rule=of_heads(RULES[rule], heads[0]))
 
 
 @pytest.mark.parametrize("parts", [(Span(3, 3), Span(5, 9)), (Span(40, 60),)])
@@ -212,18 +219,20 @@ def test_a_capture_needs_something_to_average_and_a_fraction():
     over_heads=st.sampled_from(Combine),
     over_queries=st.sampled_from(Combine),
     block=st.sampled_from([1, 200, 1 << 20]),
+    rule=st.sampled_from(sorted(RULES)),
 )
-def test_what_keys_get_is_combined_over_heads_then_over_queries(positions, hidden, over_heads, over_queries, block):
+def test_what_keys_get_is_combined_over_heads_then_over_queries(
+    positions, hidden, over_heads, over_queries, block, rule
+):
     q, k = states(len(positions), 6, seed=1), states(60, 2, seed=2)
-    unseen = torch.arange(60) > torch.tensor(positions)[:, None]
     flags = torch.zeros(60, dtype=torch.bool)
     flags[sorted(hidden - set(positions))] = True
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(3, 1)) / 8**0.5
-    weights = scores.masked_fill(unseen | flags, -torch.inf).softmax(-1)
+    scores = of_heads(RULES[rule], 6)
+    weights = weights_written_out(q, k, positions, rule=scores, hidden=flags)
     expected = weights.amax(0) if over_heads is Combine.MAX else weights.mean(0)
     expected = expected.amax(0) if over_queries is Combine.MAX else expected.sum(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
+        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
         meter = AttentionMeter(torch.tensor(positions), (), hidden=flags)
-        found = meter.combined(q, k, over_heads=over_heads, over_queries=over_queries)
+        found = meter.combined(q, k, over_heads=over_heads, over_queries=over_queries, scores=scores)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

@@ -51,8 +51,12 @@ def _by_brute_force(full, reused, layers):
     ]
 
 
-def test_the_questions_attention_is_the_models_own():
-    loaded = toy_model("qwen3")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3", {}), ("gemma3_text", {"sliding_window": 8}), ("gemma2", {"sliding_window": 8}), ("gpt_oss", {})],
+)
+def test_the_questions_attention_is_the_models_own(family, changes):
+    loaded = toy_model(family, **changes)
     bench = make_bench(loaded)
     prompt = make_prompt((17, 9), question=5)
     loaded.model.model.set_attn_implementation("eager")

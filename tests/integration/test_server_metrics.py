@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import CaptureConfig
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import (
     ChunkweaveError,
@@ -29,7 +30,8 @@ from chunkweave.server.metrics import (
     speculation_samples,
     store_samples,
 )
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
@@ -248,7 +250,8 @@ def test_lost_segments_are_survived_and_counted(tmp_path):
     """Half of every file on disk is overwritten between two processes: the answer is computed, and the loss shows."""
     loaded = toy_model("llama")
     config = StoreConfig(cache_dir=tmp_path)
-    with Engine(loaded, store=config) as engine:
+    alone = ReuseConfig(capture=CaptureConfig(neutral_tokens=0))
+    with Engine(loaded, store=config, reuse=alone) as engine:
         engine.precompute(STORED)
         expected = engine.generate("When?", STORED, method="full", max_new_tokens=4).token_ids
         engine.store.clear()

@@ -39,13 +39,14 @@ def make_case(generator, positions, heads, kv_heads, dim, *, dtype=torch.float32
     return Case(states(len(positions), heads), states(stop, kv_heads), states(stop, kv_heads), positions, flags, of_key)
 
 
-def written_out(case: Case, parts: int) -> Expected:
+def written_out(case: Case, parts: int, window: int | None = None) -> Expected:
     heads, dim = case.queries.shape[1:]
     group = heads // case.keys.shape[1]
     keys, values = (states.double().repeat_interleave(group, 1).transpose(0, 1) for states in (case.keys, case.values))
     scores = case.queries.double().transpose(0, 1) @ keys.transpose(1, 2) / dim**0.5
     at = torch.tensor(case.positions)
-    unseen = torch.arange(len(case.keys)) > at[:, None]
+    behind = at[:, None] - torch.arange(len(case.keys))
+    unseen = (behind < 0) | (behind >= (window or len(case.keys)))
     if case.hidden is not None:
         unseen = unseen | case.hidden
     scores = scores.masked_fill(unseen, -torch.inf)

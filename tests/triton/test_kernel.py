@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.03, torch.float16: 4e-3}
 POSITIONS = st.sets(st.integers(0, 50), min_size=1, max_size=9).map(sorted)
 
 
-def launch(cases, blocks, *, parts=0, rope=None, keys=None):
+def launch(cases, blocks, *, parts=0, rope=None, keys=None, window=None):
     keys = keys or [case.keys for case in cases]
     places = torch.tensor(
         [
@@ -42,11 +42,11 @@ def launch(cases, blocks, *, parts=0, rope=None, keys=None):
         max(len(case.keys) for case in cases),
     )
     hidden = any(case.hidden is not None for case in cases)
-    return attend(queries, KeyPlaces(places, keys[0].shape[1], hidden, parts), blocks=blocks, rope=rope)
+    return attend(queries, KeyPlaces(places, keys[0].shape[1], hidden, parts), blocks=blocks, rope=rope, window=window)
 
 
-def compare(found, cases, parts, tolerance) -> None:
-    expected = [written_out(case, max(parts, 1)) for case in cases]
+def compare(found, cases, parts, tolerance, window=None) -> None:
+    expected = [written_out(case, max(parts, 1), window) for case in cases]
 
     def near(ours, name):
         theirs = torch.cat([getattr(one, name) for one in expected])
@@ -67,15 +67,16 @@ def compare(found, cases, parts, tolerance) -> None:
     hidden=st.sets(st.integers(0, 40), max_size=6),
     parts=st.sampled_from([0, 3, 17]),
     splits=st.sampled_from([1, 3]),
+    window=st.one_of(st.none(), st.integers(1, 55)),
     seed=st.integers(0, 99),
 )
-def test_any_positions_of_several_requests(requests, heads, hidden, parts, splits, seed):
+def test_any_positions_of_several_requests(requests, heads, hidden, parts, splits, window, seed):
     generator = torch.Generator().manual_seed(seed)
     cases = [
         make_case(generator, positions, *heads, 16, hidden=hidden if index else (), parts=parts or 3)
         for index, positions in enumerate(requests)
     ]
-    compare(launch(cases, Blocks(16, 16, splits), parts=parts), cases, parts, 2e-6)
+    compare(launch(cases, Blocks(16, 16, splits), parts=parts, window=window), cases, parts, 2e-6, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -120,6 +121,17 @@ def test_nothing_behind_the_last_position_is_read():
     behind = torch.full((29, 2, 16), torch.nan)
     longer = replace(case, keys=torch.cat((case.keys, behind)), values=torch.cat((case.values, behind)))
     compare(launch([longer], Blocks(16, 16, 2)), [case], 0, 2e-6)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_no_key_behind_the_windows_of_a_tile_is_read(splits):
+    """Of the first 32 keys, two blocks, none is in the window of a query; they are NaN."""
+    case = make_case(torch.Generator().manual_seed(2), [50, 53, 60], 4, 2, 16)
+    found = case.keys.clone(), case.values.clone()
+    for states in found:
+        states[:32] = torch.nan
+    poisoned = replace(case, keys=found[0], values=found[1])
+    compare(launch([poisoned], Blocks(16, 16, splits), parts=3, window=18), [case], 3, 2e-6, 18)
 
 
 def test_large_scores_do_not_overflow():

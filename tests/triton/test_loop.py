@@ -7,9 +7,11 @@ from chunkweave.config import AttentionKernel, CaptureConfig, ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.fusion.graphed_decode import GraphedDecode
-from chunkweave.models.attention import AttentionMeter, SdpaAttention, make_attention
+from chunkweave.models.attention import SdpaAttention, make_attention
+from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.models.triton_attention import TritonAttention
-from chunkweave.store.store import Level, TieredStore
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
@@ -19,9 +21,9 @@ from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 CPU = torch.device("cpu")
 
 
-def two_benches(capture: CaptureConfig | None = None) -> tuple[Bench, Bench]:
+def two_benches(capture: CaptureConfig | None = None, family: str = "llama", **changes) -> tuple[Bench, Bench]:
     """The same model over stores of their own: PyTorch's attention, and ours."""
-    loaded = toy_model(num_hidden_layers=3)
+    loaded = toy_model(family, **{"num_hidden_layers": 3, **changes})
     sdpa, ours = make_bench(loaded), make_bench(loaded)
     store = TieredStore([Level("host", SegmentStore(HostTier(), budget_bytes=1 << 30))])
     compute = ComputeConfig(attention=AttentionKernel.TRITON)
@@ -31,9 +33,13 @@ def two_benches(capture: CaptureConfig | None = None) -> tuple[Bench, Bench]:
     return sdpa, ours
 
 
+WINDOWED = {"family": "gemma3_text", "num_hidden_layers": 4, "sliding_window": 8}
+
+
 @pytest.mark.parametrize("method", ["full", "cacheblend", "query"])
-def test_weaving_gives_the_same_logits(method):
-    sdpa, ours = two_benches()
+@pytest.mark.parametrize("model", [{}, WINDOWED], ids=["llama", "windows"])
+def test_weaving_gives_the_same_logits(method, model):
+    sdpa, ours = two_benches(**model)
     prompt = make_prompt([12, 9], system=4, question=3)
     for bench in (sdpa, ours):
         bench.prefill(alone(prompt.parts[2]), "full", keep=True)
@@ -58,9 +64,10 @@ def test_profiles_are_those_that_are_read_off_the_weights(monkeypatch):
         assert found[segment].received == pytest.approx(profile.received, abs=1e-4)
 
 
-def test_recorded_decode_steps_give_the_logits_of_the_loop():
+@pytest.mark.parametrize("model", [{}, WINDOWED], ids=["llama", "windows"])
+def test_recorded_decode_steps_give_the_logits_of_the_loop(model):
     """Two requests, caches that grow in between, and one that takes the place of another."""
-    sdpa, _ = two_benches()
+    sdpa, _ = two_benches(**model)
     model = sdpa.loaded.model
     recorded = []
 
@@ -105,3 +112,5 @@ def test_what_the_kernel_does_not_know_is_refused_by_name_and_left_alone_when_au
     assert isinstance(make_attention(AttentionKernel.AUTO, wide, dtype=torch.float32, device=CPU), SdpaAttention)
     with pytest.raises(UsageError, match="float64"):
         make_attention(AttentionKernel.TRITON, Geometry(1, 64, 2, 1, 16, 64, 10, 64), dtype=torch.float64, device=CPU)
+    with pytest.raises(UsageError, match="sinks"):
+        make_attention(AttentionKernel.TRITON, toy_model("gpt_oss").model.geometry, dtype=torch.float32, device=CPU)

@@ -157,14 +157,14 @@ def test_several_methods_and_plain_requests_at_once(way, own):
 
 @pytest.mark.parametrize("name", ["in-context", "instruction", "last-missing"])
 def test_what_is_stored_is_what_our_own_engine_stores(way, own, name):
-    """New chunks with what they attend to, and chunks that were largely recomputed as variants of this context."""
+    """New chunks with what they attend to, and chunks that were recomputed whole as variants of this context."""
     served, _ = way
     scenario = SCENARIOS[name]()
     before = set(own.records()), set(served.worker("chunkweave_records")[0])
     scenario.precompute(served, capture=True)
     own.precompute(scenario)
-    served.answer(scenario.prompt.ask("cachecraft", alpha=1.5, focus=False))
-    own.prefill(scenario.prompt, "cachecraft", {"alpha": 1.5, "focus": False}, keep=True)
+    served.answer(scenario.prompt.ask("cachecraft", alpha=4.0, focus=False))
+    own.prefill(scenario.prompt, "cachecraft", {"alpha": 4.0, "focus": False}, keep=True)
     wanted = {key: record for key, record in own.records().items() if key not in before[0]}
     assert any(not record["exact"] for record in wanted.values())
     for records in served.worker("chunkweave_records"):

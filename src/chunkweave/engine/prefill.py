@@ -151,6 +151,16 @@ def _stored(
             yield place, record
 
 
+def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozenset[int]]:
+    """By segment, the layers on which nothing looks at it, wherever in the prompt it is placed."""
+    unseen: dict[str, frozenset[int]] = {}
+    for part in plan.parts:
+        if part.segment is not None:
+            here = plan.unseen_layers(part, windows)
+            unseen[part.segment] = unseen.get(part.segment, here) & here
+    return unseen
+
+
 class PlanSources:
     """Pins the segments of one plan; those not on the device are read layer by layer on a thread. Close it.
 
@@ -170,9 +180,14 @@ class PlanSources:
         order: LoadOrder = LoadOrder.LAYERS,
         send: Send | None = None,
         memory: HostMemory | None = None,
+        windows: Sequence[int | None] = (),
     ) -> None:
-        """Pin and start to read; what was `prefetched` comes from there. For the rest see `PrefillContext`."""
+        """Pin and start to read; what was `prefetched` comes from there. For the rest see `PrefillContext`.
+
+        `windows` are those of the layers; with them, layers of a segment that nothing will look at are not read.
+        """
         self._num_layers = num_layers
+        unseen = unseen_layers(plan, windows)
         self._lease = store.lease(plan.segments())
         self._loader: LayerLoader | None = None
         exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
@@ -180,6 +195,8 @@ class PlanSources:
         try:
             for segment in plan.segments():
                 ahead = None if prefetched is None else prefetched.find(segment)
+                if ahead is not None and not ahead.unseen <= unseen[segment]:
+                    ahead = None  # it was planned otherwise then
                 sources[segment] = ahead or store.get(segment, exact=segment in exact) or Gone(segment)
         except BaseException:
             self._lease.release()
@@ -193,11 +210,13 @@ class PlanSources:
             prefetched.start_using()
         if slow:
             wait_s = cost.prefill(max(source.tokens for _, source in slow)) if cost else None
-            self._loader = LayerLoader(slow, num_layers, order=order, wait_s=wait_s, send=send, memory=memory)
+            self._loader = LayerLoader(
+                slow, num_layers, order=order, wait_s=wait_s, send=send, memory=memory, unseen=unseen
+            )
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()
         chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
-        self.placements = [Placement(span, sources[segment]) for span, segment in chosen]
+        self.placements = [Placement(span, sources[segment], unseen[segment]) for span, segment in chosen]
 
     @property
     def layers_in(self) -> int:
@@ -321,7 +340,8 @@ class PrefillOptions:
     `history` makes the prompt one of a conversation: the segments of its earlier turns by the place of their part. Then
     what was woven is kept for the turns to come, and what the last part, the question, and all behind it hold.
 
-    `owner` is the tenant that what is stored of it counts for.
+    `owner` is the tenant that what is stored of it counts for. With `unseen` the cache gets even what no layer's window
+    reaches any more: for those that compare caches.
     """
 
     new_tokens: int = 0
@@ -332,6 +352,7 @@ class PrefillOptions:
     plan: Plan | None = None
     history: Mapping[int, SegmentId] | None = None
     owner: str = ""
+    unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +522,7 @@ class PrefillJob:
             order=self._context.load_order,
             send=self._context.send,
             memory=self._context.memory,
+            windows=() if options.unseen else model.geometry.windows,
         )
         started = time.perf_counter()
         self._lookup_s = started - self._began

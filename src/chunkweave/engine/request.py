@@ -129,6 +129,7 @@ def make_report(
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
         lost_segments=prefilled.lost_segments,
+        loaded_fraction=plan.loaded_fraction(geometry.windows),
     )
 
 

@@ -20,6 +20,7 @@ from chunkweave.engine.prefill import (
     make_plan,
     must_be_loaded,
     segments_of,
+    unseen_layers,
 )
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
@@ -127,7 +128,7 @@ class Runner:
             profiles = self.capture.profile
         if profiles is None:
             profiles = getattr(method, "needs_profiles", False)
-        options = PrefillOptions(new_tokens, capture, profiles, prefetched)
+        options = PrefillOptions(new_tokens, capture, profiles, prefetched, unseen=unseen)
         with self.start(prompt, method, options) as job:
             if asked and job.use is not None:
                 self.store.note_request(job.use)
@@ -197,10 +198,12 @@ class Runner:
         """
         plan, _ = make_plan(self._context, prompt, method)
         lease = self.store.lease(plan.segments())
+        unseen = unseen_layers(plan, self.model.geometry.windows)
         wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
         slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
         if max_bytes is not None:
-            totals = accumulate(source.nbytes for _, source in slow)
+            layers = self.model.geometry.num_layers
+            totals = accumulate(source.nbytes * (layers - len(unseen[segment])) // layers for segment, source in slow)
             slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
         loader = LayerLoader(
             slow,
@@ -209,6 +212,7 @@ class Runner:
             depth=self._preload_depth(plan, slow),
             send=self._send,
             memory=self._memory,
+            unseen=unseen,
         )
         return Prefetch(lease, loader)
 
@@ -263,6 +267,8 @@ class Runner:
     def _preload_depth(self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]]) -> int:
         if self.cost is None:
             return self.model.geometry.num_layers
-        load_s = sum(self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow)
-        layers = self.model.geometry.num_layers
+        layers, windows = self.model.geometry.num_layers, self.model.geometry.windows
+        load_s = plan.loaded_fraction(windows) * sum(
+            self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow
+        )
         return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
@@ -19,7 +18,7 @@ from chunkweave.eval.fidelity import FULL_REUSE, REFERENCE
 from chunkweave.eval.scores import mean_interval, ratio_interval
 from chunkweave.eval.ttft import Progress
 from chunkweave.eval.warming import Warmth, company_of
-from chunkweave.models.attention import seen_keys
+from chunkweave.models.attention import attend_masked, attention_weights, capped, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
@@ -105,11 +104,11 @@ def measure_deviations(
     model, count = engine.loaded.model, min(count, len(prompts))
     for index, prompt in enumerate(prompts[:count]):
         warm.prepare(engine, prompt, company_of(prompts, index))
-        full = engine.runner.prefill(prompt, contenders[REFERENCE], capture=False)
+        full = engine.runner.prefill(prompt, contenders[REFERENCE], capture=False, unseen=True)
         found: dict[str, Deviation] = {}
         reuse = None
         for label, method in contenders.items():
-            woven = full if label == REFERENCE else engine.runner.prefill(prompt, method, capture=False)
+            woven = full if label == REFERENCE else engine.runner.prefill(prompt, method, capture=False, unseen=True)
             found[label] = deviation_from(full, woven, model)
             if recomputing and label == FULL_REUSE:
                 reuse = reuse_deviation(full, woven, model, seed=seed + index)
@@ -203,14 +202,14 @@ def question_attention(
         keys, values = (states.clone() for states in prefilled.cache.view(layer, tokens))
         written = fresh[layer, positions]
         keys[positions[written]], values[positions[written]] = k[written], v[written]
-        group = q.shape[1] // keys.shape[1]
-        k, v = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (keys, values))
+        rule = model.geometry.scores(layer)
         seen = seen_keys(torch.arange(tokens, device=device), positions[:, None], model.geometry.window(layer))
         queries = q[-len(question) :].float().transpose(0, 1)
-        scores = queries @ k.float().transpose(1, 2) / q.shape[-1] ** 0.5
-        weights.append(scores.masked_fill(~seen[-len(question) :], -torch.inf).softmax(-1))
-        states = functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=seen)
-        hidden = model.finish(layer, hidden, states[0].transpose(0, 1).reshape(len(positions), -1))
+        by_head = keys.float().repeat_interleave(q.shape[1] // keys.shape[1], dim=1).permute(1, 2, 0)
+        scores = capped(queries @ by_head / q.shape[-1] ** 0.5, rule)
+        weights.append(attention_weights(scores.masked_fill(~seen[-len(question) :], -torch.inf), rule))
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=device).masked_fill_(~seen, -torch.inf)
+        hidden = model.finish(layer, hidden, attend_masked(q, keys, values, mask, rule))
     return weights
 
 

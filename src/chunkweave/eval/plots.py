@@ -25,15 +25,7 @@ def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
     for name, points in lines.items():
         points.sort(key=lambda row: row.recompute_fraction or 0.0)
         kl = [(row.kl or 0.0, row.kl_low or 0.0, row.kl_high or 0.0) for row in points]
-        axes.errorbar(
-            [row.speedup for row in points],
-            [mean for mean, _, _ in kl],
-            yerr=[[mean - low for mean, low, _ in kl], [high - mean for mean, _, high in kl]],
-            marker="o",
-            capsize=2,
-            linewidth=1.5,
-            label=name,
-        )
+        _line(axes, [row.speedup for row in points], kl, name)
     if "full-in-slices" in by_name:
         axes.axhline(by_name["full-in-slices"].kl, color="black", linewidth=1, label="noise floor: full in slices")
     axes.set_yscale("log")
@@ -61,17 +53,9 @@ def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path:
     for point in figures["attention"]:
         lines[point["tokens"]].append(point)
     for name, points in lines.items():
-        means = [point["mean"] for point in points]
-        spread = [[p["mean"] - p["mean_low"] for p in points], [p["mean_high"] - p["mean"] for p in points]]
-        shares = [point["ratio"] for point in points]
-        left.errorbar(
-            shares,
-            means,
-            yerr=spread,
-            marker="o",
-            capsize=2,
-            label=f"{name} tokens" if name == "random" else f"{name} KV deviation",
-        )
+        deviations = [(point["mean"], point["mean_low"], point["mean_high"]) for point in points]
+        label = f"{name} tokens" if name == "random" else f"{name} KV deviation"
+        _line(left, [point["ratio"] for point in points], deviations, label)
     for row in rows:
         if row.method in deviation and row.recompute_fraction:
             at = row.recompute_fraction, fmean(deviation[row.method]["attention"])
@@ -93,6 +77,12 @@ def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path:
         axes.legend()
     figure.suptitle(title)
     figure.savefig(path, format="png")
+
+
+def _line(axes: Any, across: Sequence[float | None], up: Sequence[tuple[float, float, float]], label: str) -> None:
+    """Points with their intervals, joined; each of `up` is (value, low, high)."""
+    spread = [[value - low for value, low, _ in up], [high - value for value, _, high in up]]
+    axes.errorbar(across, [value for value, _, _ in up], yerr=spread, marker="o", capsize=2, linewidth=1.5, label=label)
 
 
 def _figure(panels: int = 1) -> tuple[Any, Any]:
@@ -131,15 +121,8 @@ def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
             if name == "full":
                 axes.axhline(points[0].f1, color="black", linewidth=1, label="full prefill")
             continue
-        axes.errorbar(
-            [row.recompute_fraction or 0.0 for row in points],
-            [row.f1 for row in points],
-            yerr=[[row.f1 - row.f1_low for row in points], [row.f1_high - row.f1 for row in points]],
-            marker="o",
-            capsize=2,
-            linewidth=1.5,
-            label=name,
-        )
+        found = [(row.f1, row.f1_low, row.f1_high) for row in points]
+        _line(axes, [row.recompute_fraction or 0.0 for row in points], found, name)
     for number, row in enumerate(baselines):
         axes.axhline(row.f1, color=f"C{9 - number % 10}", linewidth=1, linestyle=":", label=row.method)
     axes.set_xlabel("recompute fraction (share of reused-chunk tokens x layers computed again)")

@@ -10,11 +10,12 @@ import torch
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.models.attention import ALONE, AttentionMeter, KeyParts, Measured, Ranks
+from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
+from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.store.records import AttentionProfile
-from chunkweave.types import ChunkId, Geometry
+from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, ScoreRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +173,7 @@ class AttentionCapture:
         self._key_parts: KeyParts | None = None
         self._geometry = geometry
         self._meters: dict[int | None, AttentionMeter] = {}
+        self._scores: dict[int | None, int] = {}
         self._marked = self._by_part, self._received
 
     def mark(self) -> None:
@@ -191,7 +193,7 @@ class AttentionCapture:
         """From now on these `rows` of the active ones, which stand at positions `where`, are captured."""
         positions = [where[row] for row in rows]
         if positions != self._where:
-            self._meters = {}
+            self._meters, self._scores = {}, {}
             self._where = positions
             self._positions = torch.tensor(positions, dtype=torch.long, device=self._received.device)
         self._rows = torch.tensor(rows, dtype=torch.long, device=self._received.device)
@@ -199,7 +201,9 @@ class AttentionCapture:
     def scores(self, layer: int) -> int:
         """Attention weights that a `read` of this layer works out: followed tokens by keys that each sees by heads."""
         window = self._geometry.window(layer)
-        return sum(min(at + 1, window or at + 1) for at in self._where) * self._num_heads
+        if window not in self._scores:
+            self._scores[window] = sum(min(at + 1, window or at + 1) for at in self._where) * self._num_heads
+        return self._scores[window]
 
     def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, measured: Measured | None = None) -> None:
         """Add one layer of the followed tokens.
@@ -218,9 +222,9 @@ class AttentionCapture:
             self._meters[window] = AttentionMeter(
                 self._positions, spans, heads=self._heads, where=self._where, window=window
             )
-        meter, rows = self._meters[window], self._rows
+        meter, rows, scores = self._meters[window], self._rows, self._geometry.scores(layer)
         if measured is None:
-            mass = meter.read(queries[rows], keys)
+            mass = meter.read(queries[rows], keys, scores)
         else:
             mass = meter.finish(
                 queries[rows],
@@ -228,6 +232,7 @@ class AttentionCapture:
                 by_part=measured.by_part[rows],
                 own=measured.own[rows],
                 log_sum_exp=measured.log_sum_exp[rows],
+                scores=scores,
             )
         self._by_part.index_add_(0, self._positions, mass.by_part)
         self._received[: len(mass.received)] += mass.received
@@ -366,14 +371,25 @@ class QuestionWatch:
         )
         self.attention = torch.zeros(question.stop, device=device)
 
-    def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> None:
+    def look(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        window: int | None = None,
+        scores: ScoreRule = PLAIN_SCORES,
+    ) -> None:
         """Take in one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
 
-        Both after RoPE; a query sees the `window` keys up to its own (None: all).
+        Both after RoPE; a query sees the `window` keys up to its own (None: all). `scores` are the layer's.
         """
         watch = self.watch
         found = self._meter(window).combined(
-            queries, keys, over_heads=watch.over_heads, over_queries=watch.over_tokens, ranks=self._ranks
+            queries,
+            keys,
+            over_heads=watch.over_heads,
+            over_queries=watch.over_tokens,
+            scores=scores,
+            ranks=self._ranks,
         )
         if watch.over_layers is Combine.MAX:
             self.attention = torch.maximum(self.attention, found)
@@ -396,11 +412,17 @@ class FocusWatch:
             lambda window: AttentionMeter(question, rule.chunks, where=rule.question.positions(), window=window)
         )
 
-    def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> frozenset[int] | None:
+    def look(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        window: int | None = None,
+        scores: ScoreRule = PLAIN_SCORES,
+    ) -> frozenset[int] | None:
         """Indices of the focused chunks once they are known; None until then.
 
         `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` of the next layer,
-        after RoPE; a query sees the `window` keys up to its own (None: all).
+        after RoPE; a query sees the `window` keys up to its own (None: all). `scores` are the layer's.
         """
-        mass = self._ranks.mean(self._meter(window).read(queries, keys).by_part.sum(0))
+        mass = self._ranks.mean(self._meter(window).read(queries, keys, scores).by_part.sum(0))
         return self._tracker.update(mass.tolist())

@@ -63,7 +63,8 @@ def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> tor
         write_rows(model.rotate_keys(layer, k, positions), v, positions, places)
         queries = FlatQueries(model.rotate_queries(layer, q, positions).contiguous(), positions, ones, stop)
         kv_places = KeyPlaces(places, model.geometry.num_kv_heads)
-        states = attend(queries, kv_places, blocks=buffers.blocks, tiles=buffers.tiles).states
+        window = model.geometry.window(layer)
+        states = attend(queries, kv_places, blocks=buffers.blocks, tiles=buffers.tiles, window=window).states
         hidden = model.finish(layer, hidden, states)
     return model.logits(hidden)
 

@@ -17,7 +17,7 @@ from chunkweave.kv.request_cache import Rotate
 from chunkweave.models.attention import ALONE, Measured, OwnQueries, Ranks, ScatteredQueries
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import Evidence, Pass, TopBy
-from chunkweave.types import Geometry, Scattered, Span, spans_of
+from chunkweave.types import Geometry, Scattered, ScoreRule, Span, spans_of
 
 
 class PassCache(Protocol):
@@ -308,7 +308,7 @@ class ActiveRows:
         keys, values = self.cache.view(layer, self.key_stop)
         wanted = self._attention is not None and self._attention.wants(layer) and self.finishing == len(self)
         parts = self._attention.key_parts if wanted and self._attention is not None else None
-        return OwnQueries(self._queries_of(layer), keys, values, parts)
+        return OwnQueries(self._queries_of(layer), keys, values, parts, self.cache.geometry.scores(layer))
 
     def _queries_of(self, layer: int) -> ScatteredQueries:
         """How the `finishing` rows attend on this layer, worked out once for all layers of its window."""
@@ -336,14 +336,17 @@ class ActiveRows:
         if self._question is not None and layer in self._question.watch.layers and self._tells_apart(layer):
             question = self._question.watch.question
             first = self._row_of(question.start)
-            self._question.look(queries[first : first + len(question)], keys, self.cache.geometry.window(layer))
+            self._question.look(queries[first : first + len(question)], keys, *self._seen_on(layer))
             self._note_evidence(question, layer)
         if self._watch is None or not self._tells_apart(layer):
             return None
         rows = slice(self._question_row, self._question_row + len(self._watch.rule.question))
-        focused = self._watch.look(queries[rows], keys, self.cache.geometry.window(layer))
+        focused = self._watch.look(queries[rows], keys, *self._seen_on(layer))
         self._note_evidence(self._watch.rule.question, layer)
         return None if focused is None else self._drop_unfocused(layer, self._watch, focused)
+
+    def _seen_on(self, layer: int) -> tuple[int | None, ScoreRule]:
+        return self.cache.geometry.window(layer), self.cache.geometry.scores(layer)
 
     def _tells_apart(self, layer: int) -> bool:
         """Whether this layer's attention says which chunks a question reads.

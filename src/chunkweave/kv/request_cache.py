@@ -17,10 +17,20 @@ Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """A segment and the positions that it takes in the prompt."""
+    """A segment and the positions that it takes in the prompt; on the layers `unseen` nothing will look at it."""
 
     span: Span
     segment: SegmentSource
+    unseen: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """What is brought on some layers: placements, the positions of their rows, and the row of each position."""
+
+    placements: tuple[Placement, ...]
+    positions: torch.Tensor
+    row_of: torch.Tensor
 
 
 class RequestCache:
@@ -54,28 +64,33 @@ class RequestCache:
         self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device
         self._placements = tuple(placements)
-        self._positions = _positions_of(self._placements, device)
-        self._row_of = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self._row_of[self._positions] = torch.arange(len(self._positions), device=device)
+        self._placed: dict[tuple[Placement, ...], _Placed] = {}
         self._raw: tuple[int, torch.Tensor] | None = None
         self._loaded = [not self._placements] * geometry.num_layers
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
         """Bring all placed segments' KV of `layer` in: keys rotated to their positions, values as they are.
 
+        Rows that nothing will look at are set to 0: attention multiplies their values by 0, so they have to be finite.
         Happens once a layer: a later pass must not lose what an earlier one recomputed.
         """
         if self._loaded[layer]:
             return
         self._loaded[layer] = True
         cache = self._layer(layer)
+        placed = self._placed_on(layer)
+        for placement in self._placements:
+            if layer in placement.unseen:
+                cache[:, placement.span.start : placement.span.stop] = 0
+        if not placed.placements:
+            return
         raw = self._gather(layer)
-        cache[0].index_copy_(0, self._positions, rotate(layer, raw[0], self._positions))
-        cache[1].index_copy_(0, self._positions, raw[1])
+        cache[0].index_copy_(0, placed.positions, rotate(layer, raw[0], placed.positions))
+        cache[1].index_copy_(0, placed.positions, raw[1])
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Segments' KV at `positions` (all of them placed), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
-        return self._gather(layer)[:, self._row_of[positions]]
+        """Segments' KV at `positions` (all of them placed and seen), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
+        return self._gather(layer)[:, self._placed_on(layer).row_of[positions]]
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite rows: rotated `keys` and `values` `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`."""
@@ -137,7 +152,7 @@ class RequestCache:
 
     def release_segments(self) -> None:
         """Forget the segments once every layer is loaded; the cache no longer needs them."""
-        self._placements, self._raw = (), None
+        self._placements, self._placed, self._raw = (), {}, None
 
     def _layer(self, layer: int) -> torch.Tensor:
         cache = self._layers[layer]
@@ -152,10 +167,21 @@ class RequestCache:
             kept = self._kept[layer] = torch.empty(shape, dtype=self._dtype, device=self._device)
         return kept
 
+    def _placed_on(self, layer: int) -> _Placed:
+        """What is brought on a layer; worked out once for all layers with the same."""
+        here = tuple(placement for placement in self._placements if layer not in placement.unseen)
+        if here not in self._placed:
+            positions = _positions_of(here, self._device)
+            row_of = torch.full((self.capacity,), -1, dtype=torch.long, device=self._device)
+            row_of[positions] = torch.arange(len(positions), device=self._device)
+            self._placed[here] = _Placed(here, positions, row_of)
+        return self._placed[here]
+
     def _gather(self, layer: int) -> torch.Tensor:
         """All placed segments' rows of one layer; the last one asked for is kept, since a check reads it again."""
         if self._raw is None or self._raw[0] != layer:
-            rows = [p.segment.layer(layer).to(self._device, non_blocking=True) for p in self._placements]
+            here = self._placed_on(layer).placements
+            rows = [p.segment.layer(layer).to(self._device, non_blocking=True) for p in here]
             self._raw = (layer, torch.cat(rows, dim=1))
         return self._raw[1]
 

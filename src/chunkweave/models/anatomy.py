@@ -44,6 +44,12 @@ class Anatomy:
     """Whether a layer's attention module rotates; without, positions change nothing in its keys."""
     rope_by_layer_type: bool = False
     """Whether windowed and full layers have angles of their own."""
+    half_angles: bool = False
+    """Whether the model's own RoPE wants each angle once, not for both halves of what it turns."""
+    capped: bool = False
+    """Whether the configuration may cap attention scores, and logits: c becomes cap * tanh(c / cap)."""
+    sinks: str = ""
+    """Parameter of the attention: logits by query head that join the softmax and belong to no key."""
     output: str = "o_proj"
     behind_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
@@ -66,6 +72,8 @@ class Anatomy:
             "queries and keys normed behind RoPE": self.norms_behind_rope,
             "layers without RoPE": self.rotates is not _everywhere,
             "angles of their own for windowed layers": self.rope_by_layer_type,
+            "soft-capped attention scores and logits": self.capped,
+            "attention sinks": bool(self.sinks),
             "scaled logits": bool(self.logit_scale),
         }
         return ", ".join(words for words, so in said.items() if so)
@@ -109,6 +117,7 @@ FAMILIES: Mapping[str, Anatomy | Callable[[Any], Anatomy]] = MappingProxyType(
         "qwen3": LLAMA,
         "qwen3_moe": LLAMA,
         "gemma": LLAMA,
+        "gemma2": replace(_SANDWICH, capped=True),
         "gemma3_text": replace(_SANDWICH, rope_by_layer_type=True),
         "phi": replace(_PARALLEL, head_norms=_PER_HEAD_NORMS, output="dense", final_norm="final_layernorm"),
         "phi3": replace(LLAMA, projections=("qkv_proj",)),
@@ -128,6 +137,7 @@ FAMILIES: Mapping[str, Anatomy | Callable[[Any], Anatomy]] = MappingProxyType(
         ),
         "hunyuan_v1_dense": replace(LLAMA, head_norms=("query_layernorm", "key_layernorm"), norms_behind_rope=True),
         "smollm3": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
+        "gpt_oss": replace(LLAMA, half_angles=True, sinks="sinks"),
     }
 )
 """By `model_type` of the configuration; where it depends on more, a function of the configuration."""
@@ -140,8 +150,6 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "deepseek_v2": _MLA,
         "deepseek_v3": _MLA,
-        "gemma2": ("soft-capped attention scores", "the attention kernels here do not cap"),
-        "gpt_oss": ("attention sinks", "the attention kernels here know no weight that belongs to no key"),
         "mamba": _STATE,
         "mamba2": _STATE,
         "falcon_mamba": _STATE,

@@ -22,17 +22,24 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
 
 _SHARD_BYTES = 4 << 30
-_FAMILIES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_FAMILIES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+}
 """By `general.architecture`; Mistral's files say `llama`."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -48,6 +55,12 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_IN_GEMMA3_LAYER = {
+    **_IN_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -108,8 +121,8 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
     architecture = fields.architecture
     if architecture not in _FAMILIES:
         raise UnsupportedModelError(
-            f"GGUF files of architecture {architecture!r} are not supported, only of Llama, Mistral, Qwen2 and Qwen3 "
-            f"({', '.join(_FAMILIES)})"
+            f"GGUF files of architecture {architecture!r} are not supported, only of Llama, Mistral, Qwen2, Qwen3 and "
+            f"Gemma 3 ({', '.join(_FAMILIES)})"
         )
     if fields.get("split.count", 0) > 1:
         raise UnsupportedModelError(
@@ -127,8 +140,10 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
     if fields.own("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModelError("GGUF files with partial rotary embedding are not supported")
     kind: Callable[..., PreTrainedConfig] = _FAMILIES[architecture]
+    rope = _rope(fields, tensors, head_dim)
+    own = _gemma3_fields(fields, rope) if architecture == "gemma3" else {"rope_parameters": rope}
     config = kind(
-        architectures=[_FAMILIES[architecture].__name__.replace("Config", "ForCausalLM")],
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_FAMILIES[architecture].model_type]],
         hidden_size=hidden,
         intermediate_size=fields.own("feed_forward_length"),
         num_hidden_layers=fields.own("block_count"),
@@ -138,14 +153,39 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
         rms_norm_eps=_written(fields.own("attention.layer_norm_rms_epsilon")),
         vocab_size=_rows(tensors, "token_embd.weight"),
         max_position_embeddings=fields.own("context_length"),
-        rope_parameters=_rope(fields, tensors, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=_end_ids(fields),
         pad_token_id=fields.get("tokenizer.ggml.padding_token_id"),
+        **own,
     )
     config.dtype = torch.bfloat16
     return config
+
+
+_GEMMA3_PERIOD, _GEMMA3_27B_LAYERS = 6, 62
+"""Every sixth layer sees all. Files don't say that, nor by what queries of the largest model are scaled."""
+
+
+def _gemma3_fields(fields: _Fields, rope: dict[str, Any]) -> dict[str, Any]:
+    """Windows, their RoPE and the scale of queries, which llama.cpp knows of Gemma 3 without its file's help.
+
+    Raises:
+        UnsupportedModelError: the file says otherwise.
+    """
+    if fields.own("attention.sliding_window_pattern", _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
+        raise UnsupportedModelError("GGUF files of Gemma 3 with another pattern of windows are not supported")
+    layers, heads = fields.own("block_count"), fields.own("attention.head_count")
+    head_dim = fields.own("attention.key_length", fields.own("embedding_length") // heads)
+    windowed = {"rope_type": "default", "rope_theta": _written(fields.own("rope.freq_base_swa", 10000.0))}
+    return {
+        "rope_parameters": {"sliding_attention": windowed, "full_attention": rope},
+        "layer_types": [
+            "full_attention" if layer % _GEMMA3_PERIOD == 0 else "sliding_attention" for layer in range(1, layers + 1)
+        ],
+        "sliding_window": fields.own("attention.sliding_window"),
+        "query_pre_attn_scalar": fields.own("embedding_length") // heads if layers == _GEMMA3_27B_LAYERS else head_dim,
+    }
 
 
 def _rows(tensors: Mapping[str, Any], name: str) -> int:
@@ -209,7 +249,8 @@ def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, st
         wanted = {name: tuple(value.shape) for name, value in build(config).state_dict().items()}
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    found = {name: _parameter(name) for name in tensors if name != _ROPE_FACTORS}
+    in_layer = _IN_GEMMA3_LAYER if config.model_type == "gemma3_text" else _IN_LAYER
+    found = {name: _parameter(name, in_layer) for name in tensors if name != _ROPE_FACTORS}
     unknown = [name for name, parameter in found.items() if parameter not in wanted]
     missing = wanted.keys() - found.values()
     if unknown or missing:
@@ -224,7 +265,7 @@ def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, st
     return found
 
 
-def _parameter(name: str) -> str:
+def _parameter(name: str, in_layer: Mapping[str, str] = _IN_LAYER) -> str:
     """A tensor's name in Hugging Face's models, "" for one that is not known.
 
     >>> _parameter("blk.3.attn_q.weight")
@@ -233,10 +274,10 @@ def _parameter(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{kind}"
-    in_layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if in_layer is None or in_layer[2] not in _IN_LAYER:
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if found is None or found[2] not in in_layer:
         return ""
-    return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{kind}"
+    return f"model.layers.{found[1]}.{in_layer[found[2]]}.{kind}"
 
 
 def _weights(config: Any, tensors: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,6 +291,8 @@ def _weights(config: Any, tensors: Mapping[str, Any], names: Mapping[str, str]) 
         permuted = heads.get(name.split(".")[-2]) if config.model_type == "llama" else None
         if permuted is not None:
             values = _halves(values, permuted)
+        if config.model_type == "gemma3_text" and name.endswith("_norm.weight"):
+            values = values - 1.0  # its norms multiply by 1 + weight, and files hold the factor
         yield parameter, torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
 
 

@@ -1,8 +1,9 @@
 """Drives the layers of a Hugging Face model, without a copy of any model file."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +34,7 @@ class HuggingFaceModel:
         self.model = model
         self.anatomy = anatomy_of(model.config)
         self._body = model.model
-        self.geometry = geometry_of(model.config)
+        self.geometry = replace(geometry_of(model.config), sinks=_sinks(model, self.anatomy))
         self._layers = [_Layer(block, self.anatomy, self.geometry) for block in model.model.layers]
         self.dtype: torch.dtype = model.dtype
         """The type that hidden states and KV are computed in."""
@@ -41,6 +42,7 @@ class HuggingFaceModel:
         """Where the weights are."""
         self._final_norm = getattr(self._body, self.anatomy.final_norm)
         self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
+        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._apply_rope = _rope_function(self._layers[0].attention)
         by_type = self.anatomy.rope_by_layer_type
         self._layer_types = tuple(model.config.layer_types) if by_type else ("",) * len(self._layers)
@@ -69,8 +71,9 @@ class HuggingFaceModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, vocab]`, float32."""
-        logits: torch.Tensor = self.model.lm_head(self._final_norm(hidden))
-        return logits.float() if self._logit_scale == 1.0 else logits.float() * self._logit_scale
+        logits: torch.Tensor = self.model.lm_head(self._final_norm(hidden)).float()
+        scaled = logits if self._logit_scale == 1.0 else logits * self._logit_scale
+        return scaled if self._logit_cap is None else torch.tanh(scaled / self._logit_cap) * self._logit_cap
 
     def verify(self) -> None:
         """Drive a few tokens through every layer and compare with the model's own forward.
@@ -81,7 +84,7 @@ class HuggingFaceModel:
             UnsupportedModelError: they differ, so something in the model is not as its anatomy suggests.
         """
         ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self.geometry.vocab_size
-        with torch.inference_mode(), _narrowed(self.model.config, self.geometry.windows) as window:
+        with torch.inference_mode(), _narrowed(self.model.config) as window:
             ours = torch.log_softmax(self._driven(ids, window), -1)
             theirs = torch.log_softmax(self.model(ids[None], use_cache=False).logits[0].float(), -1)
         error = (ours - theirs).abs().max().item()
@@ -91,14 +94,15 @@ class HuggingFaceModel:
                 f"from its own forward by {error:.3g}; some step of its layers is not known to chunkweave"
             )
 
-    def _driven(self, ids: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _driven(self, ids: torch.Tensor, window: int) -> torch.Tensor:
         """Logits of a short prompt, `[tokens, vocab]`, where windowed layers have this window."""
         positions, hidden = torch.arange(len(ids), device=self.device), self.embed(ids)
         for layer in range(self.geometry.num_layers):
             own = None if self.geometry.window(layer) is None else window
             q, k, v = self.qkv(layer, hidden)
             rotated = self.rotate_queries(layer, q, positions), self.rotate_keys(layer, k, positions)
-            attended = ScatteredQueries(positions, self.dtype, window=own).attend(*rotated, v)
+            queries = ScatteredQueries(positions, self.dtype, window=own)
+            attended = queries.attend(*rotated, v, self.geometry.scores(layer))
             hidden = self.finish(layer, hidden, attended)
         return self.logits(hidden)
 
@@ -107,7 +111,7 @@ class HuggingFaceModel:
         if not self._layers[layer].rotates:
             return states
         cos, sin = self._angles(self._layer_types[layer])
-        dims = cos.shape[-1]
+        dims = cos.shape[-1] * (2 if self.anatomy.half_angles else 1)
         rotated: torch.Tensor
         rotated, _ = self._apply_rope(
             states[..., :dims], states[:, :0, :dims], cos[positions], sin[positions], unsqueeze_dim=1
@@ -125,16 +129,19 @@ class HuggingFaceModel:
 
 
 @contextmanager
-def _narrowed(config: Any, windows: Sequence[int | None]) -> Iterator[int | None]:
-    """Narrow a model's sliding windows to half of what is probed; its mask is made from the configuration each time."""
-    if not any(windows):
-        yield None
-        return
-    before, config.sliding_window = config.sliding_window, _PROBE_TOKENS // 2
+def _narrowed(config: Any) -> Iterator[int]:
+    """Narrow a model's sliding windows to half of what is probed; its mask is made from the configuration each time.
+
+    Whatever the geometry says: a window that it does not know of is to show.
+    """
+    before, window = getattr(config, "sliding_window", None), _PROBE_TOKENS // 2
+    if before:
+        config.sliding_window = window
     try:
-        yield _PROBE_TOKENS // 2
+        yield window
     finally:
-        config.sliding_window = before
+        if before:
+            config.sliding_window = before
 
 
 class _Layer:
@@ -219,10 +226,9 @@ _NOT_DRIVEN = (
     "residual_multiplier",
     "embedding_multiplier",
     "logits_scaling",
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
     "clip_qkv",
 )
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def check_config(config: Any) -> None:
@@ -240,9 +246,9 @@ def check_config(config: Any) -> None:
         raise _refusal(kind, *REFUSED["t5"])
     if any(hasattr(config, name) for name in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel")):
         raise _refusal(kind, *REFUSED["mamba"])
-    for name in _NOT_DRIVEN:
+    for name in _NOT_DRIVEN if anatomy_of(config).capped else (*_NOT_DRIVEN, *_CAPS):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise _refusal(kind, f"{name}={getattr(config, name)}", "its layers are not plain pre-norm residual layers")
+            raise _refusal(kind, f"{name}={getattr(config, name)}", "no step that is driven here does that")
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         raise _refusal(kind, "no rotary position embedding", "keys cannot be shifted to new positions")
@@ -284,8 +290,8 @@ def check_modules(model: nn.Module) -> None:
         norm = getattr(attention, anatomy.head_norms[0], None)
         if anatomy.norm_over is NormOver.HEAD and norm is not None and norm.weight.shape[-1] != attention.head_dim:
             raise _refusal(kind, "a query norm over all heads", "its family is not known to have one")
-        if hasattr(attention, "sinks"):
-            raise _refusal(kind, "attention sinks", "they are part of no key")
+        if hasattr(attention, "sinks") and not anatomy.sinks:
+            raise _refusal(kind, "attention sinks", "its family is not known to have them")
 
 
 def _check_children(where: str, module: nn.Module, wanted: set[str], optional: set[str]) -> None:
@@ -308,7 +314,20 @@ def geometry_of(config: Any) -> Geometry:
         vocab_size=config.vocab_size,
         max_positions=_positions_before_long_rope(config) or config.max_position_embeddings,
         windows=sliding_windows(config),
+        score_cap=getattr(config, "attn_logit_softcapping", None),
     )
+
+
+def own_attention(config: Any) -> str:
+    """The attention that a model's own forward must be loaded with: transformers' SDPA knows no caps and no sinks."""
+    plain = getattr(config, "attn_logit_softcapping", None) is None and not anatomy_of(config).sinks
+    return "sdpa" if plain else "eager"
+
+
+def _sinks(model: Any, anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
+    if not anatomy.sinks:
+        return ()
+    return tuple(tuple(getattr(layer.self_attn, anatomy.sinks).float().tolist()) for layer in model.model.layers)
 
 
 def _active_intermediate_size(config: Any) -> int:
@@ -340,4 +359,4 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _refusal(kind: str, feature: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{kind} is not supported: it has {feature} ({why}). Use a Llama-like model.")
+    return UnsupportedModelError(f"{kind} is not supported: it has {feature} ({why}). See `chunkweave models`.")

@@ -25,7 +25,7 @@ from chunkweave.config import resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
-from chunkweave.models.huggingface import HuggingFaceModel, check_config
+from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
 from chunkweave.planning.cost import known_shape
 
 
@@ -64,7 +64,11 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+            path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=own_attention(config),
+            local_files_only=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
@@ -169,7 +173,7 @@ def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str, s
     try:
         build: Callable[..., Any] = AutoModelForCausalLM.from_config
         with torch.device(device):
-            model = build(config, dtype=dtype, attn_implementation="sdpa")
+            model = build(config, dtype=dtype, attn_implementation=own_attention(config))
     finally:
         torch.random.set_rng_state(state)
     return model.to(device).eval()

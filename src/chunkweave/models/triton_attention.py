@@ -120,8 +120,11 @@ def attend(
     blocks: Blocks | None = None,
     tiles: torch.Tensor | None = None,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
 ) -> Attended:
     """Exact attention, causal by position, of every query over the keys of its request.
+
+    A query sees the `window` keys up to its own (None: all).
 
     With `rope`, cosines and sines `[positions, head_dim]`, the keys lie before RoPE and are rotated as they are read
     (by halves, as Llama and its kin do). `tiles` is `tile_table` of these counts and blocks on the device, if
@@ -151,10 +154,11 @@ def attend(
     unit = dim if rope is None else dim // 2
     device_code.scattered_attention[(len(tiles), places.kv_heads, splits)](
         states, out, log_sum_exp, mass, own, queries.positions, tiles, places.addresses, cos, sin,
-        dim**-0.5, rows, places.kv_heads * dim,
+        dim**-0.5, rows, places.kv_heads * dim, window or 0,
         HEADS=heads, KV_HEADS=places.kv_heads, DIM=dim, PADDED=_power_of_two(dim), PADDED_KEY=_power_of_two(unit),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, SPLITS=splits, ROTATE=rope is not None, HIDDEN=places.hidden,
-        PARTS=parts, WIDEN=interpreted(), PRECISION="ieee" if states.dtype == torch.float32 else "tf32",
+        WINDOWED=window is not None, PARTS=parts, WIDEN=interpreted(),
+        PRECISION="ieee" if states.dtype == torch.float32 else "tf32",
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     if splits == 1:
@@ -213,8 +217,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 class TritonAttention:
     """Implements `FlatAttention`. A run of positions from the start on goes through PyTorch's causal kernel.
 
-    That one knows nothing of scattered positions, and what it need not know makes it the faster one; but it keeps its
-    weights to itself, so that requests that want mass by part go through ours.
+    All requests of a batch are on the same layer, so that they have the same window. PyTorch's kernel knows nothing of
+    scattered positions, and what it need not know makes it the faster one; but it keeps its weights to itself, so that
+    requests that want mass by part go through ours.
     """
 
     def __init__(self) -> None:
@@ -257,7 +262,7 @@ class TritonAttention:
         )
         tiles = self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
         places = key_places(owners, device, measures=measures)
-        attended = attend(flat, places, blocks=blocks, tiles=tiles)
+        attended = attend(flat, places, blocks=blocks, tiles=tiles, window=owners[0].queries.window)
         return _by_owner(attended, counts)
 
     def _tiles(self, counts: tuple[int, ...], blocks: Blocks, group: int, device: torch.device) -> torch.Tensor:
@@ -300,15 +305,16 @@ def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.
         return f"the model is on {device}, and Triton runs there only with TRITON_INTERPRET=1"
     if geometry.head_dim not in SUPPORTED_HEAD_DIMS or heads % kv_heads:
         return f"it does not know heads of {geometry.head_dim} dimensions, {heads} to {kv_heads}"
-    if any(geometry.windows):
-        return "it does not know layers with a sliding window"
+    if not geometry.scores(0).plain:
+        return "it does not know capped scores or attention sinks"
     if dtype not in SUPPORTED_DTYPES:
         return f"it does not know {dtype}"
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, heads), (90, kv_heads), (90, kv_heads))
     q, k, v = (torch.randn(*shape, geometry.head_dim, generator=generator).to(device, dtype) for shape in shapes)
     where = [3, 17, 64, 70, 89]
-    queries = ScatteredQueries(torch.tensor(where, device=device), dtype, where=where)
+    window = 40 if any(geometry.windows) else None
+    queries = ScatteredQueries(torch.tensor(where, device=device), dtype, where=where, window=window)
     try:
         ours = TritonAttention().attend(q, [OwnQueries(queries, k, v)]).states
         error = (ours - queries.attend(q, k, v)).abs().max().item()

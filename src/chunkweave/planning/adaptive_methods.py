@@ -53,8 +53,12 @@ class LoadAwareMethod:
 
     def choose(self, plan: Plan, geometry: Geometry) -> LoadingChoice:
         """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
-        taken = [(len(part.span), self._tier_of(part.segment) or "") for part in plan.parts if part.segment is not None]
-        load_s = sum(self._cost.load(tokens, tier) for tokens, tier in taken)
+        load_s = sum(
+            self._cost.load(len(part.span), self._tier_of(part.segment) or "")
+            * (1 - len(plan.unseen_layers(part, geometry.windows)) / geometry.num_layers)
+            for part in plan.parts
+            if part.segment is not None
+        )
         prefill_s = self._cost.prefill(plan.tokens(KVSource.REUSED))
         head_s = self._head_s(plan, geometry.num_layers, load_s)
         return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)

@@ -223,6 +223,35 @@ class Plan:
         """Every segment that the plan takes from the store, each once, in prompt order."""
         return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
 
+    def unseen_layers(self, part: PartPlan, windows: Sequence[int | None]) -> frozenset[int]:
+        """Layers on which nothing looks at a part that comes from the store, so that its KV there need not be brought.
+
+        `windows` are those of the layers (`Geometry.windows`; empty: every layer sees all). Layers with a window look
+        at a part if one of its tokens may be computed, or the next token behind it that may be sees its last one; that
+        is the first new token if none before is.
+        """
+        if part.segment is None or not any(windows):
+            return frozenset()
+        start, stop, nearest = part.span.start, part.span.stop, self.prompt_tokens
+        for a_pass in self.passes:
+            for some in (*a_pass.required, *a_pass.candidates):
+                if len(some):
+                    span = some.hull() if isinstance(some, Scattered) else some
+                    if span.start < stop and start < span.stop:
+                        return frozenset()
+                    if span.start >= stop:
+                        nearest = min(nearest, span.start)
+        distance = nearest - (stop - 1)
+        return frozenset(layer for layer, window in enumerate(windows) if window is not None and window <= distance)
+
+    def loaded_fraction(self, windows: Sequence[int | None]) -> float:
+        """Share of the KV of the parts from the store that some layer looks at; 1 without windows."""
+        taken = [part for part in self.parts if part.segment is not None]
+        if not any(windows) or not taken:
+            return 1.0
+        unseen = sum(len(part.span) * len(self.unseen_layers(part, windows)) for part in taken)
+        return 1.0 - unseen / (len(windows) * sum(len(part.span) for part in taken))
+
     def spans(self, kv_source: KVSource) -> tuple[Span, ...]:
         """The spans of all parts of that KV source, in prompt order."""
         return tuple(part.span for part in self.parts if part.kv_source is kv_source)

@@ -2,9 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ class LoadingSegment:
     """One segment on its way to the device that computes: a `SegmentSource` whose `layer` waits for the loader.
 
     Each layer is read into memory of the host, unless the whole segment lies there, and sent to the device from there.
+    Layers that are `unseen` are not read.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class LoadingSegment:
         *,
         send: Send,
         memory: HostMemory,
+        unseen: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
-        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.unseen = unseen
+        self._slots = {layer: slot for slot, layer in enumerate(sorted(set(range(num_layers)) - unseen))}
+        self.tokens, self.nbytes = source.tokens, source.nbytes * len(self._slots) // num_layers
         self.failure: SegmentLost | None = None
         """Why it will not come in; None as long as it may, or has."""
         self._source = source
@@ -68,10 +73,12 @@ class LoadingSegment:
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
         self._sent: dict[int, Sent] = {}
         self._ready = [threading.Event() for _ in range(num_layers)]
+        for layer in unseen:
+            self._ready[layer].set()
         self._layers_in = 0  # for one caller: none of these can leave again
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """One layer, `[2, tokens, kv_heads, head_dim]`, as soon as it is read.
+        """One layer that is not `unseen`, `[2, tokens, kv_heads, head_dim]`, as soon as it is read.
 
         The first time it is what was sent to the device; after that it is what lies on the host.
 
@@ -85,7 +92,7 @@ class LoadingSegment:
             raise self.failure
         assert self._kv is not None, "a layer is ready only once there is memory for it"
         sent = self._sent.pop(index, None)
-        return self._kv[index] if sent is None else sent.receive()
+        return self._kv[self._slot(index)] if sent is None else sent.receive()
 
     def read(self, index: int) -> None:
         """Read one layer into memory and send it on, once; called by the loader only."""
@@ -106,14 +113,18 @@ class LoadingSegment:
     def _read_into_memory(self, index: int) -> torch.Tensor:
         if isinstance(self._source, SegmentKV):
             return self._source.kv[index]
-        place = None if self._kv is None else self._kv[index]
+        place = None if self._kv is None else self._kv[self._slot(index)]
         layer = self._source.layer(index, None if place is None else place.view(-1).view(torch.uint8))
         if place is None:
-            self._kv = self._memory.empty((len(self._ready), *layer.shape), layer.dtype)
-            place = self._kv[index]
+            self._kv = self._memory.empty((len(self._slots), *layer.shape), layer.dtype)
+            place = self._kv[self._slot(index)]
         if layer.data_ptr() != place.data_ptr():
             _bytes_of(place)[:] = _bytes_of(layer.contiguous())
         return place
+
+    def _slot(self, index: int) -> int:
+        """Where a layer is kept: in a segment that is in memory as a whole, at its own place."""
+        return index if isinstance(self._source, SegmentKV) else self._slots[index]
 
     def fail(self, lost: SegmentLost) -> None:
         """Every wait for a layer ends with `lost`."""
@@ -138,14 +149,14 @@ class LoadingSegment:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was read and sent."""
+        """Whether every layer was read and sent that is not `unseen`."""
         return self.failure is None and all(ready.is_set() for ready in self._ready)
 
     def whole(self) -> SegmentKV | None:
         """The segment in memory of the host, if every layer came in."""
         if isinstance(self._source, SegmentKV):
             return self._source
-        return SegmentKV(self._kv) if self.complete and self._kv is not None else None
+        return SegmentKV(self._kv) if self.complete and not self.unseen and self._kv is not None else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
@@ -170,15 +181,20 @@ class LayerLoader:
         wait_s: float | None = None,
         send: Send | None = None,
         memory: HostMemory | None = None,
+        unseen: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
         """Start reading `(name, source)` pairs; a layer that takes longer than `wait_s` counts as lost.
 
+        `unseen` has by name the layers that are not to be read, since nothing will look at them.
         What is read goes into `memory` (None: plain) and by `send` to the device that computes (None: it is this one).
         """
         send = Streams().send if send is None else send
         memory = HostMemory() if memory is None else memory
         self.segments = [
-            LoadingSegment(name, source, num_layers, wait_s, send=send, memory=memory) for name, source in sources
+            LoadingSegment(
+                name, source, num_layers, wait_s, send=send, memory=memory, unseen=unseen.get(name, frozenset())
+            )
+            for name, source in sources
         ]
         self._num_layers = num_layers
         self._order = order

@@ -2,7 +2,8 @@
 
 One program attends a tile of queries of one request, for one key head and one split of the keys: the rows of a tile
 are its queries times the query heads that share the key head. Scores and sums are float32; the softmax is online,
-with base 2. Keys behind the last position of a tile are not read; up to the first position nothing needs a mask.
+with base 2. Keys behind the last position of a tile are not read; up to the first position nothing needs a mask. With
+a window no block of keys is read that lies before those of all the tile's queries, and every block needs a mask.
 """
 
 import triton
@@ -47,10 +48,10 @@ def _scores(
 @triton.jit
 def _block(
     start, stop, first, second, out, most, total, mass, own,
-    keys, values, hidden, flagged, parts, cos, sin, positions, token_stride, scale,
+    keys, values, hidden, flagged, parts, cos, sin, positions, token_stride, scale, window,
     DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_KEY: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, ROTATE: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ROTATE: tl.constexpr, HIDDEN: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
+    WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one block of keys into the running softmax."""
     key = start + tl.arange(0, BLOCK_N)
@@ -61,6 +62,8 @@ def _block(
     scores *= scale
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & inside[None, :]
+        if WINDOWED:
+            seen = seen & (key[None, :] > positions[:, None] - window)
         if HIDDEN:
             wanted = tl.where(inside, flagged.to(tl.int32), 0) != 0  # a mask by type, in the interpreter too
             flags = tl.load(hidden + key, mask=wanted, other=0)
@@ -90,13 +93,13 @@ def _block(
     return out, top, total, mass, own
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "window"])
 def scattered_attention(
     queries_ptr, out_ptr, lse_ptr, mass_ptr, own_ptr, positions_ptr, tiles_ptr, places_ptr, cos_ptr, sin_ptr,
-    scale, rows, token_stride,
+    scale, rows, token_stride, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_KEY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROTATE: tl.constexpr, HIDDEN: tl.constexpr,
-    PARTS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, key heads, splits).
 
@@ -120,11 +123,14 @@ def scattered_attention(
     last = tl.max(positions, 0)
     free = tl.min(tl.where(valid, positions, last), 0) + 1
 
-    blocks = (last + BLOCK_N) // BLOCK_N
+    skipped = 0
+    if WINDOWED:
+        skipped = tl.maximum(free - window, 0) // BLOCK_N
+    blocks = (last + BLOCK_N) // BLOCK_N - skipped
     split_keys = (blocks + SPLITS - 1) // SPLITS * BLOCK_N
-    begin = split * split_keys
+    begin = skipped * BLOCK_N + split * split_keys
     end = tl.minimum(begin + split_keys, last + 1)
-    if HIDDEN:  # noqa: SIM108 - decided when it is compiled
+    if HIDDEN or WINDOWED:  # noqa: SIM108 - decided when it is compiled
         unmasked = begin
     else:
         unmasked = tl.maximum(begin, tl.minimum(end, free) // BLOCK_N * BLOCK_N)
@@ -157,13 +163,15 @@ def scattered_attention(
         out, most, total, mass, own = _block(
             start, end, first, second, out, most, total, mass, own,
             keys, values, hidden, flagged, parts, cos_ptr, sin_ptr, positions, token_stride, scale * LOG2_E,
-            DIM, PADDED, PADDED_KEY, BLOCK_N, False, ROTATE, HIDDEN, PARTS, WIDEN, PRECISION,
+            window,
+            DIM, PADDED, PADDED_KEY, BLOCK_N, False, ROTATE, HIDDEN, WINDOWED, PARTS, WIDEN, PRECISION,
         )  # fmt: skip
     for start in range(unmasked, end, BLOCK_N):
         out, most, total, mass, own = _block(
             start, end, first, second, out, most, total, mass, own,
             keys, values, hidden, flagged, parts, cos_ptr, sin_ptr, positions, token_stride, scale * LOG2_E,
-            DIM, PADDED, PADDED_KEY, BLOCK_N, True, ROTATE, HIDDEN, PARTS, WIDEN, PRECISION,
+            window,
+            DIM, PADDED, PADDED_KEY, BLOCK_N, True, ROTATE, HIDDEN, WINDOWED, PARTS, WIDEN, PRECISION,
         )  # fmt: skip
 
     # A split without any key leaves total = 0; it weighs nothing when splits are combined.
