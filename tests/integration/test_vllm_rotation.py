@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.paged_kv import Rotation
+from chunkweave.vllm.rotation import Rotation, Rotations, SharedRotary
 
 HEADS, DIM, POSITIONS = 3, 16, 600
 
@@ -55,6 +55,65 @@ def test_inverse_undoes_forward_even_where_the_table_is_scaled_or_rounded(keys, 
     torch.testing.assert_close(back, keys, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("neox", [True, False])
+def test_dims_beyond_the_table_stay(keys, positions, neox):
+    wide = torch.cat((keys, keys + 1), -1)
+    rotation = Rotation(rotary(neox=neox, head_size=2 * DIM))
+    turned = rotation.forward(wide, positions)
+    expected = by_complex_numbers(keys, positions, neox=neox, factor=1.0)
+    torch.testing.assert_close(turned[..., :DIM], expected, atol=1e-5, rtol=0)
+    assert torch.equal(turned[..., DIM:], wide[..., DIM:])
+    torch.testing.assert_close(rotation.inverse(turned, positions), wide, atol=1e-5, rtol=0)
+
+
+def test_every_layer_has_a_rotation_of_its_own_or_none(keys, positions):
+    one, other = rotary(), rotary(factor=2.0)
+    rotations = Rotations([one, None, other])
+    for layer, factor in ((0, 1.0), (2, 2.0)):
+        expected = by_complex_numbers(keys, positions, neox=True, factor=factor)
+        torch.testing.assert_close(rotations.forward(layer, keys, positions), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(rotations.inverse(layer, expected, positions), keys, atol=1e-5, rtol=0)
+    assert rotations.forward(1, keys, positions) is keys
+    assert rotations.inverse(1, keys, positions) is keys
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_rotary_module_that_layers_share_gives_the_same_angles_as_a_table(keys, positions, interleaved):
+    def module(_probe, wanted):
+        angles = (wanted[0].float()[:, None] * 1e4 ** (-torch.arange(0, DIM, 2) / DIM)).repeat(1, 2)
+        return angles.cos()[None], angles.sin()[None]
+
+    shared = SharedRotary(module, ["", ""], POSITIONS, torch.empty(0), interleaved=interleaved)
+    rotations = Rotations([shared.table(layer, DIM) for layer in range(2)])
+    expected = by_complex_numbers(keys, positions, neox=not interleaved, factor=1.0)
+    torch.testing.assert_close(rotations.forward(1, keys, positions), expected, atol=1e-3, rtol=0)
+
+
+def test_a_shared_rotary_module_is_asked_by_the_type_of_the_layer():
+    asked = []
+
+    def module(_probe, wanted, kind):
+        asked.append(kind)
+        angles = wanted[0].float()[:, None].repeat(1, DIM) * (2.0 if kind == "full" else 1.0)
+        return angles.cos()[None], angles.sin()[None]
+
+    shared = SharedRotary(module, ["sliding", "full", "sliding"], 8, torch.empty(0))
+    tables = [shared.table(layer, DIM).cos_sin_cache for layer in range(3)]
+    assert asked == ["sliding", "full"]
+    assert tables[0] is tables[2]
+    assert not torch.equal(tables[0], tables[1])
+    cos, _ = shared.angles(1, torch.tensor([3]))
+    torch.testing.assert_close(cos, torch.full((1, 1, DIM), 6.0).cos())
+
+
+def test_long_rope_turns_by_the_angles_of_short_contexts(keys, positions):
+    table = rotary().cos_sin_cache
+    module = SimpleNamespace(long_short_cos_sin_cache=torch.cat((table, -table)), head_size=DIM)
+    torch.testing.assert_close(
+        Rotation(module).forward(keys, positions), Rotation(rotary()).forward(keys, positions), atol=0, rtol=0
+    )
+
+
 def test_moving_is_turning_back_and_forth(keys, positions):
     rotation = Rotation(rotary())
     there = positions.flip(0)
@@ -79,9 +138,9 @@ def test_a_replaced_table_is_used(keys, positions):
 
 @pytest.mark.parametrize(
     "module",
-    [rotary(head_size=2 * DIM), rotary(dim=1), SimpleNamespace(head_size=DIM, is_neox_style=True)],
-    ids=["half of each head", "no row a position", "no table"],
+    [rotary(head_size=DIM // 2), rotary(dim=1), SimpleNamespace(head_size=DIM, is_neox_style=True)],
+    ids=["more than a head", "no row a position", "no table"],
 )
-def test_what_is_no_rotation_of_whole_heads_is_refused(module):
-    with pytest.raises(UnsupportedModelError, match="keys can be shifted only where whole heads are rotated"):
+def test_what_is_no_rotation_by_position_is_refused(module):
+    with pytest.raises(UnsupportedModelError, match="keys can be shifted only where they are rotated by the position"):
         Rotation(module)

@@ -7,9 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"tie_word_embeddings": True, "logit_scale": 1.0},
+    "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        **_WINDOWS,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gpt_oss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": _WINDOWS,
+    "smollm3": {"no_rope_layer_interval": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": _EXPERTS,
+    "gemma3_text": _WINDOWS,
+}
+"""What a family's configuration needs beside the sizes. A window is less than two chunks of the tests."""
+
 VOCAB = 1000
 BOS = 0
 FIRST_TOKEN = 3
@@ -33,12 +56,12 @@ def make_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
         "initializer_range": 0.15,
         "tie_word_embeddings": False,
     }
-    config = FAMILIES[family](**{**values, **changes})
+    config = AutoConfig.for_model(family, **{**values, **_FAMILIES.get(family, {}), **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if name.endswith(("_proj.bias", "norm.weight")):  # else all zero and all one, which would hide mistakes
+            if name.endswith(("bias", "norm.weight")):  # else all zero and all one, which would hide mistakes
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     return folder

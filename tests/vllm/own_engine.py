@@ -72,6 +72,6 @@ class OwnEngine:
 
 
 def own_engine(folder: Path) -> OwnEngine:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     fingerprint = fingerprint_folder(folder, model.config, "float32")
     return OwnEngine(make_bench(LoadedModel(HuggingFaceModel(model.eval()), bundled_tokenizer(), fingerprint, "own")))

@@ -41,7 +41,10 @@ class Woven:
 
 
 class Reference:
-    """A decoder of the Llama anatomy: RMS norm, RoPE, grouped-query attention, gated MLP."""
+    """A decoder of the Llama anatomy: RMS norm, RoPE, grouped-query attention, gated MLP.
+
+    Other families say what they do otherwise in `tests.vllm.reference_families`.
+    """
 
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
@@ -49,9 +52,19 @@ class Reference:
         self.layers = config.num_hidden_layers
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps = config.rms_norm_eps
-        theta = config.rope_parameters["rope_theta"]
-        self.frequencies = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        self.config = config
+        self.eps = getattr(config, "rms_norm_eps", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.layers
+        used = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        self.windows = [used if kind == "sliding_attention" else None for kind in kinds]
+        ropes = [config.rope_parameters.get(kind, config.rope_parameters) for kind in kinds]
+        self.scale = self.dim**-0.5
+        self.frequencies = [self._angles(rope) for rope in ropes]
+        """Angle of a step for each pair of dims, by layer."""
+
+    def _angles(self, rope) -> torch.Tensor:
+        dims = int(self.dim * rope.get("partial_rotary_factor", 1.0))
+        return rope["rope_theta"] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
 
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
         """Plain full prefill, `[vocab]`."""
@@ -77,7 +90,8 @@ class Reference:
             at = span.stop
             if piece.stored is None:
                 continue
-            keys[:, span] = self.turn(piece.stored.keys, span.start - piece.stored.start)
+            by = span.start - piece.stored.start
+            keys[:, span] = torch.stack([self.turn(layer, own, by) for layer, own in enumerate(piece.stored.keys)])
             values[:, span] = piece.stored.values
             for position in span:
                 active[position] = False
@@ -93,24 +107,30 @@ class Reference:
         recomputed = [position for position in final if position in set(reused)]
         return Woven(torch.log_softmax(self._logits(last), -1), recomputed)
 
-    def turn(self, keys: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
-        """Keys `[..., tokens, heads, head_dim]` that many positions on; pairs (i, i + dim/2) are complex numbers."""
-        half = self.dim // 2
-        pairs = torch.complex(keys[..., :half].double(), keys[..., half:].double())
-        angles = torch.as_tensor(by, dtype=torch.float64).reshape(-1, 1, 1) * self.frequencies
+    def turn(self, layer: int, keys: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+        """A layer's keys `[tokens, heads, head_dim]` that many positions on; each pair of dims is a complex number."""
+        angles = torch.as_tensor(by, dtype=torch.float64).reshape(-1, 1, 1) * self.frequencies[layer]
+        pairs, rest = self._pairs(keys.double(), 2 * angles.shape[-1])
         turned = pairs * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), -1).float()
+        return torch.cat((self._unpaired(turned), rest), -1).float()
+
+    def _pairs(self, states, dims):
+        """The rotated dims as complex numbers, dim i with i + dims/2; and the dims that are not rotated."""
+        return torch.complex(states[..., : dims // 2], states[..., dims // 2 : dims]), states[..., dims:]
+
+    def _unpaired(self, pairs):
+        return torch.cat((pairs.real, pairs.imag), -1)
 
     def _compute(self, ids, keys, values, active, candidates, check_layer, count=0):
         """All layers; fills `keys` and `values` at the active positions. Returns them and the last hidden state."""
         positions = [position for position, on in enumerate(active) if on]
-        hidden = self.weights["model.embed_tokens.weight"][[ids[position] for position in positions]]
+        hidden = self._embed([ids[position] for position in positions])
         for layer in range(self.layers):
             name = f"model.layers.{layer}."
-            normed = self._norm(hidden, name + "input_layernorm")
+            normed = self._before_attention(hidden, name)
             at = torch.tensor(positions)
             q, k = (
-                self.turn(self._project(normed, name, which, heads), at)
+                self.turn(layer, self._project(normed, name, which, heads), at)
                 for which, heads in (("q", self.heads), ("k", self.kv_heads))
             )
             v = self._project(normed, name, "v", self.kv_heads)
@@ -126,24 +146,48 @@ class Reference:
                 positions = [positions[row] for row in rows]
                 q, k, v, hidden = q[rows], k[rows], v[rows], hidden[rows]
             keys[layer, positions], values[layer, positions] = k, v
-            hidden = hidden + self._attend(q, keys[layer], values[layer], positions) @ self._weight(name, "o").T
-            normed = self._norm(hidden, name + "post_attention_layernorm")
-            gate, up, down = (self.weights[f"{name}mlp.{which}_proj.weight"] for which in ("gate", "up", "down"))
-            hidden = hidden + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+            attended = self._attend(q, keys[layer], values[layer], positions, layer)
+            hidden = self._finish(hidden, self._with_bias(attended @ self._weight(name, "o").T, name, "o"), name)
         return keys, values, (hidden[-1], positions)
 
-    def _attend(self, q, keys, values, positions):
+    def _embed(self, ids):
+        return self.weights["model.embed_tokens.weight"][ids]
+
+    def _before_attention(self, hidden, name):
+        return self._norm(hidden, name + "input_layernorm")
+
+    def _finish(self, hidden, attended, name):
+        hidden = hidden + attended
+        return hidden + self._mlp(self._norm(hidden, name + "post_attention_layernorm"), name)
+
+    def _mlp(self, normed, name):
+        return self._gated(normed, *(f"{name}mlp.{which}_proj.weight" for which in ("gate", "up", "down")))
+
+    def _gated(self, normed, gate, up, down):
+        gate, up, down = (self.weights[part] for part in (gate, up, down))
+        return (self._activation(normed @ gate.T) * (normed @ up.T)) @ down.T
+
+    def _activation(self, states):
+        return torch.nn.functional.silu(states)
+
+    def _attend(self, q, keys, values, positions, layer):
+        window = self.windows[layer]
         groups = self.heads // self.kv_heads
         keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5
-        sees = torch.arange(len(keys))[None] <= torch.tensor(positions)[:, None]
-        weights = torch.softmax(scores.masked_fill(~sees, float("-inf")), -1)
+        scores = self._scores(torch.einsum("qhd,khd->hqk", q, keys) * self.scale)
+        behind = torch.tensor(positions)[:, None] - torch.arange(len(keys))[None]
+        sees = (behind >= 0) & (behind < (window or len(keys)))
+        weights = self._softmax(scores.masked_fill(~sees, float("-inf")), layer)
         return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(positions), -1)
 
+    def _scores(self, scores):
+        return scores
+
+    def _softmax(self, scores, _layer):
+        return torch.softmax(scores, -1)
+
     def _project(self, normed, name, which, heads):
-        out = normed @ self._weight(name, which).T
-        bias = self.weights.get(f"{name}self_attn.{which}_proj.bias")
-        out = (out if bias is None else out + bias).view(len(normed), heads, self.dim)
+        out = self._with_bias(normed @ self._weight(name, which).T, name, which).view(len(normed), heads, self.dim)
         scale = f"{name}self_attn.{which}_norm"
         return self._norm(out, scale) if f"{scale}.weight" in self.weights else out
 
@@ -154,6 +198,10 @@ class Reference:
     def _logits(self, hidden):
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return self._norm(hidden, "model.norm") @ head.T
+
+    def _with_bias(self, out, name, which):
+        bias = self.weights.get(f"{name}self_attn.{which}_proj.bias")
+        return out if bias is None else out + bias
 
     def _weight(self, name, which):
         return self.weights[f"{name}self_attn.{which}_proj.weight"]

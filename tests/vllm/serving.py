@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 
 from tests.vllm.checkpoints import VOCAB
@@ -111,6 +112,15 @@ class Served:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            cleanup_dist_env_and_memory()
+
+
+IN_PROCESS: dict[str, Any] = {
+    "distributed_executor_backend": "uni",
+    "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+}
+"""Options for an engine in this process, which starts sooner. One at a time."""
 
 
 @contextmanager

@@ -55,8 +55,8 @@ def paged() -> FakePaged:
 
 
 def cache(paged: FakePaged, *placements, first=0, stop=16) -> PagedCache:
-    geometry, rotation = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY), SimpleNamespace(forward=turn)
-    layers = SimpleNamespace(paged=paged, geometry=geometry, rotation=rotation, device=paged.device, num_layers=2)
+    geometry, rotations = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY), SimpleNamespace(forward=rotate)
+    layers = SimpleNamespace(paged=paged, geometry=geometry, rotations=rotations, device=paged.device, num_layers=2)
     table = SimpleNamespace(slots=slots)
     return PagedCache(layers, table, placements, first=first, stop=stop, capacity=CAPACITY)
 

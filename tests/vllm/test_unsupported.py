@@ -1,5 +1,6 @@
 """Models and set-ups that cannot be woven: served by vLLM alone, with the reason in the log."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,18 @@ from transformers import AutoModelForCausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.model_check import SUPPORTED, check_supported
+from chunkweave.models.anatomy import anatomy_of
+from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
+from chunkweave.vllm.model_check import check_supported
 from tests.vllm.prompts import computed_alone
-from tests.vllm.serving import serving
+from tests.vllm.serving import IN_PROCESS, serving
 
 
-def test_a_model_with_a_sliding_window_is_served_by_vllm_alone(checkpoint, capfd):
-    folder = checkpoint("mistral", sliding_window=64)
+def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    folder = checkpoint("granite")
     scenario = computed_alone()
-    with serving(folder) as served:
+    with serving(folder, **IN_PROCESS) as served:
         scenario.precompute(served)
         got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
         captured = served.answer(scenario.prompt.ask("cachecraft"))[0]
@@ -30,72 +34,102 @@ def test_a_model_with_a_sliding_window_is_served_by_vllm_alone(checkpoint, capfd
     assert got.report == {"method": "prefix", "prompt_tokens": len(scenario.prompt.ids)} | {
         "computed_tokens": len(scenario.prompt.ids)
     }
-    said = "".join(capfd.readouterr())
-    assert "chunkweave weaves nothing, requests are served by vLLM alone: MistralForCausalLM cannot be woven" in said
+    why = "chunkweave weaves nothing, requests are served by vLLM alone: GraniteForCausalLM cannot be woven"
+    assert why in caplog.text
 
 
-def fakes(name="LlamaForCausalLM", rotary="RotaryEmbedding", window=None, own_rotary=False, scaled=False, **changes):
+def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", impl=None, **changes):
     """A model, a configuration and KV cache groups that pass, but for what is changed."""
     values = {
         "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
         "speculative": None,
         "multimodal": False,
+        "window": None,
         "spec": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32),
         "groups": 1,
+        "modules": (*anatomy_of(SimpleNamespace(model_type=family)).norms, "mlp", "block_sparse_moe"),
+        "scaled": False,
+        "long": False,
+        "rope": "default",
+        "projection": "qkv_proj",
         **changes,
     }
-    turn = type(rotary, (), {})()
-    layers = [
-        SimpleNamespace(
-            self_attn=SimpleNamespace(
-                rotary_emb=type(rotary, (), {})() if own_rotary else turn,
-                attn=SimpleNamespace(impl=SimpleNamespace(sliding_window=window)),
-                do_llama_4_scaling=scaled,
-            )
-        )
-        for _ in range(2)
-    ]
+    turn = type(rotary, (), {"use_long_rope": values["long"], "original_max_position_embeddings": 4096})()
+    inner = SimpleNamespace(impl=SimpleNamespace(**(impl or {})))
+    attention = SimpleNamespace(
+        rotary_emb=turn,
+        attn=inner,
+        do_llama_4_scaling=values["scaled"],
+        **dict.fromkeys((values["projection"], "o_proj", "dense")),
+    )
+    place = "attn" if name == "GptOssForCausalLM" else "self_attn"
+    layers = [SimpleNamespace(**{place: attention}, **dict.fromkeys(values["modules"])) for _ in range(2)]
     model = type(name, (), {"model": SimpleNamespace(layers=layers)})()
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline_parallel_size"]),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=values["pipeline_parallel_size"],
+            tensor_parallel_size=values["tensor_parallel_size"],
+        ),
         speculative_config=values["speculative"],
-        model_config=SimpleNamespace(is_multimodal_model=values["multimodal"]),
+        model_config=SimpleNamespace(
+            is_multimodal_model=values["multimodal"],
+            max_model_len=1024,
+            hf_config=SimpleNamespace(
+                model_type=family,
+                num_hidden_layers=2,
+                sliding_window=values["window"],
+                layer_types=None,
+                rope_parameters={"rope_type": values["rope"]},
+            ),
+        ),
     )
     group = SimpleNamespace(kv_cache_spec=values["spec"])
     return model, config, SimpleNamespace(kv_cache_groups=[group] * values["groups"])
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-@pytest.mark.parametrize("window", [None, -1, (-1, -1)])
-def test_what_is_supported_passes(name, window):
-    check_supported(*fakes(name, window=window))
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("said", "window"), [(None, None), (-1, None), ((-1, -1), None), (64, 64), ((63, 0), 64), (None, 1024)]
+)
+def test_what_is_supported_passes(name, said, window):
+    check_supported(*fakes(name, impl={"sliding_window": said}, window=window))
+
+
+WINDOWED = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+
+
+@pytest.mark.parametrize("family", RUN_BY_TRANSFORMERS)
+def test_what_transformers_runs_and_is_supported_passes(family):
+    check_supported(*fakes("TransformersForCausalLM", family))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": "Gemma3ForCausalLM"}, "the architecture is not one of LlamaForCausalLM"),
+        ({"name": "Grok1ForCausalLM"}, "the architecture is not one of LlamaForCausalLM"),
         ({"name": "DeepseekV3ForCausalLM"}, "the architecture is not one of"),
+        ({"name": "TransformersForCausalLM"}, "of those that vLLM runs by transformers, glm, olmo2"),
+        ({"name": "TransformersForCausalLM", "family": "olmo2", "rope": "dynamic"}, "RoPE type dynamic depend on more"),
+        ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),
         ({"speculative": object()}, "with speculative decoding drafts have a KV cache of their own"),
         ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
-        ({"groups": 2}, "hybrid KV cache groups are not uniform over layers"),
-        (
-            {
-                "spec": SlidingWindowSpec(
-                    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-                )
-            },
-            "SlidingWindowSpec is not full attention",
-        ),
-        ({"own_rotary": True}, "its layers rotate by different angles"),
+        ({"groups": 2}, "not all layers have blocks for the whole context (FullAttentionSpec, FullAttentionSpec)"),
+        ({"spec": WINDOWED}, "not all layers have blocks for the whole context (SlidingWindowSpec)"),
         ({"rotary": "DynamicNTKScalingRotaryEmbedding"}, "DynamicNTKScalingRotaryEmbedding depends on more than"),
         ({"rotary": "MRotaryEmbedding"}, "MRotaryEmbedding depends on more than a token's position"),
-        ({"rotary": "Phi3LongRoPEScaledRotaryEmbedding"}, "depends on more than a token's position"),
+        ({"long": True}, "it is woven with --max-model-len 4096 or less"),
         ({"rotary": "DualChunkRotaryEmbedding"}, "depends on more than a token's position"),
         ({"scaled": True}, "its queries are scaled by their position"),
-        ({"window": 64}, "it attends within a sliding window"),
-        ({"window": (63, 0)}, "it attends within a sliding window"),
+        ({"impl": {"sliding_window": (63, 63)}}, "its attention is limited in a way that is not known"),
+        ({"impl": {"sliding_window": 65}, "window": 64}, "vLLM attends within 65 keys, the checkpoint says 64"),
+        ({"impl": {"sliding_window": 65}}, "vLLM attends within 65 keys, the checkpoint says None"),
+        ({"window": 64}, "vLLM attends within None keys, the checkpoint says 64"),
+        ({"name": "CohereForCausalLM", "family": "cohere", "tensor_parallel_size": 2}, "sum over tensor-parallel"),
+        ({"impl": {"sinks": object()}}, "its family is not known to have attention sinks"),
+        ({"impl": {"logits_soft_cap": 50.0}}, "vLLM caps attention scores at 50.0, the checkpoint at None"),
+        ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "modules": ("mlp",)}, "its layers have no input_layer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -74,8 +74,8 @@ def paged() -> FakePaged:
 def side(paged, monkeypatch):
     monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(FakeJob, "given", [])
-    rotation = SimpleNamespace(inverse=lambda keys, _: keys)
-    layers = SimpleNamespace(paged=paged, device=paged.device, rotation=rotation, geometry=GEOMETRY)
+    rotations = SimpleNamespace(inverse=lambda _layer, keys, _positions: keys)
+    layers = SimpleNamespace(paged=paged, device=paged.device, rotations=rotations, geometry=GEOMETRY)
     made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
     yield made
     made.close()

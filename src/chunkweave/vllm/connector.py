@@ -10,13 +10,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.vllm.model_check import check, check_supported, model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.model_check import checked_layers, model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepOrders, StepResults
 from chunkweave.vllm.settings import PluginSettings
-from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker
 
@@ -94,9 +93,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
         """The caches exist: check the model, try it, and switch weaving on, or log why not."""
         try:
-            check_supported(loaded_model(), self._vllm_config, self._kv_cache_config)
-            layers = StockLayers(loaded_model(), self._vllm_config, self._kv_cache_config)
-            check(layers)
+            layers = checked_layers(loaded_model(), self._vllm_config, self._kv_cache_config)
         except ModelError as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             return

@@ -19,16 +19,26 @@ from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
+from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
+from chunkweave.models.huggingface import sliding_windows
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.types import ChunkId, SegmentId, Span
+from chunkweave.vllm.architectures import (
+    ARCHITECTURES,
+    RUN_BY_TRANSFORMERS,
+    Architecture,
+    Call,
+    architecture_of,
+    missing_modules,
+    narrowed,
+    windows_of,
+)
 from chunkweave.vllm.paged_kv import BlockTable
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave import WeaveJob
 
 logger = logging.getLogger("vllm.chunkweave")
-
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -43,8 +53,11 @@ def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if type(model).__name__ not in SUPPORTED:
-        yield f"the architecture is not one of {', '.join(SUPPORTED)}"
+    architecture = architecture_of(model, config.model_config.hf_config)
+    if architecture is None:
+        named = f"; of those that vLLM runs by transformers, {', '.join(RUN_BY_TRANSFORMERS)}"
+        yield f"the architecture is not one of {', '.join(ARCHITECTURES)}{named}"
+        return
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline parallelism would need hidden-state transfer"
     if config.speculative_config is not None:
@@ -52,24 +65,56 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     if config.model_config.is_multimodal_model:
         yield "multimodal prompts have parts that are not tokens"
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        yield "hybrid KV cache groups are not uniform over layers"
-    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        yield f"{type(groups[0].kv_cache_spec).__name__} is not full attention"
-    yield from _unsupported_layers([layer.self_attn for layer in model.model.layers])
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        yield f"not all layers have blocks for the whole context ({kinds})"
+    yield from _unsupported_layers(model.model.layers, architecture, config)
 
 
-def _unsupported_layers(attentions: Sequence[Any]) -> Iterator[str]:
-    if any(attention.rotary_emb is not attentions[0].rotary_emb for attention in attentions):
-        yield "its layers rotate by different angles"
-    rotary = type(attentions[0].rotary_emb).__name__
-    if any(word in rotary for word in ("Dynamic", "MRotary", "Longrope", "LongRoPE", "DualChunk")):
-        yield f"{rotary} depends on more than a token's position"
-    if getattr(attentions[0], "do_llama_4_scaling", False):
+def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, config: VllmConfig) -> Iterator[str]:
+    anatomy = anatomy_of(config.model_config.hf_config)
+    missing = {name for layer in layers for name in missing_modules(layer, architecture, anatomy)}
+    if missing:
+        yield f"its layers have no {', '.join(sorted(missing))}"
+    if architecture.reduces_itself and config.parallel_config.tensor_parallel_size > 1:
+        yield "its layers sum over tensor-parallel ranks themselves"
+    attentions = [getattr(layer, architecture.attention) for layer in layers]
+    yield from _unsupported_rotations([getattr(attention, "rotary_emb", None) for attention in attentions])
+    rope = config.model_config.hf_config.rope_parameters
+    if architecture.call is Call.TRANSFORMERS and rope.get("rope_type") in ("dynamic", "longrope"):
+        yield f"its angles by RoPE type {rope['rope_type']} depend on more than a token's position"
+    if any(getattr(attention, "do_llama_4_scaling", False) for attention in attentions):
         yield "its queries are scaled by their position"
-    windows = [getattr(attention.attn.impl, "sliding_window", None) for attention in attentions]
-    if any(window not in (None, -1, (-1, -1)) for window in windows):
-        yield "it attends within a sliding window"
+    if any(getattr(attention.attn.impl, "sinks", None) is not None for attention in attentions) and not anatomy.sinks:
+        yield "its family is not known to have attention sinks"
+    said = getattr(config.model_config.hf_config, "attn_logit_softcapping", None)
+    for cap in {getattr(attention.attn.impl, "logits_soft_cap", None) or None for attention in attentions} - {said}:
+        yield f"vLLM caps attention scores at {cap}, the checkpoint at {said}"
+    yield from _unsupported_windows([attention.attn for attention in attentions], config.model_config)
+
+
+def _unsupported_rotations(rotaries: Sequence[Any]) -> Iterator[str]:
+    for name in dict.fromkeys(type(rotary).__name__ for rotary in rotaries):
+        if any(word in name for word in ("Dynamic", "MRotary", "DualChunk")):
+            yield f"{name} depends on more than a token's position"
+    for rotary in rotaries:
+        if getattr(rotary, "use_long_rope", False):
+            most = rotary.original_max_position_embeddings
+            yield f"beyond {most} positions LongRoPE has other angles; it is woven with --max-model-len {most} or less"
+
+
+def _unsupported_windows(attentions: Sequence[Any], config: ModelConfig) -> Iterator[str]:
+    """Segments are shared with the project's own engine, so that both must see the same keys."""
+    everywhere = (None,) * len(attentions)
+    try:
+        windows = windows_of(attentions) or everywhere
+    except UnsupportedModelError as error:
+        yield str(error)
+        return
+    most = config.max_model_len
+    for own, said in zip(windows, sliding_windows(config.hf_config) or everywhere, strict=True):
+        if min(own or most, most) != min(said or most, most):
+            yield f"vLLM attends within {own} keys, the checkpoint says {said}"
 
 
 _TOKENS = 40
@@ -78,12 +123,24 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
 
 
-def check(layers: StockLayers) -> None:
-    """Try weaving on blocks whose contents are restored afterwards.
+def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> StockLayers:
+    """The layers of a model that can be woven and was tried.
+
+    Sliding windows are narrowed while it is tried, so that the tokens are more than a window.
 
     Raises:
-        UnsupportedModelError: the result differs from vLLM's own; the message says where, and by how much.
+        UnsupportedModelError: model or configuration have a feature that cannot be woven, or what comes out differs.
     """
+    check_supported(model, config, kv_cache_config)
+    architecture = architecture_of(model, config.model_config.hf_config)
+    attentions = [getattr(layer, architecture.attention).attn for layer in model.model.layers] if architecture else []
+    with narrowed(attentions, _TOKENS // 2):
+        _check(StockLayers(model, config, kv_cache_config))
+    return StockLayers(model, config, kv_cache_config)
+
+
+def _check(layers: StockLayers) -> None:
+    """Try weaving on blocks whose contents are restored afterwards."""
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
     if last < 2 * blocks:
@@ -121,7 +178,8 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     shifted = positions + _SHIFT
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
     read = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]
-    stored = [torch.stack((layers.rotation.inverse(keys, positions), values)) for keys, values in read]
+    before_rope = [layers.rotations.inverse(layer, keys, positions) for layer, (keys, _) in enumerate(read)]
+    stored = [torch.stack((keys, values)) for keys, (_, values) in zip(before_rope, read, strict=True)]
     # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
     expected = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]

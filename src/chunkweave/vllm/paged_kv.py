@@ -1,4 +1,4 @@
-"""Reading and writing vLLM's paged KV cache without knowing how a backend lays it out, and rotating its keys.
+"""Reading and writing vLLM's paged KV cache without knowing how a backend lays it out.
 
 Writing goes through the backend's own `do_kv_cache_update`. Reading needs the inverse, which no backend offers; so it
 is learnt: a block is written with the number of each of its elements, and what then lies where is looked up.
@@ -156,7 +156,7 @@ class PagedCache:
         """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
         self.capacity, self.geometry = capacity, layers.geometry
         self._paged, self._table = layers.paged, table
-        self._rotation = layers.rotation
+        self._rotations = layers.rotations
         placed = [one for one in placements if one.span.stop > first]
         self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
         inside = [Span(max(first, one.span.start), one.span.stop) for one in placed]
@@ -185,7 +185,7 @@ class PagedCache:
         if len(passive):
             keys, values = self._gather(layer)[:, passive]
             where = self.cached[passive]
-            self._paged.write(layer, self._table.slots(where), self._rotation.forward(keys, where), values)
+            self._paged.write(layer, self._table.slots(where), self._rotations.forward(layer, keys, where), values)
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
         """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
@@ -253,56 +253,3 @@ class PagedCache:
             device, dtype = self._paged.device, self._paged.dtype
             self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
         return self._raw[1]
-
-
-class Rotation:
-    """Turns keys to a position and back, with the table of cosines and sines that the model itself rotates with.
-
-    Computed in float32 and rounded once. The inverse divides by cos² + sin², which is 1 for plain RoPE, the square of
-    the attention factor for YaRN, and off by rounding where the table is bfloat16.
-    """
-
-    def __init__(self, rotary: Any) -> None:
-        """Take the angles of a vLLM `RotaryEmbedding`.
-
-        Raises:
-            UnsupportedModelError: its rotation is not one angle per pair of dims and position.
-        """
-        table = getattr(rotary, "cos_sin_cache", None)
-        if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[1] != rotary.head_size:
-            raise UnsupportedModelError(
-                f"{type(rotary).__name__} is not supported: keys can be shifted only where whole heads are rotated "
-                "by the position alone"
-            )
-        self._rotary = rotary
-        self._halves = bool(rotary.is_neox_style)
-
-    def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys before RoPE `[tokens, heads, head_dim]` -> as they are at `positions` `[tokens]`."""
-        cos, sin = self._angles(positions)
-        one, two = self._split(keys.float())
-        return self._join(one * cos - two * sin, two * cos + one * sin).to(keys.dtype)
-
-    def inverse(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys as they are at `positions` `[tokens]` -> before RoPE, `[tokens, heads, head_dim]`."""
-        cos, sin = self._angles(positions)
-        scale = cos.square() + sin.square()
-        cos, sin = cos / scale, sin / scale
-        one, two = self._split(keys.float())
-        return self._join(one * cos + two * sin, two * cos - one * sin).to(keys.dtype)
-
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[tokens, 1, head_dim / 2]`. The module may replace its table, so it is read each time."""
-        cos, sin = self._rotary.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
-        return cos, sin
-
-    def _split(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._halves:
-            one, two = keys.chunk(2, dim=-1)
-            return one, two
-        return keys[..., 0::2], keys[..., 1::2]
-
-    def _join(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        if self._halves:
-            return torch.cat((one, two), dim=-1)
-        return torch.stack((one, two), dim=-1).flatten(-2)

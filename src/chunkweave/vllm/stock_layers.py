@@ -22,10 +22,14 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from chunkweave.config import AttentionKernel
+from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.attention import ALONE, Ranks, make_attention
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.types import Geometry
-from chunkweave.vllm.paged_kv import BlockTable, PagedKV, Rotation
+from chunkweave.vllm.architectures import Call, architecture_of, sinks_of, windows_of
+from chunkweave.vllm.layer_modules import LayerModules
+from chunkweave.vllm.paged_kv import BlockTable, PagedKV
+from chunkweave.vllm.rotation import Rotations, SharedRotary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,30 +59,39 @@ class StockLayers:
         Raises:
             UnsupportedModelError: the layout or the rotation is one that weaving cannot handle.
         """
-        self._config = vllm_config
-        self._body = model.model
-        self._layers = list(model.model.layers)
+        config = vllm_config.model_config.hf_config
+        architecture, anatomy = architecture_of(model, config), anatomy_of(config)
+        assert architecture is not None, "a model that is not woven has no layers here"
+        self._config, self._model = vllm_config, model
+        self._layers = [LayerModules(block, architecture, anatomy) for block in model.model.layers]
         self.num_layers = len(self._layers)
-        attentions = [layer.self_attn.attn for layer in self._layers]
+        attentions = [layer.attention for layer in self._layers]
         group = kv_cache_config.kv_cache_groups[0]
         self.paged = PagedKV(attentions, group.kv_cache_spec.block_size)
         self.device, self.dtype = self.paged.device, self.paged.dtype
-        first = self._layers[0].self_attn
-        self.rotation = Rotation(first.rotary_emb)
+        self._shared_rotary: SharedRotary | None = None
+        if architecture.call is Call.TRANSFORMERS:
+            types = config.layer_types if anatomy.rope_by_layer_type else [""] * self.num_layers
+            probe = torch.empty(0, dtype=self.dtype, device=self.device)
+            tokens = vllm_config.model_config.max_model_len
+            rotary = model.model.rotary_emb
+            self._shared_rotary = SharedRotary(rotary, types, tokens, probe, interleaved=architecture.interleaved)
+        self.rotations = Rotations([self._rotary_of(layer) for layer in range(self.num_layers)])
         spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
         builder = attentions[0].get_attn_backend().get_builder_cls()
         self._names = [attention.layer_name for attention in attentions]
         self._builder = builder(spec, self._names, vllm_config, self.device)
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self._query_scale = float(first.scaling) * int(first.head_dim) ** 0.5
-        self.geometry: Geometry = geometry_of(vllm_config.model_config.hf_config)
-        self.own_geometry = replace(self.geometry, num_heads=int(first.num_heads), num_kv_heads=self.paged.shape[0])
+        windows, sinks = windows_of(attentions), sinks_of(attentions)
+        self.geometry: Geometry = replace(geometry_of(config), windows=windows, sinks=sinks)
+        heads = int(attentions[0].num_heads)
+        self.own_geometry = replace(self.geometry, num_heads=heads, num_kv_heads=self.paged.shape[0])
         self.ranks: Ranks = ALONE if get_tensor_model_parallel_world_size() == 1 else TensorParallelRanks()
         self.attention = make_attention(AttentionKernel.AUTO, self.own_geometry, dtype=self.dtype, device=self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
-        hidden: torch.Tensor = self._body.embed_tokens(token_ids)
+        hidden: torch.Tensor = self._model.embed_input_ids(token_ids)
         return hidden
 
     def activate(self, positions: torch.Tensor, table: BlockTable) -> ActiveSet:
@@ -92,81 +105,66 @@ class StockLayers:
 
     def run(
         self, layer: int, active: ActiveSet, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One whole layer, which writes its KV and attends; `[tokens, hidden]` each.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One whole layer, which writes its KV and attends; `[tokens, hidden]` each, the residual as it may be added.
 
         `hidden` and `residual` may be overwritten: vLLM's layers work in place.
         """
         done = []
         for rows, metadata, slots in active.pieces:
-            with self._context(metadata, slots, rows.stop - rows.start):
+            positions = active.positions[rows]
+            angles = None if self._shared_rotary is None else self._shared_rotary.angles(layer, positions)
+            with self._context(metadata, slots, len(positions)):
                 part = None if residual is None else residual[rows]
-                done.append(self._layers[layer](active.positions[rows], hidden[rows], part))
+                done.append(self._layers[layer].run(positions, hidden[rows], part, angles))
         if len(done) == 1:
-            return done[0]  # type: ignore[no-any-return]
-        return torch.cat([one for one, _ in done]), torch.cat([other for _, other in done])
+            return done[0]
+        to_add = [part for _, part in done if part is not None]
+        return torch.cat([part for part, _ in done]), torch.cat(to_add) if to_add else None
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
         """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up check compares with."""
         ((rows, metadata, slots),) = active.pieces
         with self._context(metadata, slots, rows.stop):
-            hidden: torch.Tensor = self._body(token_ids, positions, None, None)
+            hidden: torch.Tensor = self._model(token_ids, positions)
         return hidden
 
     def keys_values(
         self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh keys before RoPE and values of a layer, `[tokens, kv_heads, head_dim]`; its inputs stay as they are."""
-        block = self._layers[layer]
-        if residual is None:
-            normed = block.input_layernorm(hidden)
-        else:
-            normed, _ = block.input_layernorm(hidden.clone(), residual.clone())
-        _, keys, values = self._projected(layer, normed)
-        return self._by_head(layer, "k_norm", keys), self._by_head(layer, None, values)
+        _, keys, values = self._layers[layer].qkv(hidden if residual is None else hidden + residual)
+        return keys, values
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says."""
-        queries, keys, values = self._projected(layer, self._layers[layer].input_layernorm(hidden))
-        queries = self._by_head(layer, "q_norm", queries)
-        scaled = queries if self._query_scale == 1.0 else queries * self._query_scale
-        return scaled, self._by_head(layer, "k_norm", keys), self._by_head(layer, None, values)
+        return self._layers[layer].qkv(hidden)
 
-    def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """RoPE with vLLM's own module, the same on all layers."""
-        return self.rotation.forward(queries, positions)
+    def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE with the table of the layer's own module."""
+        return self.rotations.forward(layer, queries, positions)
 
     rotate_keys = rotate_queries
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""
-        block = self._layers[layer]
         done = []
         for rows in self._pieces(len(hidden)):
             with self._context({}, {}, rows.stop - rows.start):
-                out, _ = block.self_attn.o_proj(attended[rows])
-                normed, residual = block.post_attention_layernorm(out, hidden[rows])
-                done.append(block.mlp(normed) + residual)
+                done.append(self._layers[layer].finish(hidden[rows], attended[rows]))
         return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _rotary_of(self, layer: int) -> Any:
+        """What a layer rotates with, None if it does not."""
+        modules = self._layers[layer]
+        if self._shared_rotary is None or not modules.rotates:
+            return modules.rotary
+        return self._shared_rotary.table(layer, int(modules.attention.head_size))
 
     def _pieces(self, rows: int) -> Iterator[slice]:
         """That many rows in pieces of at most as many as vLLM was sized for."""
         for start in range(0, rows, self._most_rows):
             yield slice(start, min(start + self._most_rows, rows))
-
-    def _projected(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attention = self._layers[layer].self_attn
-        qkv, _ = attention.qkv_proj(normed)
-        parts: tuple[torch.Tensor, ...] = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        return parts
-
-    def _by_head(self, layer: int, norm_name: str | None, states: torch.Tensor) -> torch.Tensor:
-        """`[tokens, heads * head_dim]` -> `[tokens, heads, head_dim]`, by the layer's norm of that name, if any."""
-        head_dim = self.paged.shape[1]
-        by_head = states.reshape(len(states), states.shape[-1] // head_dim, head_dim)
-        norm = None if norm_name is None else getattr(self._layers[layer].self_attn, norm_name, None)
-        normed: torch.Tensor = by_head if norm is None else norm(by_head.contiguous())
-        return normed
 
     @contextmanager
     def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:

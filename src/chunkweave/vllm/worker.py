@@ -252,7 +252,7 @@ class ConnectorWorker:
             copy = torch.empty((self._num_layers, 2, len(part.span), *paged.shape), dtype=paged.dtype)
             for layer in range(self._num_layers):
                 keys, values = paged.read(layer, slots)
-                copy[layer, 0] = self._layers.rotation.inverse(keys, positions)
+                copy[layer, 0] = self._layers.rotations.inverse(layer, keys, positions)
                 copy[layer, 1] = values
             kv, exact = SegmentKV(copy), part.span.stop <= exact_to
             yield SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv

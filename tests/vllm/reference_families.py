@@ -1,0 +1,299 @@
+"""What other families do otherwise than Llama, in the same explicit torch as `Reference`."""
+
+from math import log, pi
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from tests.vllm.reference import Reference
+
+
+class Mixtral(Reference):
+    """A token goes through the experts that its router ranks highest, by their shares among those."""
+
+    router, prefix, parts = "block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")
+    renormalised = True
+
+    def _mlp(self, normed, name):
+        shares = torch.softmax(normed @ self.weights[f"{name}{self.router}.weight"].T, -1)
+        chosen, experts = shares.topk(self.config.num_experts_per_tok, dim=-1)
+        if self.renormalised:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        out = torch.zeros_like(normed)
+        for row, states in enumerate(normed):
+            for share, expert in zip(chosen[row], experts[row].tolist(), strict=True):
+                parts = (f"{name}{self.prefix}.{expert}.{part}.weight" for part in self.parts)
+                out[row] += share * self._gated(states, *parts)
+        return out
+
+
+class Qwen3Moe(Mixtral):
+    """As Mixtral, but for the names, and shares may be left as they are."""
+
+    router, prefix, parts = "mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.renormalised = self.config.norm_topk_prob
+
+
+class Phi3(Reference):
+    """Projections stand in one matrix: queries, keys, values; gate and up. LongRoPE divides each angle by a factor."""
+
+    def _angles(self, rope):
+        angles = super()._angles(rope)
+        if rope["rope_type"] != "longrope":
+            return angles
+        original = rope["original_max_position_embeddings"]
+        attention_factor = (1 + log(self.config.max_position_embeddings / original) / log(original)) ** 0.5
+        self.scale = self.dim**-0.5 * attention_factor**2
+        return angles / torch.tensor(rope["short_factor"], dtype=torch.float64)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for name in [name for name in self.weights if name.endswith("qkv_proj.weight")]:
+            parts = self.weights[name].split([self.heads * self.dim, *(self.kv_heads * self.dim,) * 2])
+            for which, part in zip("qkv", parts, strict=True):
+                self.weights[name.replace("qkv", which)] = part
+        for name in [name for name in self.weights if name.endswith("gate_up_proj.weight")]:
+            for which, part in zip(("gate", "up"), self.weights[name].chunk(2), strict=True):
+                self.weights[name.replace("gate_up", which)] = part
+
+
+class Qwen2Moe(Qwen3Moe):
+    """And through one more MLP, as far as a gate of its own lets it."""
+
+    def _mlp(self, normed, name):
+        parts = (f"{name}mlp.shared_expert.{part}.weight" for part in self.parts)
+        share = torch.sigmoid(normed @ self.weights[f"{name}mlp.shared_expert_gate.weight"].T)
+        return super()._mlp(normed, name) + share * self._gated(normed, *parts)
+
+
+class NormedOverHeads(Reference):
+    """Queries and keys are normed over all heads at once."""
+
+    def _project(self, normed, name, which, heads):
+        out = normed @ self._weight(name, which).T
+        scale = f"{name}self_attn.{which}_norm"
+        out = self._norm(out, scale) if f"{scale}.weight" in self.weights else out
+        return out.view(len(normed), heads, self.dim)
+
+
+class Olmoe(NormedOverHeads, Qwen3Moe):
+    """A mixture of experts."""
+
+
+class Gemma(Reference):
+    """Scaled embeddings, norms of 1 + weight, GELU."""
+
+    def _embed(self, ids):
+        return super()._embed(ids) * self.config.hidden_size**0.5
+
+    def _activation(self, states):
+        return torch.nn.functional.gelu(states, approximate="tanh")
+
+    def _norm(self, states, name):
+        scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return scaled * (1 + self.weights[f"{name}.weight"])
+
+
+class Gemma3(Gemma):
+    """Norms behind attention and MLP too; queries by a scale of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.scale = self.config.query_pre_attn_scalar**-0.5
+
+    def _finish(self, hidden, attended, name):
+        hidden = hidden + self._norm(attended, name + "post_attention_layernorm")
+        made = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name)
+        return hidden + self._norm(made, name + "post_feedforward_layernorm")
+
+
+class Gemma2(Gemma3):
+    """Scores and logits are capped: they approach a bound and never reach it."""
+
+    def _scores(self, scores):
+        return self._capped(scores, self.config.attn_logit_softcapping)
+
+    def _logits(self, hidden):
+        return self._capped(super()._logits(hidden), self.config.final_logit_softcapping)
+
+    def _capped(self, states, cap):
+        return cap * torch.tanh(states / cap)
+
+
+class Interleaved(Reference):
+    """Dim 2i is rotated with dim 2i + 1."""
+
+    def _pairs(self, states, dims):
+        return torch.complex(states[..., 0:dims:2], states[..., 1:dims:2]), states[..., dims:]
+
+    def _unpaired(self, pairs):
+        return torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+
+
+class Glm4(Interleaved, Phi3):
+    """Norms behind attention and MLP, under other names than Gemma's."""
+
+    def _finish(self, hidden, attended, name):
+        hidden = hidden + self._norm(attended, name + "post_self_attn_layernorm")
+        made = self._mlp(self._norm(hidden, name + "post_attention_layernorm"), name)
+        return hidden + self._norm(made, name + "post_mlp_layernorm")
+
+
+class Stablelm(Reference):
+    """Norms take the mean off, and add a bias if there is one."""
+
+    more_weight = 0.0
+
+    def _norm(self, states, name):
+        eps = getattr(self.config, "layer_norm_eps", None) or self.config.norm_eps
+        centred = states - states.mean(-1, keepdim=True)
+        scaled = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+        return scaled * (self.more_weight + self.weights[f"{name}.weight"]) + self.weights.get(f"{name}.bias", 0.0)
+
+
+class Nemotron(Stablelm):
+    """Norms of 1 + weight, and an MLP without a gate."""
+
+    more_weight = 1.0
+
+    def _mlp(self, normed, name):
+        up, down = (self.weights[f"{name}mlp.{which}_proj.weight"] for which in ("up", "down"))
+        return torch.relu(normed @ up.T).pow(2) @ down.T
+
+
+class Cohere(Interleaved, Stablelm):
+    """Attention and MLP side by side; scaled logits."""
+
+    def _finish(self, hidden, attended, name):
+        return hidden + attended + self._mlp(self._before_attention(hidden, name), name)
+
+    def _logits(self, hidden):
+        return super()._logits(hidden) * self.config.logit_scale
+
+
+class PostNorm(Reference):
+    """Norms behind attention and MLP only."""
+
+    def _before_attention(self, hidden, name):
+        return hidden
+
+    def _finish(self, hidden, attended, name):
+        hidden = hidden + self._norm(attended, name + "post_attention_layernorm")
+        return hidden + self._norm(self._mlp(hidden, name), name + "post_feedforward_layernorm")
+
+
+class Olmo(NormedOverHeads, PostNorm):
+    """OLMo 2 and 3."""
+
+
+class Exaone4(PostNorm):
+    """Layers without a window do not rotate."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.frequencies = [
+            angles if window else 0 * angles for angles, window in zip(self.frequencies, self.windows, strict=True)
+        ]
+
+
+class SmolLM3(Reference):
+    """Some layers do not rotate."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        rotates = self.config.no_rope_layers
+        self.frequencies = [angles * does for angles, does in zip(self.frequencies, rotates, strict=True)]
+
+
+class Glm(Interleaved, Phi3):
+    """GLM 4 9B and earlier."""
+
+
+class Phi(Stablelm):
+    """Attention and MLP side by side, an MLP of two matrices, biases everywhere, modules of other names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for part in ("weight", "bias"):
+            self.weights[f"model.norm.{part}"] = self.weights[f"model.final_layernorm.{part}"]
+            for layer in range(self.layers):
+                name = f"model.layers.{layer}.self_attn."
+                self.weights[f"{name}o_proj.{part}"] = self.weights[f"{name}dense.{part}"]
+
+    def _finish(self, hidden, attended, name):
+        return hidden + attended + self._mlp(self._before_attention(hidden, name), name)
+
+    def _mlp(self, normed, name):
+        up, down = (self.weights[f"{name}mlp.{which}.weight"] for which in ("fc1", "fc2"))
+        more, last = (self.weights[f"{name}mlp.{which}.bias"] for which in ("fc1", "fc2"))
+        return torch.nn.functional.gelu(normed @ up.T + more, approximate="tanh") @ down.T + last
+
+    def _logits(self, hidden):
+        return super()._logits(hidden) + self.weights["lm_head.bias"]
+
+
+class GptOss(Reference):
+    """Sinks in the softmax, YaRN, experts with clamped gates, biases everywhere."""
+
+    def _angles(self, rope):
+        angles = super()._angles(rope)
+        factor, original = rope["factor"], rope["original_max_position_embeddings"]
+        low, high = (
+            self.dim * log(original / (turns * 2 * pi)) / (2 * log(rope["rope_theta"]))
+            for turns in (rope["beta_fast"], rope["beta_slow"])
+        )
+        slow = ((torch.arange(len(angles), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        self.scale = self.dim**-0.5 * (0.1 * log(factor) + 1) ** 2
+        return angles / factor * slow + angles * (1 - slow)
+
+    def _softmax(self, scores, layer):
+        sinks = self.weights[f"model.layers.{layer}.self_attn.sinks"][:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+
+    def _mlp(self, normed, name):
+        router, bias = (self.weights[f"{name}mlp.router.{part}"] for part in ("weight", "bias"))
+        logits, experts = (normed @ router.T + bias).topk(self.config.num_experts_per_tok, dim=-1)
+        shares = torch.softmax(logits, -1)
+        out = torch.zeros_like(normed)
+        for row, states in enumerate(normed):
+            for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
+                out[row] += share * self._expert(states, f"{name}mlp.experts.", expert)
+        return out
+
+    def _expert(self, states, name, expert):
+        both = states @ self.weights[name + "gate_up_proj"][expert] + self.weights[name + "gate_up_proj_bias"][expert]
+        gate, up = both[0::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+        made = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        return made @ self.weights[name + "down_proj"][expert] + self.weights[name + "down_proj_bias"][expert]
+
+
+FAMILIES: dict[str, type[Reference]] = {
+    "cohere": Cohere,
+    "exaone4": Exaone4,
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
+    "glm": Glm,
+    "glm4": Glm4,
+    "gpt_oss": GptOss,
+    "mixtral": Mixtral,
+    "nemotron": Nemotron,
+    "olmo2": Olmo,
+    "olmo3": Olmo,
+    "olmoe": Olmoe,
+    "phi": Phi,
+    "phi3": Phi3,
+    "qwen2_moe": Qwen2Moe,
+    "qwen3_moe": Qwen3Moe,
+    "smollm3": SmolLM3,
+    "stablelm": Stablelm,
+}
+
+
+def reference_of(folder: Path) -> Reference:
+    """The reference for a checkpoint of any family."""
+    return FAMILIES.get(AutoConfig.from_pretrained(folder).model_type, Reference)(folder)
