@@ -201,6 +201,9 @@ class FocusReading(StrEnum):
     LARGEST_GAP = "largest-gap"
 
 
+_BEFOREHAND = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
+
+
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
@@ -213,8 +216,12 @@ class CaptureConfig:
     one reads (`planning.method_choice.Kept`).
 
     A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
-    tokens were recomputed through the last layer (None: never). From a half on, this prompt's context tells more
-    about its KV than the one that it was first computed in.
+    tokens were recomputed through the last layer (None: never). By default it takes all of them: a variant is only
+    stored where its KV is fresh.
+
+    What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
+    passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
+    (docs/precomputing.md).
     """
 
     profile: bool | None = setting(
@@ -222,6 +229,19 @@ class CaptureConfig:
         "Keep what the tokens of new chunks attend to, for cachecraft and h2o; none: if the request's method or the "
         "usual one reads it.",
         name="capture",
+    )
+    neutral_tokens: int = setting(
+        400,
+        "Tokens of neutral passages that a chunk is computed behind when it is computed beforehand; 0: it is computed "
+        "alone, without the instruction too.",
+        places=_BEFOREHAND,
+        least=0,
+    )
+    neutral_file: Path | None = setting(
+        None,
+        "Neutral passages, separated by empty lines, of the kind of your documents; none: neutral.txt beside the "
+        "model, or the bundled ones.",
+        places=_BEFOREHAND,
     )
     layers: int | None = 8
     heads: int | None = 4

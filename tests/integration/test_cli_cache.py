@@ -55,7 +55,9 @@ def as_json(*arguments: object, code: int = 0):
 
 
 def warm(cache: Path, docs: Path, *more: object):
-    return invoke("cache", "warm", cache, "--shape", "demo", "--docs", docs, "--chunk-tokens", 64, *more)
+    return invoke(
+        "cache", "warm", cache, "--shape", "demo", "--docs", docs, "--chunk-tokens", 64, "--neutral-tokens", 0, *more
+    )
 
 
 def ask(cache: Path, docs: Path, *more: object):
@@ -89,9 +91,8 @@ def test_an_error_after_computing_still_leaves_it_on_disk(documents, tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "stream", interrupted)
-    done = invoke(
-        "ask", "--shape", "demo", "--docs", documents, "--cache-dir", tmp_path / "cache", "--precompute", "Why?"
-    )
+    where = ("--docs", documents, "--cache-dir", tmp_path / "cache", "--neutral-tokens", 0)
+    done = invoke("ask", "--shape", "demo", *where, "--precompute", "Why?")
     assert done.exit_code == 130
     assert len(segment_files(tmp_path / "cache")) == 2
 

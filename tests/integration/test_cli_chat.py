@@ -23,7 +23,7 @@ def documents(tmp_path: Path) -> Path:
 
 def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_path):
     out = tmp_path / "chat.json"
-    result = invoke(*CHAT, "--docs", documents, "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?")
+    result = invoke(*CHAT, "--docs", documents, "--deduplicate", "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?")
     assert result.exit_code == 0, result.output
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["question"] for answer in answers] == ["When?", "And why?", "So?"]
@@ -34,7 +34,7 @@ def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_pat
 
 
 def test_for_people_each_answer_says_what_was_kept(documents):
-    result = invoke(*CHAT, "--docs", documents, stdin="When?\nAnd why?\n")
+    result = invoke(*CHAT, "--docs", documents, "--deduplicate", stdin="When?\nAnd why?\n")
     assert result.exit_code == 0, result.output
     assert "history 0 tokens; 0 chunks" in result.stdout
     assert "3 chunks" in result.stdout
@@ -44,7 +44,9 @@ def test_for_people_each_answer_says_what_was_kept(documents):
 def test_a_corpus_is_asked_for_every_question(documents, tmp_path):
     corpus = tmp_path / "corpus"
     assert invoke("ingest", documents, "--corpus", corpus).exit_code == 0
-    result = invoke(*CHAT, "--corpus", corpus, "--top-k", 2, "--json", stdin="Document 0?\nDocument 0, again?\n")
+    result = invoke(
+        *CHAT, "--corpus", corpus, "--top-k", 2, "--deduplicate", "--json", stdin="Document 0?\nDocument 0, again?\n"
+    )
     assert result.exit_code == 0, result.output
     first, second = map(json.loads, result.stdout.splitlines())
     assert len(first["report"]["chunks"]) == 3

@@ -167,16 +167,17 @@ def test_ask_can_compute_while_it_searches(corpus):
     assert invoke("ask", "--shape", "demo", "--speculate", "Why?").exit_code == 2
 
 
-def test_ask_orders_what_it_retrieved_and_nothing_else(corpus, notes):
+def test_ask_orders_chunks_if_it_is_asked_to(corpus, notes):
     ask = ("ask", "--shape", "demo", "--max-new-tokens", 2)
-    found = told(*ask, "--corpus", corpus, "--top-k", 3, "Where is the ferry?", "And the ferry?")["answers"]
+    found = told(*ask, "--corpus", corpus, "--top-k", 3, "--order", "free", "Where is it?", "And the ferry?")["answers"]
     assert [answer["report"]["order"] for answer in found] == ["frequency"] * 2
     for answer in found:
         stood = [answer["retrieved"][chunk["rank"]]["document"] for chunk in answer["report"]["chunks"][1:]]
         assert stood == [chunk["source"] for chunk in answer["report"]["chunks"][1:]]
     shown = invoke(*ask, "--corpus", corpus, "--top-k", 3, "--order", "free", "Where is the ferry?")
     assert "rank" in shown.stdout
-    fixed = told(*ask, "--corpus", corpus, "--top-k", 3, "--order", "fixed", "Where is the ferry?")["answers"][0]
+    fixed = told(*ask, "--corpus", corpus, "--top-k", 3, "Where is the ferry?")["answers"][0]
+    assert fixed["report"]["order"] == "original"
     assert [chunk["rank"] for chunk in fixed["report"]["chunks"]] == [None, 0, 1, 2]
     documents = told(*ask, "--docs", notes / "ferry.md", "Where is the ferry?")["answers"][0]
     assert documents["report"]["order"] == "original"

@@ -138,6 +138,15 @@ def test_divergence_of_full_reuse_is_that_of_plain_transformers_on_smollm2():
 # --- what is measured --------------------------------------------------------------------------------------------
 
 
+def test_what_follows_a_prompt_sees_no_further_than_its_window():
+    engine = Engine(toy_model("mistral", sliding_window=16))
+    task = make_tasks(engine, EXAMPLES, EXAMPLES[:1], _config())[0]
+    full = engine.runner.prefill(task.prompt, make_method("full"), new_tokens=9, capture=False)
+    behind = tuple(range(30, 38))
+    theirs = _expected(engine.loaded.model.model, task.prompt, DynamicCache(), behind)
+    torch.testing.assert_close(log_probabilities(engine.loaded.model, full, behind)[0], theirs, atol=1e-4, rtol=0)
+
+
 def test_every_contender_is_compared_with_full_prefill_and_nothing_is_stored():
     engine = Engine(toy_model())
     config = _config("cacheblend@1", "prefix", "epic@0.2", free=2)
@@ -172,6 +181,20 @@ def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reus
         chunks = [record for record in engine.store.records() if record.source]
         assert {len(record.context) for record in chunks} == {context}
         assert len(chunks) == len(NAMES)
+
+
+def test_methods_come_once_more_over_chunks_computed_in_another_way():
+    engine = Engine(toy_model())
+    config = _config("cacheblend", also_warm=(Warmth.parse("neutral"),))
+    tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:2], config)
+    found = list(measure_fidelity(engine, tasks, config.contenders({}), config))
+    rows = ["full", "full-in-slices", "full-reuse", "cacheblend@0.15"]
+    assert list(found[0]) == [*rows, "full-reuse neutral", "cacheblend neutral@0.15"]
+    for one in found:
+        assert one["full-reuse neutral"].kl != one["full-reuse"].kl
+    assert not any(record.neutral for record in engine.store.records()), "each way has a store of its own"
+    with pytest.raises(UsageError, match="alpha is fitted over one way"):
+        _config("cachecraft", fractions=(0.05,), also_warm=(Warmth.parse("neutral"),))
 
 
 def test_chunks_are_computed_in_so_many_contexts_with_others():

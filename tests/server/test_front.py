@@ -21,8 +21,8 @@ def vllm(tmp_path):
 
 
 @pytest.fixture
-def front(vllm):
-    with running_front(vllm) as client:
+def front(vllm, request):
+    with running_front(vllm, **getattr(request, "param", {})) as client:
         yield client
 
 
@@ -170,6 +170,7 @@ def test_a_request_without_reuse_tells_the_plug_in_nothing(front, vllm):
     assert told["chunkweave"]["computed_tokens"] == told["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("front", [{"deduplicate": True}], indirect=True)
 def test_a_conversation_goes_on_and_documents_are_not_sent_twice(front, vllm):
     reuse = {"conversation_id": "c", "order": "fixed"}
     first = front.ask(documents=DOCUMENTS, chunkweave=reuse).json()["chunkweave"]
@@ -375,8 +376,49 @@ def test_what_strays_too_far_switches_weaving_off(tmp_path):
         assert front.post("/v1/shadow/switch-on").json()["weaving"]
 
 
+@pytest.mark.parametrize("neutral_tokens", [0, 400])
+def test_what_is_warmed_is_sent_behind_neutral_passages(tmp_path, neutral_tokens):
+    with (
+        FakeVllm(str(tmp_path / "reports")) as vllm,
+        running_front(vllm, neutral_tokens=neutral_tokens) as front,
+    ):
+        warmed = front.post("/v1/cache/warm", json={"documents": DOCUMENTS})
+        assert (warmed.status_code, warmed.json()["computed"]) == (200, len(DOCUMENTS))
+        assert len(vllm.seen) == len(DOCUMENTS)
+        for body in vllm.seen:
+            params = body["kv_transfer_params"]["chunkweave"]
+            assert (body["max_tokens"], params["asked"], params["method"]) == (1, False, "prefix")
+            assert len(params["chunks"]) == params.get("neutral", 0) + 1
+            assert params["chunks"][-1][1] == len(body["prompt"]), "the chunk comes last, and nothing behind it"
+            assert (params.get("neutral", 0) > 0) is (neutral_tokens > 0)
+        front.ask(documents=DOCUMENTS)
+        first, asked = vllm.seen[0], vllm.seen[-1]
+        start, stop = first["kv_transfer_params"]["chunkweave"]["chunks"][-1]
+        chunk = first["prompt"][start:stop]
+        assert chunk in [asked["prompt"][a:b] for a, b in asked["kv_transfer_params"]["chunkweave"]["chunks"]]
+
+
+def test_what_is_warmed_is_spread_over_replicas(two):
+    client, one, other = two
+    documents = [f"Document {number}. {DOCUMENTS[0]}" for number in range(6)]
+    assert client.post("/v1/cache/warm", json={"documents": documents}).json()["computed"] == 6
+    assert min(len(one.seen), len(other.seen)) >= 2
+
+
+def test_warming_goes_on_where_a_replica_ends(two):
+    client, one, other = two
+    one.stop()
+    warmed = client.post("/v1/cache/warm", json={"documents": [*DOCUMENTS, MORE]})
+    assert (warmed.status_code, len(other.seen)) == (200, len(DOCUMENTS) + 1), warmed.text
+
+
+def test_a_document_that_is_too_long_to_warm_is_refused(front):
+    refused = front.post("/v1/cache/warm", json={"documents": ["x " * 60_000]})
+    assert refused.status_code == 400
+
+
 def test_commands_for_a_store_are_not_there(front):
-    for command in ("warm", "pin", "unpin", "clear"):
+    for command in ("pin", "unpin", "clear"):
         refused = front.post(f"/v1/cache/{command}", json={"documents": DOCUMENTS})
         assert (refused.status_code, refused.json()["error"]["code"]) == (501, "needs_engine")
         assert "--backend engine" in refused.json()["error"]["message"]

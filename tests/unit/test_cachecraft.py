@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import FocusReading, ReuseConfig
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import make_method, prefer_neutral
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
@@ -336,10 +337,17 @@ def test_h2o_recomputes_what_received_most():
     assert plan_of(lookup_of("DB", stored), "h2o", recompute_ratio=0.0).passes[0].required == (Span(0, 5), Span(9, 12))
 
 
-def test_h2o_prefers_the_context_free_variant():
-    stored = (record_of("XB", (1.0,)), record_of("B", (), received=(0.0, 0.0, 0.5, 0.0)))
-    plan = plan_of(lookup_of("DB", *stored), "h2o", recompute_ratio=0.25)
-    assert chosen(plan, 1)[0] == stored[1].id
+def test_a_variant_behind_neutral_passages_is_preferred_and_one_computed_alone_comes_last():
+    context = (neutral_id(ChunkId("0" * 32)),)
+    neutral = SegmentRecord.of(ChunkId("B"), context, part_of("B").token_ids, exact=True, nbytes=1)
+    behind, alone = record_of("XB", (1.0,), received=(0.0, 0.0, 0.5, 0.0)), record_of("B", ())
+    assert neutral.neutral
+    assert prefer_neutral((alone, behind, neutral)) == neutral
+    assert prefer_neutral((alone, behind)) == behind
+    assert prefer_neutral((alone,)) == alone
+    assert prefer_neutral(()) is None
+    plan = plan_of(lookup_of("DB", alone, behind), "h2o", recompute_ratio=0.25)
+    assert chosen(plan, 1)[0] == behind.id
     assert plan.passes[0].required == (Span(0, 5), Span(7, 8), Span(9, 12))
 
 

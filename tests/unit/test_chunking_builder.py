@@ -1,12 +1,14 @@
 """Prompts from instruction, chunks and question."""
 
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
+from chunkweave.chunking.neutral import is_neutral, neutral_passages
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.chunking.template import PromptTemplate, plain_template, template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TokenCache
@@ -49,7 +51,7 @@ def test_decoded_parts_read_as_the_prompt(tokenizer: HuggingFaceTokenizer) -> No
 @given(st.lists(st.sampled_from(["alpha", "beta\n", " gamma ", "</s>", "delta. "]), min_size=1, max_size=5))
 def test_a_chunk_has_the_same_ids_wherever_it_stands(texts: list[str]) -> None:
     builder = builder_for(llama())
-    fresh = {text: builder_for(llama()).alone(text).parts[-1] for text in texts}
+    fresh = {text: builder_for(llama()).chunk_part(text) for text in texts}
     for order in (texts, texts[::-1]):
         parts = [part for part in builder.build("Why?", order).parts if part.kind is PartKind.CHUNK]
         assert parts == [fresh[text] for text in order]
@@ -122,11 +124,31 @@ def test_system_none_is_the_templates_and_empty_is_none() -> None:
     assert "Be brief." in without_template().decode(list(builder.build("Why?").token_ids))
 
 
-def test_alone_is_start_and_the_chunk() -> None:
+def test_neutral_passages_are_chunks_with_marked_ids_as_many_as_fit() -> None:
     builder = builder_for(bundled())
-    alone = builder.alone(Chunk("One.", "a.md"))
-    assert kinds(alone) == ["start", "chunk"]
-    assert alone.parts[1] == builder.build("Why?", [Chunk("One.", "a.md")]).parts[2]
+    passages = neutral_passages()
+    plain = [builder.chunk_part(text) for text in passages]
+    room = sum(map(len, plain[:2])) + 1
+    parts = builder.neutral_parts(passages, room)
+    assert [part.token_ids for part in parts] == [part.token_ids for part in plain[:2]]
+    assert all(part.id and is_neutral(part.id) for part in parts)
+    assert not any(part.id and is_neutral(part.id) for part in plain)
+    salted = builder.neutral_parts(passages, room, cache_salt="acme")
+    assert not {part.id for part in parts} & {part.id for part in salted}
+
+
+def test_neutral_passages_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("One\npassage.\n\n\nAnother.\n", encoding="utf-8")
+    assert neutral_passages(path) == ("One passage.", "Another.")
+    path.write_text("\n \n", encoding="utf-8")
+    with pytest.raises(UsageError, match="no text"):
+        neutral_passages(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        neutral_passages(tmp_path / "none.txt")
+    assert neutral_passages(folder=tmp_path) == neutral_passages()
+    (tmp_path / "neutral.txt").write_text("Beside the model.", encoding="utf-8")
+    assert neutral_passages(folder=tmp_path) == ("Beside the model.",)
 
 
 def test_no_question_is_a_prompt_to_precompute() -> None:
@@ -140,7 +162,7 @@ def test_empty_input_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"chunk 1 \(b\.md\) is empty"):
         builder.build("Why?", ["One.", Chunk(" ", "b.md")])
     with pytest.raises(UsageError, match="the chunk is empty"):
-        builder.alone("")
+        builder.chunk_part("")
     with pytest.raises(UsageError, match="nothing to build"):
         builder.build(None, [], system="")
 

@@ -150,9 +150,9 @@ def test_stored_attention_on_earlier_chunks_weighs_the_candidates():
 
 def test_a_profile_of_another_variant_than_the_one_taken_is_good_enough():
     outward = (0.5, 0.25, 0.0, 1.0)
-    lookup = lookup_of("BA", record_of("B"), record_of("CB", (1.75,), outward=outward), broken=True)
+    lookup = lookup_of("BA", record_of("DB"), record_of("CB", (1.75,), outward=outward), broken=True)
     made = plan(lookup, factor=DeviationFactor.STORED)
-    assert made.parts[1].segment == record_of("B").id
+    assert made.parts[1].segment == record_of("DB").id
     assert made.passes[1].start.weights == outward
 
 

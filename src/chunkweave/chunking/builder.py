@@ -1,8 +1,10 @@
 """Instruction, chunks and question into a `Prompt`, every part tokenized apart."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
+from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.chunking.template import PromptTemplate
 from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
@@ -136,14 +138,64 @@ class PromptBuilder:
             raise UsageError(f"{which} is empty")
         return _counted(self._stored(PartKind.CHUNK, token_ids, cache_salt, chunk.source), limit)
 
-    def alone(self, chunk: Chunk | str, *, cache_salt: str = "", limit: PromptLimit | None = None) -> Prompt:
-        """START and this chunk only: the prompt that computes its context-free segment.
+    def neutral_parts(
+        self, passages: Sequence[str], most_tokens: int, *, cache_salt: str = ""
+    ) -> tuple[PromptPart, ...]:
+        """The first of the neutral `passages` as chunks, as many as have at most `most_tokens` tokens together.
+
+        Their ids are marked (`neutral_id`).
+
+        Raises:
+            UsageError: a passage is empty.
+        """
+        parts: list[PromptPart] = []
+        for text in passages:
+            part = self.chunk_part(Chunk(text, "neutral"), cache_salt=cache_salt)
+            most_tokens -= len(part)
+            if most_tokens < 0 or part.id is None:
+                break
+            parts.append(replace(part, id=neutral_id(part.id)))
+        return tuple(parts)
+
+    def preamble(
+        self,
+        passages: Sequence[str],
+        neutral_tokens: int,
+        *,
+        opening: Sequence[PromptPart] | None = None,
+        cache_salt: str = "",
+        room: int | None = None,
+    ) -> tuple[PromptPart, ...]:
+        """What chunks are computed behind before anybody asks: an opening, and of the neutral `passages` the first.
+
+        `opening=None` is that of the template's instruction. START alone if there are to be no `neutral_tokens`, or if
+        the opening has more than `room` tokens; less passages where that leaves less room.
+        """
+        opening = self.opening(cache_salt=cache_salt) if opening is None else opening
+        left = None if room is None else room - sum(map(len, opening))
+        if not neutral_tokens or (left is not None and left < 0):
+            return self._start
+        most = neutral_tokens if left is None else min(neutral_tokens, left)
+        return (*opening, *self.neutral_parts(passages, most, cache_salt=cache_salt))
+
+    def beforehand(
+        self,
+        chunk: Chunk | str,
+        passages: Sequence[str],
+        neutral_tokens: int,
+        *,
+        most_tokens: int,
+        cache_salt: str = "",
+    ) -> Prompt:
+        """The prompt that a chunk is computed in before anybody asks: behind the preamble, the chunk last.
 
         Raises:
             UsageError: the chunk is empty.
-            PromptTooLongError: what the `limit` raises.
+            PromptTooLongError: the chunk alone has far more than `most_tokens`.
         """
-        return Prompt((*self._start, self.chunk_part(chunk, cache_salt=cache_salt, limit=limit)))
+        part = self.chunk_part(chunk, cache_salt=cache_salt, limit=PromptLimit(most_tokens))
+        room = most_tokens - len(part) - 1
+        return Prompt((*self.preamble(passages, neutral_tokens, cache_salt=cache_salt, room=room), part))
 
     def opening(
         self, *, system: str | None = None, cache_salt: str = "", limit: PromptLimit | None = None

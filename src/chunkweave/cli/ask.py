@@ -58,7 +58,7 @@ def ask(
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
     store: StoreConfig,
     precompute: Annotated[
-        bool, typer.Option("--precompute", help="Compute every chunk by itself first, so that any order can reuse it.")
+        bool, typer.Option("--precompute", help="Compute every chunk first, so that any order can reuse it.")
     ] = False,
     speculate: Annotated[
         bool,
@@ -73,7 +73,7 @@ def ask(
     model.named()
     sampling = SamplingParams(max_new_tokens, temperature)
     engine_options = how.options(store=store, ordering=stand.config())
-    order = stand.said(retrieved=corpus is not None)
+    order = stand.said()
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
@@ -196,7 +196,7 @@ def answers_ahead(
 
     async def ask() -> list[dict[str, Any]]:
         async with AsyncEngine(engine) as batching:
-            pipeline = AsyncRagPipeline(batching, corpus, top_k=k, order=base.order or "free", system=base.system)
+            pipeline = AsyncRagPipeline(batching, corpus, top_k=k, order=base.order or "fixed", system=base.system)
             return [await _aloud(pipeline, question, output, base.sampling, explain=explain) for question in questions]
 
     return asyncio.run(ask())

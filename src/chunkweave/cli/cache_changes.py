@@ -44,7 +44,7 @@ def warm(
     capture: CaptureConfig,
     output: Output,
 ) -> None:
-    """Compute every chunk of the documents by itself and keep it on disk. Interrupted, it goes on where it was.
+    """Compute every chunk of the documents beforehand and keep it on disk. Interrupted, it goes on where it was.
 
     Cut the documents with the same options as `ask`, or it finds other chunks. Exit code 1 if a chunk is not on disk
     afterwards: the disk or its budget is too small, or not writable.
@@ -77,9 +77,12 @@ def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
             engine.store.flush()
             report(done, len(chunks))
     disk = next(level for level in engine.store.levels if level.name == "disk")
-    prompts = {prompt.parts[-1].id: prompt.parts[-1] for prompt in map(engine.builder.alone, chunks)}
-    alone = [next((r for r in disk.store.variants(part) if r.alone), None) for part in prompts.values()]
-    found = [record for record in alone if record is not None]
+    prompts = {prompt.parts[-1].id: prompt for prompt in map(engine.preparer.prompt_beforehand, chunks)}
+    kept = [
+        next((r for r in disk.store.variants(prompt.parts[-1]) if r.context == prompt.contexts()[-1]), None)
+        for prompt in prompts.values()
+    ]
+    found = [record for record in kept if record is not None]
     return {
         "chunks": len(prompts),
         "computed": computed,

@@ -45,9 +45,9 @@ def chat(
 ) -> None:
     """Hold a conversation: every line of standard input is a question, which may go on from those before.
 
-    What was said stays in the context with its KV cache, and chunks that are there already are not sent again. With
-    --docs all documents are; with --corpus the nearest chunks to each question. The model is the bundled reader unless
-    another is named. An empty line is passed over, the end of the input (Ctrl-D) ends it.
+    What was said stays in the context with its KV cache. With --docs all documents are sent with each question, with
+    --corpus the nearest chunks to it; with --deduplicate only those that are not in the context already. The model is
+    the bundled reader unless another is named. An empty line is passed over, the end of the input (Ctrl-D) ends it.
     """
     output = Output(as_json, out)
     if model.model.model is None and model.model.shape is None:

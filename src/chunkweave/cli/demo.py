@@ -72,14 +72,23 @@ def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers"
     model = ModelOptions(ModelConfig(scene.model))
     with model.open() as engine:
         from chunkweave.eval.fidelity import FidelityConfig
+        from chunkweave.eval.warming import WarmBy, Warmth
 
         ratios = (reuse.recompute_ratio,)
         count = len(scene.examples)
-        config = FidelityConfig(METHODS, ratios, reuse=reuse, chunks=CHUNKS, new_tokens=ANSWER_TOKENS, free=count)
+        config = FidelityConfig(
+            METHODS,
+            ratios,
+            reuse=reuse,
+            warm=Warmth(WarmBy.NEUTRAL),
+            chunks=CHUNKS,
+            new_tokens=ANSWER_TOKENS,
+            free=count,
+        )
         output.show(
             f"{scene.model}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
-            "each time. The KV cache of each is\ncomputed once, by itself. That is all that a method finds stored: "
-            "nothing of another question or method.\n\n"
+            "each time. The KV cache of each is\ncomputed once, beforehand, behind neutral passages. That is all that "
+            "a method finds stored: nothing of another\nquestion or method.\n\n"
             "= the same tokens as full prefill's answer, ≠ not the same. Full prefill is what the others are held "
             "against, right or wrong.\n"
         )

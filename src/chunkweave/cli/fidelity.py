@@ -14,7 +14,7 @@ from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.cli.quality import WORLDS, generated_examples
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
@@ -61,7 +61,13 @@ class PromptOptions:
     questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
     chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of every chunk; 0 leaves passages as they are.")] = 0
-    warm: options.Warm = "alone"
+    warm: Annotated[
+        str,
+        typer.Option(
+            help=f"{options.HOW_WARM} Several, separated by commas: the methods once more over each further one, in "
+            "rows of their own (`query neutral@5%`)."
+        ),
+    ] = "alone"
 
     def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
         """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
@@ -141,6 +147,7 @@ def fidelity(
     ] = 0,
     samples: Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
     figures: Annotated[
         Path | None,
@@ -159,24 +166,27 @@ def fidelity(
     from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
     from chunkweave.eval.warming import Warmth
 
+    warm, *also_warm = map(Warmth.parse, options.names(asked.warm))
     config = FidelityConfig(
         methods=options.names(methods),
         ratios=values.ratios,
         alphas=values.alphas,
         reuse=ReuseConfig(check_layers=values.layers, seed=model.seed),
         fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
-        warm=Warmth.parse(asked.warm),
+        warm=warm,
+        also_warm=tuple(also_warm),
         chunks=asked.chunks,
         chunk_tokens=asked.cut_tokens,
         new_tokens=new_tokens,
         free=free,
     )
-    with model.open(store=store) as engine:
+    with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
         every, drawn = asked.examples(engine, model.seed, config.warm.queries)
         tasks = make_tasks(engine, every, drawn, config)
         earlier, measured = tasks[: config.warm.queries], tasks[config.warm.queries :]
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
-        whole = {**asdict(config), "warm": str(config.warm), **origin}
+        whole = {**asdict(config), **_ways(config, capture), **origin}
+        del whole["reuse"]["capture"]  # nothing measured is stored
         log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
             stderr().print(f"{len(log)} questions are there already")
@@ -195,7 +205,7 @@ def fidelity(
         with run.reported(output, found):
             with progress("warming") as report:
                 warm_by_earlier(engine, earlier, report)
-            _measure(engine, measured, config, log, found)
+            _measure(engine, measured, config, log, found, store)
             _measure_deviations(engine, measured, config, log, deviations, strayed)
 
 
@@ -217,12 +227,22 @@ def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
     return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
 
 
+def _ways(config: "FidelityConfig", capture: CaptureConfig) -> dict[str, Any]:
+    """How chunks were computed."""
+    ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
+    if any(warm.by == "neutral" for warm in (config.warm, *config.also_warm)):
+        ways["neutral_tokens"] = capture.neutral_tokens
+        ways["neutral_file"] = None if capture.neutral_file is None else capture.neutral_file.name
+    return ways
+
+
 def _measure(
     engine: "Engine",
     tasks: "Sequence[Task]",
     config: "FidelityConfig",
     log: QuestionLog,
     found: list[Mapping[str, FidelitySample]],
+    store: StoreConfig,
 ) -> None:
     from chunkweave.eval.fidelity import fitted_values, measure_fidelity
 
@@ -232,7 +252,9 @@ def _measure(
     open_questions = [index for index in range(len(tasks)) if index not in log]
     contenders = config.contenders(log.found or {})
     with progress("measuring") as report:
-        measured = measure_fidelity(engine, tasks, contenders, config, skip=log.__contains__, progress=report)
+        measured = measure_fidelity(
+            engine, tasks, contenders, config, skip=log.__contains__, store=store, progress=report
+        )
         for index, samples in zip(open_questions, measured, strict=True):
             found.append(samples)
             log.add(index, {"contenders": {label: one.as_dict() for label, one in samples.items()}})

@@ -31,13 +31,12 @@ if TYPE_CHECKING:
 
 
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Warm = Annotated[
-    str,
-    typer.Option(
-        help="How chunks were computed: `alone`, behind the `instruction`, `contexts:N` each in N requests with "
-        "others, `first:N` in one that begins with a question's first N chunks, `queries:N` by N earlier requests."
-    ),
-]
+HOW_WARM = (
+    "How chunks were computed: `alone`, behind the `instruction`, behind that and `neutral` passages (as beforehand), "
+    "`contexts:N` each in N requests with others, `first:N` in one that begins with a question's first N chunks, "
+    "`queries:N` by N earlier requests."
+)
+Warm = Annotated[str, typer.Option(help=HOW_WARM)]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
@@ -433,13 +432,13 @@ class OrderOptions:
         stderr().print("[yellow]--promote is now --promotion-threshold and --continuation-threshold[/yellow]")
         return replace(self.ordering, promotion_threshold=self.promote, continuation_threshold=self.promote)
 
-    def said(self, *, retrieved: bool) -> str:
-        """What requests say, whose chunks were retrieved or not.
+    def said(self) -> str:
+        """What requests say.
 
         Raises:
             UsageError: there is no such order.
         """
-        return ChunkOrder.parse(self.requests.order or ("free" if retrieved else "fixed"))
+        return ChunkOrder.parse(self.requests.order or "fixed")
 
 
 @dataclass(frozen=True, slots=True)

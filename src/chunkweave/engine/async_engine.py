@@ -248,7 +248,7 @@ class AsyncEngine:
             PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
         """
         arrived_s = time.perf_counter()
-        prepared = self._preparer.prepare_alone(chunk, cache_salt=cache_salt, most_tokens=self._core.most_tokens)
+        prepared = self._preparer.prepare_beforehand(chunk, cache_salt=cache_salt, most_tokens=self._core.most_tokens)
         if prepared is None:
             return None
         fitting = self._core.fitting(prepared)

@@ -9,6 +9,8 @@ from typing import Self, TypedDict, Unpack
 from uuid import uuid4
 
 from chunkweave.chunking.builder import PromptBuilder
+from chunkweave.chunking.neutral import neutral_passages
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.registry import Conversations, ConversationState
@@ -29,8 +31,9 @@ from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
+from chunkweave.store.records import segment_id
 from chunkweave.store.store import TieredStore
-from chunkweave.types import Chunk
+from chunkweave.types import Chunk, SegmentId
 
 
 class EngineOptions(TypedDict, total=False):
@@ -185,12 +188,14 @@ class Engine:
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
             UsageError: no such order, the store's remote URL cannot be used, a record of another model, a quality
-                target without a record (the message says how to make one), or a kernel that does not run here.
+                target without a record (the message says how to make one), neutral passages that cannot be read, or a
+                kernel that does not run here.
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
         ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # refused now, not after a store is open
+        passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
         self._chooser = open_chooser(
             loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
@@ -214,6 +219,7 @@ class Engine:
             self._chooser,
             Arranger(ordering, store.tree, order=usual_order),
             TurnBuilder(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
+            passages,
             self.shadow,
         )
 
@@ -374,7 +380,10 @@ class Engine:
     def precompute(
         self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", progress: Progress | None = None
     ) -> int:
-        """Compute and store the context-free KV of chunks that the store lacks; returns how many were computed.
+        """Compute and store KV of chunks before anybody asks for them; returns how many were computed, and not there.
+
+        Each is computed behind the instruction and a few neutral passages, so that it comes out nearly as it does in a
+        prompt (docs/precomputing.md; `CaptureConfig`).
 
         What their tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
         Interrupting it loses at most the chunk being computed; calling it again goes on from there.
@@ -385,10 +394,10 @@ class Engine:
         """
         computed = 0
         for index, chunk in enumerate(chunks):
-            alone = self.preparer.prepare_alone(chunk, cache_salt=cache_salt)
-            if alone is not None:
-                prefilled = self.runner.prefill(alone.prompt, alone.method, profiles=alone.kept.profiles)
-                computed += len(self.runner.store_new(prefilled))
+            one = self.preparer.prepare_beforehand(chunk, cache_salt=cache_salt)
+            if one is not None:
+                prefilled = self.runner.prefill(one.prompt, one.method, profiles=one.kept.profiles, asked=False)
+                computed += _segment_of_last(one.prompt) in self.runner.store_new(prefilled)
             if progress is not None:
                 progress(index + 1, len(chunks))
         return computed
@@ -423,6 +432,12 @@ class Engine:
             core.close()
             for one in prepared:
                 self.preparer.abandon(one)
+
+
+def _segment_of_last(prompt: Prompt) -> SegmentId:
+    part = prompt.parts[-1]
+    assert part.id is not None, "a chunk has an id"
+    return segment_id(part.id, prompt.contexts()[-1])
 
 
 def _submit(core: BatchingCore, number: int, prepared: PreparedRequest, arrived_s: float) -> Events:

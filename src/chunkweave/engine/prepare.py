@@ -2,12 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
-from chunkweave.chunking.prompt import Prompt
+from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.config import ReuseConfig, SamplingParams
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
@@ -59,7 +59,8 @@ class RequestPreparer:
     """Makes prompts, puts their chunks in order, and chooses methods, with one model's parts.
 
     Its only state is what the arranger has counted. May be called from several threads; they tokenize beside each
-    other. `shadow`, if there is one, may replace the method that was chosen by the exact one.
+    other. `passages` are neutral ones. `shadow`, if there is one, may replace the method that was chosen by the exact
+    one.
     """
 
     loaded: LoadedModel
@@ -68,6 +69,7 @@ class RequestPreparer:
     chooser: MethodChooser
     arranger: Arranger
     turn_builder: TurnBuilder
+    passages: tuple[str, ...]
     shadow: ShadowMonitor | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -118,10 +120,10 @@ class RequestPreparer:
         room = min(request.sampling.max_new_tokens, room)
         return PreparedRequest(request, arranged, choice, method, kept, room, turn)
 
-    def prepare_alone(
+    def prepare_beforehand(
         self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None
     ) -> PreparedRequest | None:
-        """What computes the context-free KV of a chunk, with one token behind it; None if that is stored.
+        """What computes a chunk before anybody asks, with one token behind it; None if that is stored.
 
         What its tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
 
@@ -129,16 +131,31 @@ class RequestPreparer:
             UsageError: an empty chunk.
             PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
         """
-        context = self.loaded.model.geometry.max_positions
-        limit = PromptLimit(min(context, most_tokens or context))
-        prompt = self.builder.alone(chunk, cache_salt=cache_salt, limit=limit)
-        if any(record.alone for record in self.runner.store.lookup(prompt).parts[-1].variants):
+        prompt = self.prompt_beforehand(chunk, cache_salt=cache_salt, most_tokens=most_tokens)
+        context = prompt.contexts()[-1]
+        if any(record.context == context for record in self.runner.store.lookup(prompt).parts[-1].variants):
             return None
         kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
-        choice = self.chooser.choose(MethodRequest.of("full"))
+        choice = self.chooser.choose(MethodRequest.of("prefix"))
         request = Request("", (chunk,), sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
         room = min(1, self.runner.room_for_new_tokens(prompt))
         return PreparedRequest(request, Arranged(prompt), choice, make_method(choice.method, choice.reuse), kept, room)
+
+    def prompt_beforehand(self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None) -> Prompt:
+        """The prompt that a chunk is computed in before anybody asks, the chunk last.
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
+        """
+        context = self.loaded.model.geometry.max_positions
+        most = min(context, most_tokens or context)
+        tokens = self.runner.capture.neutral_tokens
+        return self.builder.beforehand(chunk, self.passages, tokens, most_tokens=most, cache_salt=cache_salt)
+
+    def preamble(self, opening: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
+        """What chunks are computed behind before anybody asks with this opening."""
+        return self.builder.preamble(self.passages, self.runner.capture.neutral_tokens, opening=opening)
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """A speculative request is asked for."""

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions
 from chunkweave.engine.request import Durations, make_report
@@ -31,7 +31,7 @@ from chunkweave.eval.summaries import FidelitySample
 from chunkweave.eval.ttft import Contender, Progress, woven_prefill
 from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.metrics import ReuseReport
-from chunkweave.models.attention import seen_keys
+from chunkweave.models.attention import attend_masked, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 
@@ -63,7 +63,7 @@ class FidelityConfig:
     `fractions` a method has those values of its parameter that make its mean recompute fraction that, instead of
     `ratios` and `alphas`. Baselines that change the prompt may be among the methods. Chunks have `chunk_tokens` tokens
     (0: passages stay whole). `new_tokens` bounds the continuation; answers are decoded freely on the first `free`
-    questions.
+    questions. The reuse methods come once more over chunks that were computed in each of the ways of `also_warm`.
     """
 
     methods: tuple[str, ...]
@@ -72,6 +72,7 @@ class FidelityConfig:
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     fractions: tuple[float, ...] = ()
     warm: Warmth = field(default_factory=Warmth)
+    also_warm: tuple[Warmth, ...] = ()
     chunks: int = 6
     chunk_tokens: int = 0
     new_tokens: int = 16
@@ -87,6 +88,10 @@ class FidelityConfig:
             raise UsageError(
                 f"free must not be negative and fit_questions at least 1, not {self.free}, {self.fit_questions}"
             )
+        if self.also_warm and any(_parameter(spec) == ALPHA for spec in self.fitted):
+            raise UsageError("alpha is fitted over one way to compute chunks: name one --warm, or give alphas")
+        if self.also_warm and any(warm.queries for warm in (self.warm, *self.also_warm)):
+            raise UsageError("earlier questions warm one store: --warm queries:N cannot be had with another way")
         self.contenders({})
 
     @property
@@ -247,12 +252,14 @@ def measure_fidelity(
     *,
     exact: int | None = None,
     skip: Callable[[int], bool] = lambda _: False,
+    store: StoreConfig | None = None,
     progress: Progress | None = None,
 ) -> Iterator[dict[str, FidelitySample]]:
     """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
 
     Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
     measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
+    Each of `also_warm` has a store of its own in memory, with the codec and budget of `store`.
     Baselines that ask from another prompt come after the `methods`. They run on tasks that are answered freely; what is
     exact but for arithmetic (`EXACT`) does so on the first `exact` tasks, or on those too. Each is decoded by itself,
     as an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other
@@ -261,31 +268,40 @@ def measure_fidelity(
     runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
     runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
     baselines = config.baselines
+    others = [_OtherWay(warm, _beside(engine, store), methods, config) for warm in config.also_warm]
     labels = [REFERENCE, SLICED, *(label for label in methods if label != REFERENCE), *baselines]
+    labels += [label for other in others for label in other.contenders.runs]
     warmed_up = False
     for index, task in enumerate(tasks):
         if not skip(index):
             prepare(engine, tasks, index, config.warm)
             free, floor = index < config.free, index < (config.free if exact is None else exact)
             left_out = {*(() if floor else EXACT), *(() if free else baselines)}
-            order = _taking_turns([label for label in labels if label not in left_out], index)
+            order = _taking_turns([label for label in (*runs, *baselines) if label not in left_out], index)
             if not warmed_up:
                 for label in order:
                     if label in runs:
                         runs[label](task.prompt)
                 warmed_up = True
-            found = _Question(engine, task, _Contenders(runs, baselines), config, free=free).samples(order)
+            question = _Question(engine, task, _Contenders(runs, baselines), config, free=free)
+            found = question.samples(order)
+            for other in others:
+                prepare(other.engine, tasks, index, other.warm)
+                found |= question.over(other.engine, other.contenders).samples(
+                    _taking_turns(list(other.contenders.runs), index)
+                )
             yield {label: found[label] for label in labels if label in found}
         if progress is not None:
             progress(index + 1, len(tasks))
 
 
 def _taking_turns(labels: Sequence[str], index: int) -> list[str]:
-    """Each goes first once in so many tasks as there are; full prefill is always among the first `HELD`."""
+    """Each goes first once in so many tasks as there are; full prefill, if there, is always among the first `HELD`."""
     turn = index % len(labels)
     order = [*labels[turn:], *labels[:turn]]
-    order.remove(REFERENCE)
-    order.insert((len(labels) - turn) % len(labels) % HELD, REFERENCE)
+    if REFERENCE in order:
+        place = order.index(REFERENCE)
+        order.insert(place % HELD, order.pop(place))
     return order
 
 
@@ -299,6 +315,31 @@ class _Contenders:
 
     runs: Mapping[str, Contender]
     baselines: Mapping[str, PromptBaseline]
+
+
+class _OtherWay:
+    """The reuse methods over chunks that were computed in another way, in a store of their own.
+
+    The way is part of a row's name, before its value: `query neutral@5%`.
+    """
+
+    def __init__(
+        self, warm: Warmth, engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig
+    ) -> None:
+        self.warm, self.engine = warm, engine
+        runs: dict[str, Contender] = {}
+        for label, method in methods.items():
+            if label not in (REFERENCE, *EXACT):
+                name, at, value = label.partition("@")
+                runs[f"{name} {warm}{at}{value}"] = woven_prefill(engine.runner, method, new_tokens=_room(config))
+        self.contenders = _Contenders(runs, {})
+
+
+def _beside(engine: Engine, store: StoreConfig | None) -> Engine:
+    """Another one over the same model, with an empty store in memory, in which KV is kept as in `store`."""
+    store = StoreConfig() if store is None else replace(store, cache_dir=None)
+    reuse = ReuseConfig(capture=engine.runner.capture)
+    return Engine(engine.loaded, store=store, method=REFERENCE, reuse=reuse, compute=engine.runner.compute)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,6 +366,12 @@ class _Question:
         self._task, self._contenders, self._config, self._free = task, contenders, config, free
         self._continuation: tuple[int, ...] = ()
         self._expected = torch.empty(0)
+
+    def over(self, engine: Engine, contenders: _Contenders) -> "_Question":
+        """The same question to contenders over another store; full prefill has answered it."""
+        other = _Question(engine, self._task, contenders, self._config, free=self._free)
+        other._continuation, other._expected = self._continuation, self._expected
+        return other
 
     def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
         """All of `order`, one after the other; those that come before full prefill wait for what it says."""
@@ -455,13 +502,8 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         past_keys, past_values = prefilled.cache.view(layer, tokens)
-        group = q.shape[1] // k.shape[1]
         keys, values = torch.cat((past_keys, model.rotate_keys(layer, k, positions))), torch.cat((past_values, v))
-        attended = functional.scaled_dot_product_attention(
-            model.rotate_queries(layer, q, positions).transpose(0, 1)[None],
-            keys.transpose(0, 1).repeat_interleave(group, dim=0)[None],
-            values.transpose(0, 1).repeat_interleave(group, dim=0)[None],
-            attn_mask=masks[model.geometry.window(layer)],
-        )
-        hidden = model.finish(layer, hidden, attended[0].transpose(0, 1).reshape(len(positions), -1))
+        queries, mask = model.rotate_queries(layer, q, positions), masks[model.geometry.window(layer)]
+        attended = attend_masked(queries, keys, values, mask, model.geometry.scores(layer))
+        hidden = model.finish(layer, hidden, attended)
     return list(torch.split(model.logits(hidden), lengths))

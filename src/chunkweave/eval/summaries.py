@@ -139,6 +139,7 @@ _TOKENS = (
     "recomputed_tokens",
     "computed_tokens",
     "recompute_fraction",
+    "loaded_fraction",
 )
 
 
@@ -167,6 +168,7 @@ class TtftRow:
     recomputed_tokens: float = 0.0
     computed_tokens: float = 0.0
     recompute_fraction: float = 0.0
+    loaded_fraction: float = 1.0
     lookup_s: float = 0.0
     load_s: float = 0.0
     weave_s: float = 0.0

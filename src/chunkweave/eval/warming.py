@@ -23,6 +23,8 @@ class WarmBy(StrEnum):
     """Nothing."""
     INSTRUCTION = "instruction"
     """The instruction."""
+    NEUTRAL = "neutral"
+    """The instruction and neutral passages, as `Engine.precompute` does."""
     CONTEXTS = "contexts"
     """Others: each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
     FIRST = "first"
@@ -33,7 +35,7 @@ class WarmBy(StrEnum):
     @property
     def counted(self) -> bool:
         """Whether a number belongs to it."""
-        return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION)
+        return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION, WarmBy.NEUTRAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Warmth:
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction`, `contexts:N`, `first:N` or `queries:N`.
+        """From `alone`, `instruction`, `neutral`, `contexts:N`, `first:N` or `queries:N`.
 
         Raises:
             UsageError: none of them.
@@ -76,16 +78,20 @@ class Warmth:
         if self.by is WarmBy.QUERIES:
             return
         with engine.store.lease(engine.store.lookup(prompt)):
-            for request in self._requests(prompt, others):
+            for request in self._requests(engine, prompt, others):
                 wanted = zip(request.parts, request.contexts(), strict=True)
                 if any(part.id and segment_id(part.id, context) not in engine.store for part, context in wanted):
                     prefill_and_store(engine, request)
 
-    def _requests(self, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
+    def _requests(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
         if self.by is WarmBy.FIRST:
             return list(_beginning_alike(prompt, others, self.count))
         if self.by is WarmBy.CONTEXTS:
             return list(_in_company(prompt, others, self.count))
+        if self.by is WarmBy.NEUTRAL:
+            opening, own, *_ = _cast(prompt, ())
+            preamble = engine.preparer.preamble(opening)
+            return [Prompt(tuple(opening)), *(Prompt((*preamble, part)) for part in own)]
         return alone_prompts(prompt, behind_instruction=self.by is WarmBy.INSTRUCTION)
 
 
@@ -133,5 +139,5 @@ def _cast(
 
 
 def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
-    """Prefill in full and keep every part as it was computed, and what it attended to for contenders that read that."""
-    engine.runner.store_new(engine.runner.prefill(prompt, make_method("full"), profiles=True))
+    """Keep every part as full prefill computes it, and what it attended to for contenders that read that."""
+    engine.runner.store_new(engine.runner.prefill(prompt, make_method("prefix"), profiles=True))

@@ -149,9 +149,13 @@ def reuse_every_hit(
     return tuple(parts)
 
 
-def prefer_alone(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
-    """The context-free variant if there is one, else the most recently used (DESIGN §3.4)."""
-    return next((record for record in variants if record.alone), variants[0] if variants else None)
+def prefer_neutral(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
+    """The variant that was computed behind neutral passages, else the most recently used one that has a context.
+
+    One that was computed alone comes last: it reads as the beginning of a prompt, and is the furthest from full prefill
+    (docs/precomputing.md).
+    """
+    return max(variants, key=lambda record: (record.neutral, not record.alone), default=None)
 
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:

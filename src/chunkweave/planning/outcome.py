@@ -64,6 +64,7 @@ def _visible(first: int, stop: int, window: int | None) -> int:
     return growing + (stop - edge) * (window or 0)
 
 
+_NEUTRAL = "neutral passages"
 _SHOWN_ID = 8
 """Digits of an id that stand for it where its chunk has no name in this prompt."""
 
@@ -196,6 +197,8 @@ def _context(
     record: SegmentRecord, names: Mapping[ChunkId | None, str], instructions: Collection[ChunkId | None]
 ) -> tuple[str, ...]:
     """Names of the chunks that a segment was computed behind; one that this prompt lacks has the start of its id."""
+    if record.neutral:
+        return (_NEUTRAL,)
     before = record.attention.chunks if record.attention is not None else record.context
     return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in before if chunk not in instructions)
 

@@ -1,6 +1,6 @@
 """What computes answers, as the server sees it: our own engine (`engine_backend`) or vLLM (`vllm_backend`)."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -18,6 +18,7 @@ from chunkweave.server.auth import Tenant
 from chunkweave.server.metrics import SampleSource
 from chunkweave.server.requests import CompletionBody
 from chunkweave.server.threads import TenantThreads
+from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.server.engine_backend import CacheCommands
@@ -105,6 +106,9 @@ class BackendAnswer(Protocol):
         """End it if it runs; a second time is harmless."""
 
 
+Warm = Callable[[str, Sequence[Chunk], str], Coroutine[None, None, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class BackendParts:
     """What a backend has once it has started, for the server to work with."""
@@ -118,12 +122,14 @@ class BackendParts:
     """Where requests are tokenized."""
     most_tokens: int
     """No prompt, and so no question, with more tokens is answered."""
+    warm: Warm
+    """Computes a tenant's chunks with a cache salt before anybody asks; says how many it did."""
     samples: Sequence[SampleSource] = ()
     """Read more metrics."""
     more_metrics: Callable[[], Awaitable[bytes]] | None = None
     """Metrics of other processes, in Prometheus's text format."""
     cache: "CacheCommands | None" = None
-    """Warms, pins and clears chunks, if the backend can."""
+    """Pins and clears chunks, if the backend can."""
     replicas: int = 1
     """How many prefills may run beside each other for searches that have not ended."""
     speculate: bool = False

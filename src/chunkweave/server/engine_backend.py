@@ -117,6 +117,7 @@ class EngineBackend:
             self._threads,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
             samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
+            warm=self._cache.warm,
             cache=self._cache,
             speculate=self._settings.fleet.speculate,
         )
@@ -293,15 +294,9 @@ async def _end(stream: AnswerStream | None) -> None:
         await stream.aclose()
 
 
-def load_engine(settings: Settings) -> Engine:
-    """The engine that settings ask for.
-
-    Raises:
-        ModelError: the model cannot be loaded or driven.
-        UsageError: no model, or a device, method or quality that does not exist.
-    """
-    model = settings.model
-    options: EngineOptions = {
+def engine_options(settings: Settings) -> EngineOptions:
+    """What settings say of an engine, whatever its model is."""
+    return {
         "store": settings.store,
         "method": settings.requests.method,
         "quality": settings.requests.quality,
@@ -312,6 +307,16 @@ def load_engine(settings: Settings) -> Engine:
         "shadow": settings.shadow,
         "compute": settings.compute,
     }
+
+
+def load_engine(settings: Settings) -> Engine:
+    """The engine that settings ask for.
+
+    Raises:
+        ModelError: the model cannot be loaded or driven.
+        UsageError: no model, or a device, method or quality that does not exist.
+    """
+    model, options = settings.model, engine_options(settings)
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
     if model.model is None:

@@ -310,13 +310,13 @@ async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     return {**shown, **await in_thread(parts.backend.stats)} if tenant.admin else shown
 
 
-@cache.post("/warm", responses=error_responses(400, 404, 501, 503))
+@cache.post("/warm", responses=error_responses(400, 404, 502, 503))
 async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
-    commands = parts.cache
+    begin = parts.started.warm
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
-        computed = await unless_gone(request.receive, commands.warm(tenant.name, chunks, tenant.salt(body.cache_salt)))
+        computed = await unless_gone(request.receive, begin(tenant.name, chunks, tenant.salt(body.cache_salt)))
     return {"chunks": len(chunks), "computed": computed}
 
 

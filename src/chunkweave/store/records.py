@@ -7,6 +7,7 @@ from functools import cached_property
 from math import exp, isfinite
 from typing import Self
 
+from chunkweave.chunking.neutral import is_neutral
 from chunkweave.types import ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
@@ -172,6 +173,11 @@ class SegmentRecord:
     def alone(self) -> bool:
         """Computed with nothing before it (but BOS)."""
         return not self.context
+
+    @property
+    def neutral(self) -> bool:
+        """Computed behind neutral passages."""
+        return bool(self.context) and is_neutral(self.context[-1])
 
     @property
     def document(self) -> str:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
@@ -134,6 +135,7 @@ def parse(
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral"})
     chunks = _chunks(params.get("chunks"), len(token_ids))
+    neutral = chunks[: checked_whole(params.get("neutral", 0), "neutral")]
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
@@ -144,8 +146,10 @@ def parse(
 
     def part(kind: PartKind, first: int, stop: int) -> PromptPart:
         ids = tuple(token_ids[first:stop])
-        stored = kind in (PartKind.SYSTEM, PartKind.CHUNK)
-        return PromptPart(kind, ids, chunk_id(fingerprint, salt, ids) if stored else None)
+        if kind not in (PartKind.SYSTEM, PartKind.CHUNK):
+            return PromptPart(kind, ids)
+        own = chunk_id(fingerprint, salt, ids)
+        return PromptPart(kind, ids, neutral_id(own) if Span(first, stop) in neutral else own)
 
     edges = [
         (PartKind.START, 0, first),

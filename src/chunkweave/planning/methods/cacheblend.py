@@ -3,7 +3,7 @@
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, prefer_alone, required_spans, reuse_every_hit, stale_spans
+from chunkweave.planning.method import RATIO_BUDGET, prefer_neutral, required_spans, reuse_every_hit, stale_spans
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
@@ -29,7 +29,7 @@ class CacheBlend:
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """One pass that starts with every token of every reused chunk and narrows at the check layers."""
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
         required = required_spans(parts)

@@ -38,7 +38,7 @@ class CacheCraft:
 
     The paper leaves open: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now; one
     without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention sinks
-    form.
+    form. One computed behind neutral passages depends on none of its context, so it has CCI 0.5 and overlap 0 too.
     """
 
     name = "cachecraft"
@@ -87,7 +87,9 @@ class CacheCraft:
     def _bounds(self, record: SegmentRecord, prefix: _Prefix) -> tuple[float, float]:
         """CCI of a variant, and beta, which is as much as its overlap can be."""
         profile = record.attention
-        if profile is not None:
+        if record.neutral:
+            cci, overlap = LEAST_CCI, 0.0
+        elif profile is not None:
             cci, overlap = profile.cci, prefix_overlap(profile, prefix.places)
         elif record.alone:
             cci, overlap = LEAST_CCI, float(not prefix.places)

@@ -3,7 +3,7 @@
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit, reused_spans
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_neutral, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
@@ -23,7 +23,7 @@ class Epic:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the heads of the reused chunks."""
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         heads = [
             position
             for span in reused_spans(parts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_neutral, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
@@ -27,7 +27,7 @@ class HeavyHitters:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the heavy hitters of the reused chunks."""
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         records = {record.id: record for entry in lookup.parts for record in entry.variants}
         hitters = [
             position

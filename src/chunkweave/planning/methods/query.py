@@ -10,7 +10,7 @@ from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
     one_pass,
-    prefer_alone,
+    prefer_neutral,
     required_spans,
     reuse_every_hit,
     stale_offsets,
@@ -56,7 +56,7 @@ class QueryAware:
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """A pass that watches the question, and one or two over what it read; one in all where nothing is chosen."""
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
         budget = ceil(self._ratio * total)

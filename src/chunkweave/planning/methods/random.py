@@ -4,7 +4,7 @@ from math import ceil
 from random import Random
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_alone, reuse_every_hit, reused_spans
+from chunkweave.planning.method import RATIO_BUDGET, one_pass, prefer_neutral, reuse_every_hit, reused_spans
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
@@ -25,7 +25,7 @@ class RandomTokens:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the tokens drawn."""
-        parts = reuse_every_hit(lookup, prefer_alone)
+        parts = reuse_every_hit(lookup, prefer_neutral)
         rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
         drawn = [
             position

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,7 +23,7 @@ from chunkweave.server.vllm_backend.upstream import UpstreamLostError
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 2.0
-_TRIES = 2
+TRIES = 2
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class VllmAnswer:
     async def _all(self) -> AsyncGenerator[Event, None]:
         failed: Replica | None = None
         ahead = None if self._ahead is None else await asyncio.shield(self._ahead)
-        for last in (attempt == _TRIES - 1 for attempt in range(_TRIES)):
+        for last in (attempt == TRIES - 1 for attempt in range(TRIES)):
             try:
                 async for event in self._attempt(avoid=failed, like=ahead):
                     yield event
@@ -156,7 +156,7 @@ class VllmAnswer:
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
         try:
-            body = {**self._body, **self._prompt(placed, prepared.room)}
+            body = {**self._body, **_prompt(placed, prepared.room)}
             async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
                 async for event in stream:
                     if event.get("usage"):
@@ -173,22 +173,10 @@ class VllmAnswer:
 
     async def _prefill(self) -> Placed | None:
         """Compute one token that nobody sees; returns where, None if that failed."""
-        fleet = self._context.fleet
+        kept: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
         try:
-            placed = await fleet.place(self._prepared, counted=False, tenant=self._tenant)
-            try:
-                kept: dict[str, Any] = {
-                    name: self._body[name] for name in ("model", "cache_salt") if name in self._body
-                }
-                body = {**kept, "temperature": 0, "stream": True, **self._prompt(placed, 1)}
-                stream = placed.replica.upstream.complete(body, uuid.uuid4().hex)
-                async with aclosing(stream):
-                    async for _ in stream:
-                        pass
-                self._prefilled_s = time.perf_counter()
-                fleet.served(placed, cached_tokens=None)
-            finally:
-                fleet.leave(placed)
+            placed = await compute_ahead(self._context, self._prepared, kept, tenant=self._tenant)
+            self._prefilled_s = time.perf_counter()
         except (ChunkweaveError, HttpError) as error:
             logger.debug("nothing is computed ahead: %s", error)
             return None
@@ -196,12 +184,6 @@ class VllmAnswer:
             logger.exception("nothing is computed ahead")
             return None
         return placed
-
-    def _prompt(self, placed: Placed, max_tokens: int) -> dict[str, Any]:
-        """The part of a body that depends on where it is computed."""
-        prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
-        params = weave_params(placed.prompt, placed.prepared.choice)
-        return prompt if params is None else {**prompt, "kv_transfer_params": {FIELD: params}}
 
     async def _conclude(self, placed: Placed, report_id: str | None) -> None:
         """All of it has come: get its report, if there is one, and let everybody know."""
@@ -240,3 +222,41 @@ class VllmAnswer:
             return 0.0
         limit_s = self._context.deadline_s
         return None if limit_s is None else max(0.0, self._arrived_s + limit_s - time.perf_counter())
+
+
+async def compute_ahead(
+    context: AnswerContext, prepared: PreparedPrompt, body: Mapping[str, Any], *, tenant: str, tries: int = 1
+) -> Placed:
+    """Have one token computed behind a prompt, which nobody sees; returns where.
+
+    `body` has vLLM's fields that say whose it is: `model`, `cache_salt`. Where a replica goes, another one is tried,
+    if `tries` are left.
+
+    Raises:
+        ChunkweaveError, HttpError: vLLM did not.
+    """
+    fleet, failed = context.fleet, None
+    while True:
+        placed = await fleet.place(prepared, avoid=failed, counted=False, tenant=tenant)
+        try:
+            whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, asked=False)}
+            async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
+                async for _ in stream:
+                    pass
+            fleet.served(placed, cached_tokens=None)
+            return placed
+        except UpstreamLostError:
+            failed, tries = placed.replica, tries - 1
+            if not tries:
+                raise
+        finally:
+            fleet.leave(placed)
+
+
+def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
+    """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
+    prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
+    params = weave_params(placed.prompt, placed.prepared.choice)
+    if params is None:
+        return prompt
+    return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

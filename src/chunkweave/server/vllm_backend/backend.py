@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.chunking.neutral import neutral_passages
 from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import QueueFullError
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -17,7 +19,7 @@ from chunkweave.server.errors import HttpError
 from chunkweave.server.requests import ChatBody, CompletionBody
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
-from chunkweave.server.vllm_backend.answer import AnswerContext, VllmAnswer
+from chunkweave.server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
 from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
 from chunkweave.server.vllm_backend.passthrough import Passthrough
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, chooser_for, load_tokenizer
@@ -25,6 +27,7 @@ from chunkweave.server.vllm_backend.process import VllmFlags, VllmProcess
 from chunkweave.server.vllm_backend.reports import ReportInbox
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
+from chunkweave.types import Chunk
 from chunkweave.vllm.report_socket import VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class VllmBackend:
         self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
+        self._passages: tuple[str, ...] = ()
 
     @property
     def unavailable(self) -> str | None:
@@ -78,7 +82,8 @@ class VllmBackend:
     async def start(self) -> BackendParts:
         """Start the servers, or wait for those that run already, and load the tokenizer."""
         settings = self._settings.fleet
-        await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM is given its folder
+        source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
+        self._passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
         if settings.upstream:
             urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
             if settings.report_socket is not None:
@@ -103,6 +108,7 @@ class VllmBackend:
             self._check,
             self._threads,
             most_tokens,
+            self.warm,
             samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries)],
             more_metrics=self._metrics,
             replicas=len(fleet.replicas),
@@ -140,6 +146,35 @@ class VllmBackend:
             speculative=speculative,
             tenant=submission.tenant,
         )
+
+    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Have chunks computed, one after the other and each as a request of one token; returns how many.
+
+        Each is sent, stored or not: only the plug-in knows what is. What is stored costs it a lookup. While as many
+        requests wait as may, it waits too.
+
+        Raises:
+            ChunkweaveError, HttpError: one is too long, or vLLM did not answer; those before it are computed.
+        """
+        tokens, preparer = self._settings.capture.neutral_tokens, self.context.preparer
+        for chunk in chunks:
+            prepare = partial(preparer.prepare_beforehand, chunk, self._passages, tokens, cache_salt=salt)
+            prepared = await self._threads.run(tenant, prepare)
+            body = {"model": self.name, **({"cache_salt": salt} if salt else {})}
+            await self._compute(prepared, body, tenant)
+        return len(chunks)
+
+    async def _compute(self, prepared: PreparedPrompt, body: Mapping[str, Any], tenant: str) -> None:
+        """Have a prompt computed, on another replica if one goes, and once there is room in the queues."""
+        while True:
+            try:
+                await compute_ahead(self.context, prepared, body, tenant=tenant, tries=TRIES)
+                return
+            except QueueFullError:
+                await asyncio.sleep(_POLL_S)
+            except UpstreamLostError as error:
+                message = "the vLLM server that computed this went away; its log says why"
+                raise HttpError(502, message, code="replica_lost") from error
 
     async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:  # noqa: ARG002
         """The plug-in removes nothing by name: what no request asks for any more leaves by eviction."""

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.neutral import is_neutral
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import Waiting
@@ -236,9 +237,9 @@ class Fleet:
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
-            # Every replica has the instruction: it does not count for the route.
-            instruction = sum(len(part) for part in arranged.prompt.parts if part.kind is PartKind.SYSTEM)
-            of_chunks = max(0, cached - instruction)
+            # Every replica has the instruction and the neutral passages: they do not count for the route.
+            everywhere = sum(len(part) for part in arranged.prompt.parts if _stored_everywhere(part))
+            of_chunks = max(0, cached - everywhere)
             candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
         return options[self._routing.choose(len(prepared.prompt), candidates).name]
 
@@ -268,6 +269,10 @@ def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Repli
     contents = ReplicaContents(settings.fleet.mirror_tokens)
     queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
     return Replica(upstream.name, upstream, contents, Arranger(settings.ordering, contents.tree), queue)
+
+
+def _stored_everywhere(part: PromptPart) -> bool:
+    return part.kind is PartKind.SYSTEM or (part.id is not None and is_neutral(part.id))
 
 
 def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
+from chunkweave.chunking.neutral import is_neutral
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
-from chunkweave.config import ConversationConfig, ReuseConfig
+from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams
 from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
@@ -19,6 +20,7 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.types import Chunk
 from chunkweave.vllm.request import to_params
 
 _NO_REUSE = "full"
@@ -54,7 +56,7 @@ class PromptPreparer:
         model: str,
         most_tokens: int,
         chooser: MethodChooser | None = None,
-        usual_order: ChunkOrder = ChunkOrder.FREE,
+        usual_order: ChunkOrder = ChunkOrder.FIXED,
         shadow: ShadowMonitor | None = None,
         conversations: ConversationConfig | None = None,
     ) -> None:
@@ -103,6 +105,22 @@ class PromptPreparer:
         room = min(room, request.sampling.max_new_tokens)
         return PreparedPrompt(request, prompt, order, choice, room, turn)
 
+    def prepare_beforehand(
+        self, chunk: Chunk, passages: Sequence[str], neutral_tokens: int, *, cache_salt: str
+    ) -> PreparedPrompt:
+        """What computes a chunk before anybody asks, with one token behind it.
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: the chunk alone does not fit the model's context.
+        """
+        most, room = self._most_tokens, 1
+        prompt = self.builder.beforehand(chunk, passages, neutral_tokens, most_tokens=most, cache_salt=cache_salt)
+        if len(prompt) + room > most:
+            raise PromptTooLongError(f"the chunk has {len(prompt.parts[-1])} tokens, but the context holds {most}")
+        request = Request("", (chunk,), sampling=SamplingParams(room, temperature=0.0), cache_salt=cache_salt)
+        return PreparedPrompt(request, prompt, ChunkOrder.FIXED, self._choice(MethodRequest.of("prefix")), room)
+
     def end(self, prepared: PreparedPrompt, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
         """Keep a complete answer for its conversation, if it is one's; `prompt` is as it was computed.
 
@@ -138,7 +156,9 @@ def weave_params(prompt: Prompt, choice: MethodChoice) -> dict[str, Any] | None:
     if not spans or choice.method == _NO_REUSE:
         return None
     start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
-    return {"chunks": spans, "start_tokens": start, "method": choice.method, **to_params(choice.reuse)}
+    neutral = sum(part.id is not None and is_neutral(part.id) for part in prompt.parts)
+    marked = {"neutral": neutral} if neutral else {}
+    return {"chunks": spans, "start_tokens": start, "method": choice.method, **marked, **to_params(choice.reuse)}
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:
