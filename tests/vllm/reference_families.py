@@ -8,6 +8,20 @@ from transformers import AutoConfig
 
 from tests.vllm.reference import Reference
 
+SURELY = 1e-4
+"""By so much the logit of the last expert chosen has to be above the next one's."""
+
+
+class NearTieError(Exception):
+    """Two experts of a token are so near that rounding chooses: this prompt tells nothing."""
+
+
+def _experts_of(logits, count):
+    best = logits.topk(count + 1, dim=-1)
+    if (best.values[:, -2] - best.values[:, -1]).min() < SURELY:
+        raise NearTieError
+    return best.indices[:, :-1]
+
 
 class Mixtral(Reference):
     """A token goes through the experts that its router ranks highest, by their shares among those."""
@@ -16,8 +30,9 @@ class Mixtral(Reference):
     renormalised = True
 
     def _mlp(self, normed, name):
-        shares = torch.softmax(normed @ self.weights[f"{name}{self.router}.weight"].T, -1)
-        chosen, experts = shares.topk(self.config.num_experts_per_tok, dim=-1)
+        logits = normed @ self.weights[f"{name}{self.router}.weight"].T
+        experts = _experts_of(logits, self.config.num_experts_per_tok)
+        chosen = torch.softmax(logits, -1).gather(-1, experts)
         if self.renormalised:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         out = torch.zeros_like(normed)
@@ -256,8 +271,9 @@ class GptOss(Reference):
 
     def _mlp(self, normed, name):
         router, bias = (self.weights[f"{name}mlp.router.{part}"] for part in ("weight", "bias"))
-        logits, experts = (normed @ router.T + bias).topk(self.config.num_experts_per_tok, dim=-1)
-        shares = torch.softmax(logits, -1)
+        logits = normed @ router.T + bias
+        experts = _experts_of(logits, self.config.num_experts_per_tok)
+        shares = torch.softmax(logits.gather(-1, experts), -1)
         out = torch.zeros_like(normed)
         for row, states in enumerate(normed):
             for share, expert in zip(shares[row], experts[row].tolist(), strict=True):

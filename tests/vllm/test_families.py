@@ -1,11 +1,13 @@
 """First tokens and chosen positions of each model family, against a reference of its own and our own engine."""
 
+from contextlib import suppress
+
 import pytest
 
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.own_engine import own_engine
 from tests.vllm.prompts import behind_an_instruction, computed_alone, computed_in_context, one_missing
-from tests.vllm.reference_families import reference_of
+from tests.vllm.reference_families import NearTieError, reference_of
 from tests.vllm.serving import IN_PROCESS, serving
 
 TOLERANCE = 5e-4
@@ -65,31 +67,45 @@ def family(request, tmp_path_factory):
         yield served, reference_of(folder), own
 
 
+def without_ties(draw):
+    """What `draw` makes of a new prompt; those on which rounding chooses experts are passed over."""
+    for _ in range(20):
+        with suppress(NearTieError):
+            return draw()
+    raise AssertionError("experts nearly tie on every prompt")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_first_tokens_and_chosen_positions(family, case):
     served, reference, own = family
-    scenario, method, ratio = CASES[case]
-    scenario = scenario()
+    make_scenario, method, ratio = CASES[case]
+
+    def expect():
+        scenario = make_scenario()
+        own.precompute(scenario)
+        chosen = own.prefill(scenario.prompt, method, {"ratio": ratio})
+        pieces = scenario.pieces(reference)
+        if method == "query":  # the reference is told what to compute again
+            return scenario, chosen, reference.weave(pieces, "random", 0.0, chosen=chosen.recomputed)
+        return scenario, chosen, reference.weave(pieces, method, ratio)
+
+    scenario, chosen, wanted = without_ties(expect)
     scenario.precompute(served)
-    own.precompute(scenario)
     got = served.answer(scenario.prompt.ask(method, ratio))[0]
     assert "error" not in got.report
-    chosen = own.prefill(scenario.prompt, method, {"ratio": ratio})
-    assert got.report["recomputed"] == chosen.recomputed
-    assert (got.log_probs[0] - chosen.log_probs).abs().max().item() <= TOLERANCE
-    pieces = scenario.pieces(reference)
-    if method == "query":  # the reference is told what to compute again
-        wanted = reference.weave(pieces, "random", 0.0, chosen=chosen.recomputed)
-    else:
-        wanted = reference.weave(pieces, method, ratio)
-        assert got.report["recomputed"] == wanted.recomputed
-    assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
+    assert got.report["recomputed"] == chosen.recomputed == wanted.recomputed
+    for log_probs in (chosen.log_probs, wanted.log_probs):
+        assert (got.log_probs[0] - log_probs).abs().max().item() <= TOLERANCE
 
 
 def test_plain_requests_and_exact_prefixes(family):
     served, reference, _ = family
-    scenario = behind_an_instruction()
+
+    def expect():
+        scenario = behind_an_instruction()
+        return scenario, reference.log_probs(scenario.prompt.ids)
+
+    scenario, wanted = without_ties(expect)
     scenario.precompute(served)
-    wanted = reference.log_probs(scenario.prompt.ids)
     for ask in (scenario.prompt.plain(), scenario.prompt.ask("prefix")):
         assert (served.answer(ask)[0].log_probs[0] - wanted).abs().max().item() <= TOLERANCE
