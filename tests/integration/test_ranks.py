@@ -13,7 +13,7 @@ from chunkweave.fusion.capture import AttentionCapture, FocusWatch, QuestionWatc
 from chunkweave.fusion.rows import measure
 from chunkweave.models.attention import ALONE, Ranks
 from chunkweave.planning.plan import Evidence, KVSource, PartPlan, StopUnfocused, Watch
-from chunkweave.types import ChunkId, Geometry, Span
+from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, Span
 
 TOKENS, HEADS, KV_HEADS, DIM = 24, 8, 4, 16
 GEOMETRY = Geometry(4, 64, HEADS, KV_HEADS, DIM, 64, 100, 128)
@@ -78,7 +78,12 @@ def test_question_attention(over_heads, over_tokens):
     def work(ranks: Ranks) -> torch.Tensor:
         watch = QuestionWatch(Watch(QUESTION, (0, 1), over_heads, over_tokens), CPU, ranks=ranks)
         for layer in range(2):
-            watch.look(mine(ranks, states(layer, 4, HEADS)), mine(ranks, states(9 + layer, TOKENS, KV_HEADS)))
+            watch.look(
+                mine(ranks, states(layer, 4, HEADS)),
+                mine(ranks, states(9 + layer, TOKENS, KV_HEADS)),
+                None,
+                PLAIN_SCORES,
+            )
         return watch.attention
 
     agree(work, torch.testing.assert_close)
@@ -92,7 +97,7 @@ def test_focus():
         found = []
         for layer in range(4):
             queries, keys = states(layer, 4, HEADS), states(9 + layer, TOKENS, KV_HEADS)
-            found.append(watch.look(mine(ranks, queries), mine(ranks, keys)))
+            found.append(watch.look(mine(ranks, queries), mine(ranks, keys), None, PLAIN_SCORES))
         return found
 
     def same(found: object, whole: object) -> None:

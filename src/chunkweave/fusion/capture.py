@@ -15,7 +15,7 @@ from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.store.records import AttentionProfile
-from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, ScoreRule
+from chunkweave.types import ChunkId, Geometry, ScoreRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -371,13 +371,7 @@ class QuestionWatch:
         )
         self.attention = torch.zeros(question.stop, device=device)
 
-    def look(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        window: int | None = None,
-        scores: ScoreRule = PLAIN_SCORES,
-    ) -> None:
+    def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, scores: ScoreRule) -> None:
         """Take in one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
 
         Both after RoPE; a query sees the `window` keys up to its own (None: all). `scores` are the layer's.
@@ -413,11 +407,7 @@ class FocusWatch:
         )
 
     def look(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        window: int | None = None,
-        scores: ScoreRule = PLAIN_SCORES,
+        self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, scores: ScoreRule
     ) -> frozenset[int] | None:
         """Indices of the focused chunks once they are known; None until then.
 
