@@ -65,3 +65,21 @@ def test_with_one_memory_there_is_nowhere_to_copy_to():
     _insert(store, "s")
     assert store.replicate() == 0
     store.close()
+
+
+def test_what_is_removed_while_it_is_copied_does_not_come_back(monkeypatch):
+    store = _store("device", "host")
+    record = _insert(store, "s")
+    _ask(store, "s")
+    read = store.levels[0].get
+
+    def removed_meanwhile(segment):
+        payload = read(segment)
+        assert store.remove(record.id)
+        return payload
+
+    monkeypatch.setattr(store.levels[0], "get", removed_meanwhile)
+    assert store.replicate() == 0
+    assert store.flush(5)
+    assert not store.records()
+    store.close()

@@ -470,9 +470,12 @@ class TieredStore(Generic[PayloadT]):
             if not level.available:
                 self._count(writes_skipped=1)
                 continue
-            with self._lock:  # so that a removal either sees this write in the queue or is seen here
-                taken = (unchanged() and self._writer.offer(Write(level, record, payload, nbytes))) or taken
+            taken = self._offer(Write(level, record, payload, nbytes), unchanged) or taken
         return taken
+
+    def _offer(self, write: Write[PayloadT], unchanged: Callable[[], bool]) -> bool:
+        with self._lock:  # so that a removal either sees this write in the queue or is seen here
+            return unchanged() and self._writer.offer(write)
 
     def _drop_inexact(self, segment: SegmentId) -> None:
         """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
@@ -504,12 +507,7 @@ class TieredStore(Generic[PayloadT]):
     def _copying(self) -> Iterator[Callable[[Write[PayloadT]], bool]]:
         """While a payload is copied to another level: queues the write, unless something was removed since it began."""
         with self._moving() as unchanged:
-
-            def offer(write: Write[PayloadT]) -> bool:
-                with self._lock:  # so that a removal either sees this write in the queue or is seen here
-                    return unchanged() and self._writer.offer(write)
-
-            yield offer
+            yield partial(self._offer, unchanged=unchanged)
 
     def _count(self, **more: int) -> None:
         with self._lock:
