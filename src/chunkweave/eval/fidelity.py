@@ -7,6 +7,7 @@ set has answers, how likely they are is compared too.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -257,7 +258,7 @@ def measure_fidelity(
 ) -> Iterator[dict[str, FidelitySample]]:
     """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
 
-    Contenders run once uncounted before the first task, then alternate, and take turns in going first. What is
+    Contenders run once uncounted before they are first measured, then alternate, and take turns in going first. What is
     measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
     Each of `also_warm` has a store of its own in memory, with the codec and budget of `store`.
     Baselines that ask from another prompt come after the `methods`. They run on tasks that are answered freely; what is
@@ -265,34 +266,29 @@ def measure_fidelity(
     as an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other
     way round.
     """
-    runs = {label: woven_prefill(engine.runner, method, new_tokens=_room(config)) for label, method in methods.items()}
-    runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
-    baselines = config.baselines
-    others = [_OtherWay(warm, _beside(engine, store), methods, config) for warm in config.also_warm]
-    labels = [REFERENCE, SLICED, *(label for label in methods if label != REFERENCE), *baselines]
-    labels += [label for other in others for label in other.contenders.runs]
-    warmed_up = False
-    for index, task in enumerate(tasks):
-        if not skip(index):
-            prepare(engine, tasks, index, config.warm)
-            free, floor = index < config.free, index < (config.free if exact is None else exact)
-            left_out = {*(() if floor else EXACT), *(() if free else baselines)}
-            order = _taking_turns([label for label in (*runs, *baselines) if label not in left_out], index)
-            if not warmed_up:
-                for label in order:
-                    if label in runs:
-                        runs[label](task.prompt)
+    with ExitStack() as beside:
+        ways = [_first_way(engine, methods, config)]
+        for warm in config.also_warm:
+            other = beside.enter_context(_beside(engine, store))
+            ways.append(_Way(warm, other, _weaves(other, _named_by_way(methods, warm), config)))
+        labels = [label for way in ways for label in way.labels]
+        warmed_up = False
+        for index, task in enumerate(tasks):
+            if not skip(index):
+                free, floor = index < config.free, index < (config.free if exact is None else exact)
+                left_out = {*(() if floor else EXACT), *(() if free else config.baselines)}
+                question = _Question(task, config, free=free)
+                found: dict[str, FidelitySample] = {}
+                for way in ways:
+                    prepare(way.engine, tasks, index, way.warm)
+                    order = _taking_turns([label for label in way.labels if label not in left_out], index)
+                    if not warmed_up:
+                        way.run_once(task.prompt, order)
+                    found |= question.samples(way, order)
                 warmed_up = True
-            question = _Question(engine, task, _Contenders(runs, baselines), config, free=free)
-            found = question.samples(order)
-            for other in others:
-                prepare(other.engine, tasks, index, other.warm)
-                found |= question.over(other.engine, other.contenders).samples(
-                    _taking_turns(list(other.contenders.runs), index)
-                )
-            yield {label: found[label] for label in labels if label in found}
-        if progress is not None:
-            progress(index + 1, len(tasks))
+                yield {label: found[label] for label in labels if label in found}
+            if progress is not None:
+                progress(index + 1, len(tasks))
 
 
 def _taking_turns(labels: Sequence[str], index: int) -> list[str]:
@@ -310,29 +306,50 @@ def _room(config: FidelityConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contenders:
-    """Prefills of the same prompt, and baselines that are asked from another one, by the names of their rows."""
+class _Way:
+    """Who runs over chunks that were computed in one way, in a store of their own.
 
-    runs: Mapping[str, Contender]
-    baselines: Mapping[str, PromptBaseline]
-
-
-class _OtherWay:
-    """The reuse methods over chunks that were computed in another way, in a store of their own.
-
-    The way is part of a row's name, before its value: `query neutral@5%`.
+    `runs` are prefills of a question's prompt, `baselines` ask from another one, both by the names of their rows.
     """
 
-    def __init__(
-        self, warm: Warmth, engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig
-    ) -> None:
-        self.warm, self.engine = warm, engine
-        runs: dict[str, Contender] = {}
-        for label, method in methods.items():
-            if label not in (REFERENCE, *EXACT):
-                name, at, value = label.partition("@")
-                runs[f"{name} {warm}{at}{value}"] = woven_prefill(engine.runner, method, new_tokens=_room(config))
-        self.contenders = _Contenders(runs, {})
+    warm: Warmth
+    engine: Engine
+    runs: Mapping[str, Contender]
+    baselines: Mapping[str, PromptBaseline] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of all, in the order of rows."""
+        return [*self.runs, *self.baselines]
+
+    def run_once(self, prompt: Prompt, labels: Sequence[str]) -> None:
+        """Run each prefill once, to warm up."""
+        for label in labels:
+            if label in self.runs:
+                self.runs[label](prompt)
+
+
+def _first_way(engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig) -> _Way:
+    """Full prefill, how far another arithmetic takes it, all methods, and what is asked from another prompt."""
+    runs = _weaves(engine, {REFERENCE: methods[REFERENCE]}, config)
+    runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
+    runs |= _weaves(engine, {label: method for label, method in methods.items() if label != REFERENCE}, config)
+    return _Way(config.warm, engine, runs, config.baselines)
+
+
+def _weaves(engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig) -> dict[str, Contender]:
+    room = _room(config)
+    return {label: woven_prefill(engine.runner, method, new_tokens=room) for label, method in methods.items()}
+
+
+def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warmth) -> dict[str, ReuseMethod]:
+    """The reuse methods under the names of their rows over chunks that were computed so: `query neutral@5%`."""
+    named = {}
+    for label, method in methods.items():
+        if label not in (REFERENCE, *EXACT):
+            name, at, value = label.partition("@")
+            named[f"{name} {warm}{at}{value}"] = method
+    return named
 
 
 def _beside(engine: Engine, store: StoreConfig | None) -> Engine:
@@ -359,75 +376,66 @@ class _Ran:
 class _Question:
     """One task, and what full prefill says to it once it has run."""
 
-    def __init__(
-        self, engine: Engine, task: Task, contenders: _Contenders, config: FidelityConfig, *, free: bool
-    ) -> None:
-        self._engine, self._model = engine, engine.loaded.model
-        self._task, self._contenders, self._config, self._free = task, contenders, config, free
+    def __init__(self, task: Task, config: FidelityConfig, *, free: bool) -> None:
+        self._task, self._config, self._free = task, config, free
         self._continuation: tuple[int, ...] = ()
         self._expected = torch.empty(0)
 
-    def over(self, engine: Engine, contenders: _Contenders) -> "_Question":
-        """The same question to contenders over another store; full prefill has answered it."""
-        other = _Question(engine, self._task, contenders, self._config, free=self._free)
-        other._continuation, other._expected = self._continuation, self._expected
-        return other
-
-    def samples(self, order: Sequence[str]) -> dict[str, FidelitySample]:
+    def samples(self, way: _Way, order: Sequence[str]) -> dict[str, FidelitySample]:
         """All of `order`, one after the other; those that come before full prefill wait for what it says."""
         found: dict[str, FidelitySample] = {}
         held: dict[str, _Ran] = {}
         for label in order:
-            held[label] = self._run(label)
+            held[label] = self._run(way, label)
             if label == REFERENCE:
                 full = held[label].prefilled
-                self._continuation = self._decoded(full)
-                self._expected = self._behind(full, follows=True)[0]
+                self._continuation = self._decoded(way.engine, full)
+                self._expected = self._behind(way.engine, full, follows=True)[0]
             if self._continuation:
-                found |= {ran: self._sample(ran, one) for ran, one in held.items()}
+                found |= {ran: self._sample(way.engine, ran, one) for ran, one in held.items()}
                 held.clear()
         return found
 
-    def _decoded(self, prefilled: Prefilled) -> tuple[int, ...]:
-        return decode_greedily(self._engine, [prefilled], self._config.new_tokens)[0].token_ids
+    def _decoded(self, engine: Engine, prefilled: Prefilled) -> tuple[int, ...]:
+        return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
 
-    def _run(self, label: str) -> _Ran:
-        prompt, baseline = self._task.prompt, self._contenders.baselines.get(label)
+    def _run(self, way: _Way, label: str) -> _Ran:
+        prompt, baseline = self._task.prompt, way.baselines.get(label)
         if baseline is None:
             started = time.perf_counter()
-            prefilled = self._contenders.runs[label](prompt)
+            prefilled = way.runs[label](prompt)
             ttft_s = time.perf_counter() - started
             assert prefilled is not None, "every contender here gives a cache"
-            report = _report(self._engine, prefilled, ttft_s)
+            report = _report(way.engine, prefilled, ttft_s)
             return _Ran(prefilled, report, report.recompute_fraction)
-        baseline.warm(self._engine, prompt)
-        answer = baseline.answer(self._engine, prompt, self._config.new_tokens)
+        baseline.warm(way.engine, prompt)
+        answer = baseline.answer(way.engine, prompt, self._config.new_tokens)
         room = _room(self._config)
-        final = self._engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
+        final = way.engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
         return _Ran(final, answer.report, None, answer.token_ids, baseline.follows_full)
 
-    def _behind(self, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
+    def _behind(self, engine: Engine, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
         """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
 
         Always in one pass of one shape, so that full prefill is not even arithmetic away from itself.
         """
         answer_ids = self._task.answer_ids
         wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
-        return list(log_probabilities(self._model, one, *wanted))
+        return list(log_probabilities(engine.loaded.model, one, *wanted))
 
-    def _sample(self, label: str, one: _Ran) -> FidelitySample:
+    def _sample(self, engine: Engine, label: str, one: _Ran) -> FidelitySample:
         answers, answer_ids = self._task.answers, self._task.answer_ids
         decoded = one.decoded
         if self._free and decoded is None:
-            decoded = self._continuation if label == REFERENCE else self._decoded(one.prefilled)
-        found = self._behind(one.prefilled, follows=one.follows)
+            decoded = self._continuation if label == REFERENCE else self._decoded(engine, one.prefilled)
+        found = self._behind(engine, one.prefilled, follows=one.follows)
         kl: list[float] = []
         agrees: list[bool] = []
         if one.follows:
             own = found.pop(0)
             kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
             agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
-        text = None if decoded is None else answer_text(self._engine, decoded)
+        text = None if decoded is None else answer_text(engine, decoded)
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
