@@ -228,6 +228,7 @@ def test_bench_that_ends_early_keeps_the_questions_measured(dataset, tmp_path, m
     ("more", "code", "said"),
     [
         (("--warm", "hot"), 2, "queries:N"),
+        (("--warm", ""), 2, "queries:N"),
         (("--threads", 0), 2, "threads"),
         (("--methods", "magic"), 2, "magic"),
         (("--questions", 99), 2, "99"),

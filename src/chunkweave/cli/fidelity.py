@@ -166,7 +166,7 @@ def fidelity(
     from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
     from chunkweave.eval.warming import Warmth
 
-    warm, *also_warm = map(Warmth.parse, options.names(asked.warm))
+    warm, *also_warm = map(Warmth.parse, options.names(asked.warm) or ("",))
     config = FidelityConfig(
         methods=options.names(methods),
         ratios=values.ratios,
