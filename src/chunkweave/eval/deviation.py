@@ -125,8 +125,8 @@ def deviation_from(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> 
     """
     if full.prompt.token_ids != woven.prompt.token_ids or full.prompt.parts[-1].id is not None:
         raise UsageError("a deviation is measured between two caches of one prompt that ends in a question")
-    by_token = _kv_deviation(full, woven, model)
-    reused = by_token[:, _reused(woven)]
+    by_token = kv_deviation(full, woven, model)
+    reused = by_token[:, reused_positions(woven)]
     return Deviation(
         kv=tuple(by_token.mean(1).tolist()),
         attention=_apart(question_attention(full, model), question_attention(woven, model)),
@@ -138,7 +138,7 @@ def reuse_deviation(
     full: Prefilled, reused: Prefilled, model: LayerwiseModel, *, ratios: Sequence[float] = RATIOS, seed: int = 0
 ) -> ReuseDeviation | None:
     """What `ReuseDeviation` says, of full prefill and full KV reuse of one prompt; None if nothing is reused in it."""
-    deviation = _kv_deviation(full, reused, model)[:, _reused(reused)]
+    deviation = kv_deviation(full, reused, model)[:, reused_positions(reused)]
     if not deviation.shape[1]:
         return None
     exact = question_attention(full, model)
@@ -156,6 +156,20 @@ def reuse_deviation(
         top_share=tuple(top / whole if whole else None for top, whole in tops),
         rank_with_first=tuple(_spearman(deviation[1], layer) for layer in deviation[2:]),
     )
+
+
+def kv_deviation(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> torch.Tensor:
+    """L2 norm by layer and token, `[layers, tokens]` in host memory; taken after RoPE, which turns both keys alike."""
+    tokens, rows = len(full.prompt), []
+    for layer in range(model.geometry.num_layers):
+        pairs = zip(full.cache.view(layer, tokens), woven.cache.view(layer, tokens), strict=True)
+        rows.append(torch.stack([(a.float() - b.float()).pow(2).sum((1, 2)) for a, b in pairs]).sum(0).sqrt())
+    return torch.stack(rows).cpu()
+
+
+def reused_positions(prefilled: Prefilled) -> torch.Tensor:
+    """Positions of the tokens whose KV was taken from another context, `[reused tokens]`."""
+    return _positions(prefilled.plan.spans(KVSource.REUSED))
 
 
 def chosen_tokens(deviation: torch.Tensor, choice: Choice, ratio: float, *, seed: int = 0) -> torch.Tensor:
@@ -189,7 +203,7 @@ def question_attention(
     fresh[:, question.start :] = True
     if chosen is not None:
         fresh[:, _positions(prefilled.plan.spans(KVSource.COMPUTED))] = True
-        fresh[:, _reused(prefilled)] = chosen
+        fresh[:, reused_positions(prefilled)] = chosen
     fresh = fresh.to(device)
     positions = fresh.any(0).nonzero()[:, 0]
     hidden = model.embed(torch.tensor(prefilled.prompt.token_ids, device=device)[positions])
@@ -280,19 +294,6 @@ def _apart(full: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple
     """Attention deviation by layer, as `Deviation` says."""
     pairs = zip(full, other, strict=True)
     return tuple((a - b).pow(2).sum().sqrt().item() / (a.shape[0] * a.shape[1]) ** 0.5 for a, b in pairs)
-
-
-def _kv_deviation(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> torch.Tensor:
-    """L2 norm by layer and token, `[layers, tokens]` in host memory; taken after RoPE, which turns both keys alike."""
-    tokens, rows = len(full.prompt), []
-    for layer in range(model.geometry.num_layers):
-        pairs = zip(full.cache.view(layer, tokens), woven.cache.view(layer, tokens), strict=True)
-        rows.append(torch.stack([(a.float() - b.float()).pow(2).sum((1, 2)) for a, b in pairs]).sum(0).sqrt())
-    return torch.stack(rows).cpu()
-
-
-def _reused(prefilled: Prefilled) -> torch.Tensor:
-    return _positions(prefilled.plan.spans(KVSource.REUSED))
 
 
 def _positions(spans: Sequence[Span]) -> torch.Tensor:

@@ -432,9 +432,7 @@ class _Question:
         kl: list[float] = []
         agrees: list[bool] = []
         if one.follows:
-            own = found.pop(0)
-            kl = (self._expected.exp() * (self._expected - own)).sum(-1).clamp(min=0.0).tolist()
-            agrees = (self._expected.argmax(-1) == own.argmax(-1)).tolist()
+            kl, agrees = divergence(self._expected, found.pop(0))
         text = None if decoded is None else answer_text(engine, decoded)
         return FidelitySample(
             kl=tuple(kl),
@@ -482,6 +480,12 @@ def log_probabilities(
     first = prefilled.logits[None]
     rows = [torch.cat((first, next(logits))) if tokens else first for tokens in behind]
     return tuple(functional.log_softmax(one.double(), dim=-1) for one in rows)
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> tuple[list[float], list[bool]]:
+    """D_KL(expected || found) in nats at each position of log-probabilities `[tokens, vocab]`; whether top-1 agrees."""
+    kl = (expected.exp() * (expected - found)).sum(-1).clamp(min=0.0)
+    return kl.tolist(), (expected.argmax(-1) == found.argmax(-1)).tolist()
 
 
 def negative_log_likelihood(log_probs: torch.Tensor, token_ids: Sequence[int]) -> float:
