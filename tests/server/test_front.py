@@ -194,6 +194,30 @@ def test_documents_may_be_reordered_unless_the_request_says_no(front):
     assert ranks("free", DOCUMENTS) == [1, 0]
 
 
+def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_stored(vllm):
+    """CRAFT's thresholds with a free order: the connector grows exact prefixes over what the front has counted."""
+
+    def sent(*documents, **reuse):
+        assert front.ask(documents=list(documents), chunkweave=reuse).status_code == 200
+        params = vllm.seen[-1]["kv_transfer_params"]["chunkweave"]
+        return params.get("promoted"), params.get("continued")
+
+    with running_front(vllm, promotion_threshold=1, continuation_threshold=2) as front:
+        (replica,) = front.service.backend.fleet.replicas
+        ferry, pilots = DOCUMENTS
+        exact = {"method": "prefix", "order": "free"}
+        assert sent(ferry, **exact) == ([], None)
+        assert replica.contents.segments == 1, "the instruction"
+        assert sent(ferry, MORE, **exact) == ([0], None)
+        assert replica.contents.segments == 2
+        assert sent(ferry, pilots, method="cacheblend", order="free") == ([0], [0])
+        assert sent(ferry, pilots, method="cacheblend", order="fixed") == (None, None)
+        conversation = {**exact, "conversation_id": "c"}
+        assert sent(ferry, **conversation) == (None, None), "its next turn goes on from all of it"
+    with running_front(vllm) as front:
+        assert [sent(ferry, **exact) for _ in range(2)] == [(None, None)] * 2
+
+
 def test_a_corpus_is_searched_before_vllm_is_asked(front, vllm):
     assert front.post("/v1/corpora", json={"name": "sea", "chunk_tokens": 32}).status_code == 201
     added = front.post("/v1/corpora/sea/documents", json={"documents": [*DOCUMENTS, MORE]})

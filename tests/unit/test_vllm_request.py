@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from chunkweave.chunking.prompt import PartKind, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
+from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
 from chunkweave.types import Span
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse, to_params
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse, promotion_params, to_params
 
 BOS = 1
 IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)
@@ -152,6 +153,10 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "check_layers": []}, "check_layers must be ascending layer numbers from 1 on"),
         ({**FINE, "check_layers": [0]}, "check_layers must be ascending layer numbers from 1 on"),
         ({**FINE, "check_layers": [2, 1]}, "check_layers must be ascending layer numbers from 1 on"),
+        ({**FINE, "promoted": 0}, "promoted must be a list of numbers of chunks, not 0"),
+        ({**FINE, "promoted": [1]}, "promoted must be numbers of chunks, from 0 to 0"),
+        ({**FINE, "continued": [-1]}, "continued must be numbers of chunks, from 0 to 0"),
+        ({**FINE, "continued": [0.0]}, "continued must be a whole number, not 0.0"),
         ({**FINE, "seed": 1.5}, "seed must be a whole number, not 1.5"),
         ({**FINE, "seed": float("inf")}, "seed must be a whole number, not inf"),
         ({**FINE, "seed": "x"}, "seed must be a whole number, not 'x'"),
@@ -195,6 +200,7 @@ JSON = st.recursive(
 
 
 FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
+FIELDS += ["promoted", "continued"]
 QUERY = ["tail", "layers", "over_heads", "factor", "widen", "first_tokens", "mixed_share", "rounds"]
 
 
@@ -309,6 +315,19 @@ def test_the_parameters_of_methods():
 def test_what_is_sent_arrives(reuse):
     params = json.loads(json.dumps({"chunks": [[3, 6]], "method": "query", **to_params(reuse)}))
     assert read(params).reuse == reuse
+
+
+@pytest.mark.parametrize("kept", [None, (), (0, 2)])
+@pytest.mark.parametrize("continued", [(), (1,)])
+def test_a_promotion_that_is_sent_arrives(kept, continued):
+    chunks = {"chunks": [[3, 6], [6, 8], [8, 9]]}
+    ids = [part.id for part in read(chunks).prompt.parts if part.kind is PartKind.CHUNK]
+    wanted = Promotion(
+        None if kept is None else frozenset(ids[one] for one in kept), frozenset(ids[one] for one in continued)
+    )
+    params = promotion_params(read(chunks).prompt, wanted)
+    assert read(json.loads(json.dumps({**chunks, **params}))).promotion == wanted
+    assert read(chunks).promotion == Promotion()
 
 
 def test_what_depends_on_the_question_shares_no_blocks_with_another_question():

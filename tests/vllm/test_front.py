@@ -13,7 +13,7 @@ from tests.vllm.fronts import CLEAN, PASSAGES, alive, ask, children, front_proce
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
-    options = ("--shadow-every", "2", "--connector", "host_budget=1GiB")
+    options = ("--shadow-every", "2", "--connector", "host_budget=1GiB", "--promotion-threshold", "2")
     with front_process(tmp_path_factory.mktemp("front"), free_port(), *options) as running:
         yield running
 
@@ -69,6 +69,16 @@ def test_exact_answers_are_those_of_vllm_without_reuse(client):
     assert len(texts) == 1
     assert again.usage.prompt_tokens_details.cached_tokens > 0
     assert full.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_with_a_free_order_exact_paths_grow_over_what_comes_back(client):
+    """CRAFT's promotion threshold: what two requests have asked for before is stored by the third."""
+    popular, *others = (f"{PASSAGES[0]} So it was told on the {day}th of June." for day in range(4, 9))
+    reuse = {"method": "prefix", "order": "free"}
+    reports = [ask(client, [popular, other], reuse=reuse).model_extra["chunkweave"] for other in others]
+    exact = [report["prefix_exact_tokens"] for report in reports]
+    popular_tokens = [report["chunks"][0]["tokens"] for report in reports]
+    assert exact[1] == exact[2] == exact[3] - popular_tokens[3], reports
 
 
 def test_a_conversation_goes_on(client):

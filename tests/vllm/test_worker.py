@@ -238,6 +238,48 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
         assert FakeCaptured.exact_to == [len(wanted.prompt)]
 
 
+def stored_paths(side: ConnectorWorker) -> set[str]:
+    """Which parts of the request are stored behind the very parts that are before them in it."""
+    names = zip(("system", "first", "last"), request().stored_parts(), strict=True)
+    return {name for name, part in names if side._store.record(segment_id(part.id, part.context)) is not None}
+
+
+def test_an_exact_path_is_stored_as_far_as_it_is_promoted(side):
+    """CRAFT §4.2, of what vLLM computes: what is stored, and the promoted chunks that go on from there."""
+
+    def save(method="prefix", **more):
+        side.save(StepOrders(saves=[SaveOrder("a", request(method, **more), BLOCKS, 0, 40, True)]))
+        return stored_paths(side)
+
+    assert save(promoted=[]) == {"system"}
+    assert save(promoted=[1]) == {"system"}, "not behind a chunk that is not"
+    assert save(promoted=[0]) == {"system", "first"}
+    assert save(promoted=[]) == {"system", "first"}
+    assert save(promoted=[1]) == {"system", "first", "last"}
+    side._store.clear()
+    assert save("cacheblend", promoted=[]) == {"system", "first", "last"}, "what is stored can be woven"
+
+
+def test_what_a_weave_computes_is_stored_as_far_as_it_is_promoted(side):
+    hold(side)
+    more = {"method": "prefix", "promoted": [0]}
+    side.step(StepOrders(weaves=[WeaveOrder("a", request(**more), BLOCKS, 0, 35)], idle=True))
+    assert side.take_outcome()[0] == {"a"}
+    assert stored_paths(side) == {"system", "first"}
+
+
+@pytest.mark.parametrize(("first", "grown"), [(0, {"system", "first"}), (16, set())])
+def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side, first, grown):
+    """CRAFT §4.2, not behind what vLLM's own cache has of it: that may be approximate."""
+    hold(side)
+    order = WeaveOrder("a", request(continued=[0]), BLOCKS, first, 35)
+    side.step(StepOrders(weaves=[order], idle=True))
+    assert side.take_outcome()[2].reports["a"]["reused_tokens"] == (14 if grown else 24)
+    assert stored_paths(side) == grown
+    records = (side._store.record(segment_id(part.id, part.context)) for part in request().stored_parts())
+    assert all(record.exact for record in records if record is not None)
+
+
 def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
     side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
     arrived, broken, results = side.take_outcome()

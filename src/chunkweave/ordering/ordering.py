@@ -38,12 +38,12 @@ class ChunkOrder(StrEnum):
             raise UsageError(f"unknown order {text!r}; there are: {', '.join(cls)}") from None
 
 
-_OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
-_EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None}
+_ARRANGED = SERVERS | {Place.COMMANDS}
+_EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None, Place.VLLM: None}
 """Commands and servers keep every exact path: a command counts its own few questions only."""
 
 
-@configuration(_OWN_ENGINE)
+@configuration(_ARRANGED)
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
     """How requests of free order are arranged (CRAFT §4), and what is promoted.
@@ -57,7 +57,6 @@ class OrderingConfig:
     ordering: str = setting(
         "frequency",
         "How a free order is chosen.",
-        places=_OWN_ENGINE | {Place.VLLM},
         plugins="chunkweave.ordering.orderings",
     )
     window: int = setting(

@@ -1,7 +1,7 @@
 """What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -11,6 +11,7 @@ from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
+from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import (
@@ -43,14 +44,15 @@ class WeaveRequest:
     """A prompt with its parts and how it is to be woven.
 
     The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
-    what is stored of newly computed chunks. One that nobody has `asked` for (computed ahead of a search's end) does
-    not count for eviction.
+    what is stored of newly computed chunks, `promotion` over which of them exact prefixes may grow. One that nobody has
+    `asked` for (computed ahead of a search's end) does not count for eviction.
     """
 
     prompt: Prompt
     choice: MethodChoice
     kept: Kept
     asked: bool = True
+    promotion: Promotion = field(default_factory=Promotion)
 
     @property
     def method(self) -> str:
@@ -124,16 +126,17 @@ def parse(
     `params` is the value of `FIELD`: `chunks` are `[start, stop]` token positions, each beginning where the one before
     ends. What comes before them is the system part, after the `start_tokens` leading tokens that are part of no chunk
     (by default those of `start` if the prompt begins with them, else none); what comes after them is the question.
-    `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages. `start` is what the
-    project's own engine begins prompts with; chunks behind it have the ids which that engine gives them. `num_layers`
-    is the model's, if it is to be checked that it has the layers that are named.
+    `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages; `promoted` and
+    `continued` are numbers of chunks, see `Promotion`. `start` is what the project's own engine begins prompts with;
+    chunks behind it have the ids which that engine gives them. `num_layers` is the model's, if it is to be checked that
+    it has the layers that are named.
 
     Raises:
         UsageError: the message says which field is wrong and why.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
-    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral"})
+    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", *_PROMOTION})
     chunks = _chunks(params.get("chunks"), len(token_ids))
     neutral = chunks[: checked_whole(params.get("neutral", 0), "neutral")]
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
@@ -158,7 +161,10 @@ def parse(
         (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
     ]
     prompt = Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2]))
-    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"))
+    ids = [one.id for one in prompt.parts if one.kind is PartKind.CHUNK and one.id is not None]
+    kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
+    promotion = Promotion(kept_over, continued or frozenset())
+    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"), promotion)
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
@@ -187,6 +193,30 @@ def to_params(reuse: ReuseConfig) -> dict[str, Any]:
     if "query" in given:
         given["query"] = asdict(reuse.query)
     return {"recompute_ratio": reuse.recompute_ratio, **given}
+
+
+def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
+    """The fields that carry a promotion, by numbers of the prompt's chunks; only what is not the default."""
+    ids = [part.id for part in prompt.parts if part.kind is PartKind.CHUNK]
+
+    def numbers(of: Set[ChunkId]) -> list[int]:
+        return [number for number, chunk in enumerate(ids) if chunk in of]
+
+    promoted, continued = _PROMOTION
+    given = {} if promotion.kept is None else {promoted: numbers(promotion.kept)}
+    return {**given, **({continued: numbers(promotion.continued)} if promotion.continued else {})}
+
+
+def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[ChunkId] | None:
+    """The chunks whose numbers are given; None if nothing is."""
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
+        raise UsageError(f"{name} must be a list of numbers of chunks, not {given!r}")
+    numbers = [checked_whole(one, name) for one in given]
+    if any(not 0 <= one < len(chunks) for one in numbers):
+        raise UsageError(f"{name} must be numbers of chunks, from 0 to {len(chunks) - 1}")
+    return frozenset(chunks[one] for one in numbers)
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
@@ -256,6 +286,9 @@ def _query_value(name: str, value: Any) -> Any:
 
 _COMPARED = frozenset({"seed", "focus", "query"})
 """Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""
+
+_PROMOTION = ("promoted", "continued")
+"""The fields of a `Promotion`."""
 
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "capture"}
 """What a request may say of the way it is woven, and the connector's extra config for those that do not."""

@@ -4,15 +4,20 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 
 import torch
 
+from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
 from chunkweave.planning.method import make_method, without
+from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
@@ -107,7 +112,7 @@ class ConnectorWorker:
         for order in orders.saves:
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
-            parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
+            parts = [part for part in self._kept(order.request) if order.saved < part.span.stop <= order.computed]
             prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
             with self._store.lease(prefix):  # what the request found is not evicted for what it adds
                 self._insert(order.request_id, self._read(parts, order.block_ids, exact_to))
@@ -143,7 +148,10 @@ class ConnectorWorker:
         Raises:
             NotWoven: nothing of it is stored (any more), and nothing is to be captured.
         """
-        method, known = make_method(order.request.method, order.request.reuse), found
+        promotion, known = order.request.promotion, found
+        if order.first:  # vLLM's own cache may hold what is approximate: no exact prefix grows behind it
+            promotion = replace(promotion, continued=frozenset())
+        method = PrefixGrowingMethod(make_method(order.request.method, order.request.reuse), promotion)
         while found.hits or order.request.kept.profiles:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
@@ -222,10 +230,21 @@ class ConnectorWorker:
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
-            for part in order.request.stored_parts()
+            for part in self._kept(order.request)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
         self._insert(order.request_id, self._read(parts, order.block_ids, woven.exact_to))
+
+    def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
+        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
+        promoted, parts = request.promotion.kept, request.stored_parts()
+        if promoted is None or request.method not in EXACT_METHODS:
+            return parts
+        path = list(parts)
+        head = len(path) - sum(part.kind is PartKind.CHUNK for part in request.prompt.parts)
+        records = (self._store.record(segment_id(part.id, part.context)) for part in path[head:])
+        stored = sum(1 for _ in takewhile(lambda record: record is not None and record.exact, records))
+        return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._choices[key] = chosen

@@ -256,7 +256,7 @@ async def compute_ahead(
 def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
     """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
-    params = weave_params(placed.prompt, placed.prepared.choice)
+    params = weave_params(placed.prompt, placed.prepared.choice, placed.promotion)
     if params is None:
         return prompt
     return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from chunkweave.chunking.neutral import is_neutral
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
+from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
@@ -58,6 +59,11 @@ class Placed:
     def prompt(self) -> Prompt:
         """As it is computed."""
         return self.arranged.prompt
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """Over what its exact prefix may grow; a conversation keeps whatever its next turn goes on from."""
+        return self.arranged.promotion if self.prepared.turn is None else None
 
 
 @dataclass(slots=True, eq=False)
@@ -217,10 +223,15 @@ class Fleet:
         None means that it has not reported what it found.
         """
         path, sizes = _stored(placed.prompt)
-        contents = placed.replica.contents
+        contents, weaves = placed.replica.contents, placed.prepared.weaves
         if placed.expected_tokens > 0 and cached_tokens == 0:
             contents.forget(path)
-        contents.note(path, sizes, weaves=placed.prepared.weaves)
+        if not weaves and placed.promotion is not None and (kept := placed.promotion.kept) is not None:
+            head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
+            known = contents.tree.match(path).nodes - head
+            length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, known))
+            path, sizes = path[:length], sizes[:length]
+        contents.note(path, sizes, weaves=weaves)
 
     def _choose(self, prepared: PreparedPrompt, replicas: Sequence[Replica], like: Placed | None) -> Placed:
         options: dict[str, Placed] = {}

@@ -16,12 +16,13 @@ from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.models.gguf import models_folder
+from chunkweave.ordering.arrangement import Promotion
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk
-from chunkweave.vllm.request import to_params
+from chunkweave.vllm.request import promotion_params, to_params
 
 _NO_REUSE = "full"
 
@@ -146,7 +147,7 @@ class PromptPreparer:
         return choice if self._shadow is None else self._shadow.allowed(choice)
 
 
-def weave_params(prompt: Prompt, choice: MethodChoice) -> dict[str, Any] | None:
+def weave_params(prompt: Prompt, choice: MethodChoice, promotion: Promotion | None) -> dict[str, Any] | None:
     """What a prompt's request tells the connector; None if there is nothing for it to do."""
     spans = [
         [span.start, span.stop]
@@ -157,8 +158,10 @@ def weave_params(prompt: Prompt, choice: MethodChoice) -> dict[str, Any] | None:
         return None
     start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
     neutral = sum(part.id is not None and is_neutral(part.id) for part in prompt.parts)
-    marked = {"neutral": neutral} if neutral else {}
-    return {"chunks": spans, "start_tokens": start, "method": choice.method, **marked, **to_params(choice.reuse)}
+    more: dict[str, Any] = {"neutral": neutral} if neutral else {}
+    if promotion is not None:
+        more |= promotion_params(prompt, promotion)
+    return {"chunks": spans, "start_tokens": start, "method": choice.method, **more, **to_params(choice.reuse)}
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:
