@@ -1,8 +1,8 @@
 """The KV cache of one request, assembled layer by layer from segments and from what is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 
@@ -25,11 +25,21 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Placements `[first, last)` that stand side by side, and the positions that they take."""
+
+    first: int
+    last: int
+    span: Span
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
-    """What is brought on some layers: placements, the positions of their rows, and the row of each position."""
+    """What is brought on some layers, and the row of each position among all that is."""
 
     placements: tuple[Placement, ...]
-    positions: torch.Tensor
+    runs: tuple[_Run, ...]
     row_of: torch.Tensor
 
 
@@ -65,7 +75,7 @@ class RequestCache:
         self._dtype, self._device = dtype, device
         self._placements = tuple(placements)
         self._placed: dict[tuple[Placement, ...], _Placed] = {}
-        self._raw: tuple[int, torch.Tensor] | None = None
+        self._raw: tuple[int, list[torch.Tensor]] | None = None
         self._loaded = [not self._placements] * geometry.num_layers
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
@@ -82,15 +92,16 @@ class RequestCache:
         for placement in self._placements:
             if layer in placement.unseen:
                 cache[:, placement.span.start : placement.span.stop] = 0
-        if not placed.placements:
-            return
-        raw = self._gather(layer)
-        cache[0].index_copy_(0, placed.positions, rotate(layer, raw[0], placed.positions))
-        cache[1].index_copy_(0, placed.positions, raw[1])
+        rows = self._rows(layer)
+        for run in placed.runs:
+            keys, values = cache[:, run.span.start : run.span.stop]
+            torch.cat([kv[0] for kv in rows[run.first : run.last]], out=keys)
+            torch.cat([kv[1] for kv in rows[run.first : run.last]], out=values)
+            keys.copy_(rotate(layer, keys, run.positions))
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them placed and seen), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
-        return self._gather(layer)[:, self._placed_on(layer).row_of[positions]]
+        return torch.cat(self._rows(layer), dim=1)[:, self._placed_on(layer).row_of[positions]]
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite rows: rotated `keys` and `values` `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`."""
@@ -171,21 +182,27 @@ class RequestCache:
         """What is brought on a layer; worked out once for all layers with the same."""
         here = tuple(placement for placement in self._placements if layer not in placement.unseen)
         if here not in self._placed:
-            positions = _positions_of(here, self._device)
+            runs = tuple(_runs_of(here, self._device))
             row_of = torch.full((self.capacity,), -1, dtype=torch.long, device=self._device)
-            row_of[positions] = torch.arange(len(positions), device=self._device)
-            self._placed[here] = _Placed(here, positions, row_of)
+            done = 0
+            for run in runs:
+                row_of[run.span.start : run.span.stop] = torch.arange(done, done + len(run.span), device=self._device)
+                done += len(run.span)
+            self._placed[here] = _Placed(here, runs, row_of)
         return self._placed[here]
 
-    def _gather(self, layer: int) -> torch.Tensor:
-        """All placed segments' rows of one layer; the last one asked for is kept, since a check reads it again."""
+    def _rows(self, layer: int) -> list[torch.Tensor]:
+        """Each placed segment's rows of one layer; the last ones asked for are kept, since a check reads them again."""
         if self._raw is None or self._raw[0] != layer:
             here = self._placed_on(layer).placements
-            rows = [p.segment.layer(layer).to(self._device, non_blocking=True) for p in here]
-            self._raw = (layer, torch.cat(rows, dim=1))
+            self._raw = (layer, [p.segment.layer(layer).to(self._device, non_blocking=True) for p in here])
         return self._raw[1]
 
 
-def _positions_of(placements: Sequence[Placement], device: torch.device) -> torch.Tensor:
-    ranges = [torch.arange(p.span.start, p.span.stop) for p in placements]
-    return torch.cat(ranges).to(device) if ranges else torch.empty(0, dtype=torch.long, device=device)
+def _runs_of(placements: Sequence[Placement], device: torch.device) -> Iterator[_Run]:
+    """Placements, in order of their positions, cut where two of them do not touch."""
+    spans = [placement.span for placement in placements]
+    edges = [place for place, (one, other) in enumerate(pairwise(spans), 1) if one.stop != other.start]
+    for first, last in pairwise([0, *edges, len(spans)] if spans else []):
+        span = Span(spans[first].start, spans[last - 1].stop)
+        yield _Run(first, last, span, torch.arange(span.start, span.stop, device=device))
