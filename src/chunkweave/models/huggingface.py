@@ -44,6 +44,7 @@ class HuggingFaceModel:
         self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._apply_rope = _rope_function(self._layers[0].attention)
+        self._turns_halves = not self.anatomy.half_angles and _turns_halves(self._apply_rope)
         by_type = self.anatomy.rope_by_layer_type
         self._layer_types = tuple(model.config.layer_types) if by_type else ("",) * len(self._layers)
         self._cos_sin: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -113,9 +114,12 @@ class HuggingFaceModel:
         cos, sin = self._angles(self._layer_types[layer])
         dims = cos.shape[-1] * (2 if self.anatomy.half_angles else 1)
         rotated: torch.Tensor
-        rotated, _ = self._apply_rope(
-            states[..., :dims], states[:, :0, :dims], cos[positions], sin[positions], unsqueeze_dim=1
-        )
+        if self._turns_halves:
+            rotated = _halves_turned(states[..., :dims], cos[positions][:, None], sin[positions][:, None])
+        else:
+            rotated, _ = self._apply_rope(
+                states[..., :dims], states[:, :0, :dims], cos[positions], sin[positions], unsqueeze_dim=1
+            )
         return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
 
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +222,26 @@ def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, to
         raise UnsupportedModelError(f"{type(attention).__name__} is not supported: its file has no known RoPE function")
     rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = function
     return rope
+
+
+def _halves_turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE that turns the first half of a head's dimensions with the second, as most families do.
+
+    Rounded where their functions round, so that not a bit differs; it writes half as much.
+    """
+    half = states.shape[-1] // 2
+    rotated = states * cos
+    rotated[..., :half] -= states[..., half:] * sin[..., :half]
+    rotated[..., half:] += states[..., :half] * sin[..., half:]
+    return rotated
+
+
+def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether a family's RoPE is `_halves_turned`."""
+    draw = torch.Generator().manual_seed(0)
+    states, cos, sin = (torch.randn(shape, generator=draw).bfloat16() for shape in ((3, 2, 8), (3, 8), (3, 8)))
+    rotated, _ = rope(states, states[:, :0], cos, sin, unsqueeze_dim=1)
+    return torch.equal(rotated, _halves_turned(states, cos[:, None], sin[:, None]))
 
 
 _POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
