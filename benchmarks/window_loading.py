@@ -1,0 +1,155 @@
+"""What sliding windows save of stored KV: bytes that are brought, and time to the first token.
+
+    python benchmarks/window_loading.py --model FILE.gguf --dataset musique.json --out window-loading.json \
+        --update-docs docs/fidelity.md
+
+Chunks are fully reused, from memory and over a link that takes `--quotient` of full prefill's time to bring all their
+KV: once without what no window reaches, and once with it. The two take turns.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from docs_tables import command_block, markdown_table, update_page
+from rich.console import Console
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.engine.engine import Engine
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.eval.datasets import alone_prompts, load_dataset
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.ttft import TtftConfig, make_workload
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.planning.method import make_method
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.testing import Link, ThrottledTier
+
+FAST = 1e15
+FULL, REUSE = make_method("full"), make_method("full-reuse")
+
+
+class Bench:
+    """One prompt whose chunks, computed alone, come over a link."""
+
+    def __init__(self, engine: Engine, prompt: Prompt) -> None:
+        self.link = Link(FAST)
+        store: TieredStore[SegmentSource] = TieredStore(
+            [Level("link", SegmentStore(ThrottledTier(self.link), budget_bytes=1 << 40))]
+        )
+        self._runner, self._prompt = Runner(engine.loaded.model, store), prompt
+        for part in alone_prompts(prompt):
+            self._runner.store_new(self._runner.prefill(part, FULL))
+        self.nbytes = sum(record.nbytes for record in store.records())
+
+    def full_s(self) -> float:
+        """Seconds of full prefill."""
+        started = time.perf_counter()
+        self._runner.prefill(self._prompt, FULL, capture=False).logits.argmax().item()
+        return time.perf_counter() - started
+
+    def reuse(self, *, all_of_it: bool, bytes_per_s: float = FAST) -> tuple[float, Prefilled]:
+        """Seconds to the first token, and what was computed."""
+        self.link.bytes_per_s = bytes_per_s
+        started = time.perf_counter()
+        prefilled = self._runner.prefill(self._prompt, REUSE, capture=False, unseen=all_of_it)
+        prefilled.logits.argmax().item()
+        return time.perf_counter() - started, prefilled
+
+
+def measure(engine: Engine, prompt: Prompt, quotient: float, repeats: int) -> list[dict[str, Any]]:
+    """A row for memory and one for the link."""
+    bench = Bench(engine, prompt)
+    full_s = min(bench.full_s() for _ in range(2))
+    rows = []
+    for place, bytes_per_s in (("memory", FAST), ("link", bench.nbytes / (quotient * full_s))):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(repeats):
+            for all_of_it in seconds:
+                took_s, woven = bench.reuse(all_of_it=all_of_it, bytes_per_s=bytes_per_s)
+                seconds[all_of_it].append(took_s)
+        fraction = woven.plan.loaded_fraction(engine.loaded.model.geometry.windows)
+        rows.append(
+            {
+                "from": place,
+                "prompt_tokens": len(prompt),
+                "stored_bytes": bench.nbytes,
+                "loaded_fraction": fraction,
+                "full_s": full_s,
+                "all_median_s": median(seconds[True]),
+                "needed_median_s": median(seconds[False]),
+                "all_over_needed": median(seconds[True]) / median(seconds[False]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, write JSON and the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--chunks", type=int, nargs="+", default=(6, 12))
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--quotient", type=float, default=0.25)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", type=Path)
+    arguments = parser.parse_args()
+    for path in (arguments.out, arguments.update_docs):
+        if path is not None:
+            check_writable(path)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    rows = []
+    with Engine.load(arguments.model) as engine:
+        for chunks in arguments.chunks:
+            config = TtftConfig((), chunks=chunks, chunk_tokens=arguments.chunk_tokens, questions=1)
+            (prompt,) = make_workload(load_dataset(arguments.dataset), engine, config).measured
+            rows += [
+                {"chunks": chunks, **row} for row in measure(engine, prompt, arguments.quotient, arguments.repeats)
+            ]
+    Console(width=150).print(table(rows), highlight=False)
+    if arguments.out is not None:
+        origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
+        origin["threads"] = torch.get_num_threads()
+        command = shlex.join(["python", *sys.argv])
+        write_json(arguments.out, BenchmarkResult("window-loading", command, 0, origin, rows, {}).as_dict())
+    if arguments.update_docs is not None:
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation, below its command."""
+    return {"window-loading": f"{command_block(result['command'])}\n\n{table(result['rows'])}"}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Bytes, and seconds to the first token."""
+    heads = ["chunks", "tokens", "from", "KV stored", "of it brought", "full prefill", "all brought", "as is", "sooner"]
+    cells = [
+        [
+            f"{row['chunks']}",
+            f"{row['prompt_tokens']:,}",
+            row["from"],
+            f"{row['stored_bytes'] / 1e6:.0f} MB",
+            f"{row['loaded_fraction']:.1%}",
+            *(f"{row[name]:.3f} s" for name in ("full_s", "all_median_s", "needed_median_s")),
+            f"{row['all_over_needed']:.2f}x",
+        ]
+        for row in rows
+    ]
+    return markdown_table(heads, cells)
+
+
+if __name__ == "__main__":
+    main()
