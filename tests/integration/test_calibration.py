@@ -38,7 +38,7 @@ EXAMPLES = [
     Example(f"Question {turn}: what of the sea?", tuple(Chunk(text) for text in TEXTS[turn:] + TEXTS[:turn]), ())
     for turn in range(3)
 ]
-CONFIG = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.3, 1.0), chunks=3, new_tokens=4)
+CONFIG = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.3, 1.0), warm=(Warmth(),), chunks=3, new_tokens=4)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,14 @@ def test_every_point_is_held_against_full_prefill_of_the_same_model(record):
 
 
 def test_alpha_is_fitted_over_chunks_in_contexts_too_each_way_in_a_store_of_its_own(model):
-    config = CalibrationConfig(methods=("cachecraft", "epic"), alphas=(3.0, 0.5), ratios=(0.3,), chunks=3, new_tokens=3)
+    config = CalibrationConfig(
+        methods=("cachecraft", "epic"),
+        alphas=(3.0, 0.5),
+        ratios=(0.3,),
+        warm=(Warmth(),),
+        chunks=3,
+        new_tokens=3,
+    )
     assert {warm: group.methods for warm, group in config.groups().items()} == {
         "alone": ("cachecraft", "epic"),
         "contexts:2": ("cachecraft",),
@@ -101,6 +108,17 @@ def test_alpha_is_fitted_over_chunks_in_contexts_too_each_way_in_a_store_of_its_
     assert {one.warm for one in record.points if one.method == "epic"} == {"alone"}
     assert all(stored.alone for stored in engine.store.records()), "chunks in contexts are in another store"
     assert [one.warm for one in record.references] == ["alone", "alone", "contexts:2", "contexts:2"]
+
+
+def test_chunks_are_computed_as_precompute_does_unless_it_is_said_otherwise(model):
+    config = CalibrationConfig(methods=("cacheblend",), ratios=(0.0,), chunks=3, new_tokens=3)
+    engine = Engine(model)
+    record = make_record(engine, EXAMPLES, config, measured(engine, config), Origin("toy"))
+    assert {stored.neutral for stored in engine.store.records() if stored.context} >= {True}
+    [nothing] = record.points
+    reused = record.references[1]
+    assert (nothing.warm, nothing.recompute_fraction) == ("neutral", 0.0)
+    assert (reused.kl, reused.agreement) == (nothing.kl, nothing.agreement), "ratio 0 is full reuse"
 
 
 def test_earlier_queries_warm_the_store_and_are_not_measured(model):
@@ -144,7 +162,7 @@ def test_targets_follow_from_the_curves_and_from_how_sure_they_are(model):
         }
 
     engine = Engine(model)
-    found = [{"alone": question(number)} for number in range(40)]
+    found = [{"neutral": question(number)} for number in range(40)]
     record = make_record(engine, EXAMPLES, config, found, Origin("stub"))
     assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.2))
     assert record.targets[Quality.BALANCED].least == {"cacheblend": 0.2, "epic": None}
@@ -263,7 +281,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
     assert (shown["questions"], shown["questions_there"]) == (3, 0)
-    assert shown["groups"] == {"alone": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
+    assert shown["groups"] == {"neutral": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
     assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.5), ("epic", 1.0)]
     text = invoke(*calibrate_arguments(folder, data, "--dry-run", "--cache-dir", tmp_path / "cache")).stdout
     assert "3 questions, 15 prefills, of which 0 questions are there" in text

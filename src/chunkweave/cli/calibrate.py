@@ -11,9 +11,9 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, stderr, table_of
-from chunkweave.cli.fidelity import PromptOptions, Samples, measured_with, samples_of
+from chunkweave.cli.fidelity import PromptOptions, Samples, measured_with, neutral_of, samples_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
-from chunkweave.config import ModelConfig, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.planning import methods as reuse_methods
@@ -29,7 +29,7 @@ from chunkweave.planning.calibration import (
     record_path,
     save_record,
 )
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method import METHODS, parameter_of
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
@@ -71,7 +71,7 @@ class _TargetOptions:
         typer.Option(help="Ways to warm, beside --warm, over which methods set by alpha are measured; none if empty."),
     ] = "contexts:2"
 
-    def config(self, asked: PromptOptions, new_tokens: int, seed: int) -> "CalibrationConfig":
+    def config(self, asked: PromptOptions, warm: str, new_tokens: int, seed: int) -> "CalibrationConfig":
         """What the options ask for.
 
         Raises:
@@ -90,7 +90,7 @@ class _TargetOptions:
                 Quality.BALANCED: _bounds(self.target_agreement, self.target_kl),
                 Quality.FAST: _bounds(self.fast_agreement, self.fast_kl),
             },
-            warm=tuple(map(Warmth.parse, options.names(asked.warm))),
+            warm=tuple(map(Warmth.parse, options.names(warm))),
             alpha_warm=tuple(map(Warmth.parse, options.names(self.alpha_warm))),
             chunks=asked.chunks,
             chunk_tokens=asked.cut_tokens,
@@ -114,6 +114,7 @@ def calibrate(
     *,
     targets: _TargetOptions,
     asked: PromptOptions,
+    warm: Annotated[str, typer.Option(help=f"{options.HOW_WARM} Several, separated by commas.")] = "neutral",
     new_tokens: options.NewTokens = 16,
     seed: Annotated[
         int, typer.Option(help="Draws the questions; not 0, so that `bench fidelity` asks others afterwards.")
@@ -121,6 +122,7 @@ def calibrate(
     computed: Annotated[ModelConfig, Only("shape", "device", "dtype")],
     threads: options.Threads = None,
     store: Annotated[StoreConfig, Only("host_budget")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
     samples: Samples = None,
     cache_dir: Annotated[
         Path | None,
@@ -140,18 +142,18 @@ def calibrate(
     if samples is not None:
         check_writable(samples)
     choice = TimedModelOptions(replace(computed, model=None if model is None else str(model)), threads=threads)
-    config = targets.config(asked, new_tokens, seed)
+    config = targets.config(asked, warm, new_tokens, seed)
     choice.bound_threads()
     from chunkweave.eval import calibration
     from chunkweave.eval.fidelity import make_tasks
 
-    with choice.open(store=store, method="full") as engine:
+    with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
         place = record_path(cache_dir, engine.loaded.folder, engine.loaded.fingerprint)
         existing_records(place)  # one of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
         tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())))
         kept = samples or place.with_name(PARTIAL_FILE)
-        log = QuestionLog(kept, {**_settings(config), **measured_with(engine, drawn)})
+        log = QuestionLog(kept, {**_settings(config, capture), **measured_with(engine, drawn)})
         if dry_run:
             _say_what_would_be_done(output, config, log, place, asked.questions)
             return
@@ -169,10 +171,10 @@ def calibrate(
     output.finish({"benchmark": "calibrate", "file": str(place), **record.as_dict()})
 
 
-def _settings(config: "CalibrationConfig") -> dict[str, Any]:
+def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, Any]:
     """What a question's result depends on: all but what is demanded."""
     groups = {warm: {**asdict(group), "warm": warm} for warm, group in config.groups().items()}
-    return {"groups": groups, "seed": config.seed}
+    return {"groups": groups, "seed": config.seed, **neutral_of(config.warm, capture)}
 
 
 def _measure(
@@ -232,7 +234,8 @@ def curve_table(record: CalibrationRecord) -> Table:
 
 
 def _parameter(point: CurvePoint) -> str:
-    parameter = parameter_of(method_named(point.method)) if point.value else None
+    name = method_named(point.method)
+    parameter = parameter_of(name) if name in METHODS else None
     return "" if parameter is None else f"{parameter} {point.value:g}"
 
 

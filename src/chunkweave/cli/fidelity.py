@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.eval.deviation import PromptDeviation
     from chunkweave.eval.fidelity import FidelityConfig, Task
+    from chunkweave.eval.warming import Warmth
 
 Samples = Annotated[
     Path | None,
@@ -61,13 +62,6 @@ class PromptOptions:
     questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
     chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of every chunk; 0 leaves passages as they are.")] = 0
-    warm: Annotated[
-        str,
-        typer.Option(
-            help=f"{options.HOW_WARM} Several, separated by commas: the methods once more over each further one, in "
-            "rows of their own (`query neutral@5%`)."
-        ),
-    ] = "alone"
 
     def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
         """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
@@ -136,6 +130,13 @@ def fidelity(
     ] = "",
     values: ValueOptions,
     asked: PromptOptions,
+    warm: Annotated[
+        str,
+        typer.Option(
+            help=f"{options.HOW_WARM} Several, separated by commas: the methods once more over each further one, in "
+            "rows of their own (`query neutral@5%`)."
+        ),
+    ] = "alone",
     new_tokens: options.NewTokens = 16,
     free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
     deviations: Annotated[
@@ -166,14 +167,14 @@ def fidelity(
     from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
     from chunkweave.eval.warming import Warmth
 
-    warm, *also_warm = map(Warmth.parse, options.names(asked.warm) or ("",))
+    first, *also_warm = map(Warmth.parse, options.names(warm) or ("",))
     config = FidelityConfig(
         methods=options.names(methods),
         ratios=values.ratios,
         alphas=values.alphas,
         reuse=ReuseConfig(check_layers=values.layers, seed=model.seed),
         fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
-        warm=warm,
+        warm=first,
         also_warm=tuple(also_warm),
         chunks=asked.chunks,
         chunk_tokens=asked.cut_tokens,
@@ -185,7 +186,8 @@ def fidelity(
         tasks = make_tasks(engine, every, drawn, config)
         earlier, measured = tasks[: config.warm.queries], tasks[config.warm.queries :]
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
-        whole = {**asdict(config), **_ways(config, capture), **origin}
+        ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
+        whole = {**asdict(config), **ways, **neutral_of((first, *also_warm), capture), **origin}
         del whole["reuse"]["capture"]  # nothing measured is stored
         log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
@@ -227,13 +229,12 @@ def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
     return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
 
 
-def _ways(config: "FidelityConfig", capture: CaptureConfig) -> dict[str, Any]:
-    """How chunks were computed."""
-    ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
-    if any(warm.by == "neutral" for warm in (config.warm, *config.also_warm)):
-        ways["neutral_tokens"] = capture.neutral_tokens
-        ways["neutral_file"] = None if capture.neutral_file is None else capture.neutral_file.name
-    return ways
+def neutral_of(ways: "Sequence[Warmth]", capture: CaptureConfig) -> dict[str, Any]:
+    """What neutral passages chunks are computed behind, if any of the `ways` has some."""
+    if all(warm.by != "neutral" for warm in ways):
+        return {}
+    file = None if capture.neutral_file is None else capture.neutral_file.name
+    return {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
 
 
 def _measure(

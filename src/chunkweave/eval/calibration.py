@@ -16,11 +16,11 @@ from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import value_of, with_settings
 from chunkweave.eval.datasets import Example, digest_of
-from chunkweave.eval.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, measure_fidelity, warm_by_earlier
+from chunkweave.eval.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, beside, measure_fidelity, warm_by_earlier
 from chunkweave.eval.results import commit, machine, versions
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.eval.ttft import Progress
-from chunkweave.eval.warming import Warmth
+from chunkweave.eval.warming import WarmBy, Warmth
 from chunkweave.planning.calibration import (
     BOUNDS,
     Bounds,
@@ -35,8 +35,8 @@ from chunkweave.planning.method import ALPHA, parameter_of
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3."""
 
-RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-"""Recompute ratios that are tried: denser where CacheBlend's Figure 16 has its knee, up to where little is saved."""
+RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Recompute ratios that are tried: none, then denser where CacheBlend's Figure 16 has its knee, up to little saving."""
 
 FLOOR = 10
 """Questions that say how far arithmetic alone strays."""
@@ -66,7 +66,7 @@ class CalibrationConfig:
     ratios: tuple[float, ...] = RATIOS
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: dict(BOUNDS))
-    warm: tuple[Warmth, ...] = (Warmth(),)
+    warm: tuple[Warmth, ...] = (Warmth(WarmBy.NEUTRAL),)
     alpha_warm: tuple[Warmth, ...] = (Warmth.parse("contexts:2"),)
     chunks: int = 6
     chunk_tokens: int = 0
@@ -150,7 +150,7 @@ def measure(
         groups = config.groups()
         runs = []
         for place, group in enumerate(groups.values()):
-            own = engine if place == 0 else stack.enter_context(Engine(engine.loaded, store=store, method="full"))
+            own = engine if place == 0 else stack.enter_context(beside(engine, store))
             if not all(map(skip, range(len(measured)))):
                 warm_by_earlier(own, tasks[config.earlier - group.warm.queries : config.earlier])
             report = progress if place == len(groups) - 1 else None

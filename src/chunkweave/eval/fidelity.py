@@ -266,10 +266,10 @@ def measure_fidelity(
     as an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other
     way round.
     """
-    with ExitStack() as beside:
+    with ExitStack() as stack:
         ways = [_first_way(engine, methods, config)]
         for warm in config.also_warm:
-            other = beside.enter_context(_beside(engine, store))
+            other = stack.enter_context(beside(engine, store))
             ways.append(_Way(warm, other, _weaves(other, _named_by_way(methods, warm), config)))
         labels = [label for way in ways for label in way.labels]
         warmed_up = False
@@ -352,7 +352,7 @@ def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warmth) -> dict[str,
     return named
 
 
-def _beside(engine: Engine, store: StoreConfig | None) -> Engine:
+def beside(engine: Engine, store: StoreConfig | None) -> Engine:
     """Another one over the same model, with an empty store in memory, in which KV is kept as in `store`."""
     store = StoreConfig() if store is None else replace(store, cache_dir=None)
     reuse = ReuseConfig(capture=engine.runner.capture)
