@@ -37,11 +37,7 @@ _READER = "says what the bundled reader answers: some minutes, to be measured an
 _EARLIER_READER = "says what an earlier bundled reader answered, which is bundled no more; ten minutes and more"
 _HITS = "is a long simulation: to be measured anew"
 _WITH_VLLM = "takes an environment with vLLM, and half an hour"
-_TEST_CHANGED = "only a test was changed while it ran, and it takes half an hour"
 ALLOWED = {
-    "fidelity-gemma3-xquad.json": _TEST_CHANGED,
-    "fidelity-gemma3-xquad.png": _TEST_CHANGED,
-    "samples": _TEST_CHANGED,
     "batching-smollm2-135m.json": _SECONDS,
     "disk-throughput.json": _SECONDS,
     "loading-smollm2-135m.json": _SECONDS,
