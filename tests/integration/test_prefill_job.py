@@ -53,14 +53,24 @@ def rows_of(prefilled: Prefilled, stop: int) -> torch.Tensor:
     return torch.stack([torch.stack(prefilled.cache.view(layer, stop)) for layer in range(4)])
 
 
+def layered(bench: Bench, prompt, method, tokens: list[int], **options) -> Prefilled:
+    slices = iter(tokens)
+    with bench.runner.start(prompt, method, PrefillOptions(new_tokens=16, profiles=True, **options)) as job:
+        while job.prefilled is None:
+            bench.runner.step_layers(job, next(slices, tokens[-1]))
+        return job.prefilled
+
+
+@pytest.mark.parametrize("run", [sliced, layered])
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=6, deadline=None)
 @given(tokens=st.lists(st.integers(1, 60), min_size=1, max_size=4))
-def test_slices_give_what_one_pass_gives(bench, name, tokens):
+def test_slices_give_what_one_pass_gives(bench, name, run, tokens):
+    """Slices by position, or by layer."""
     method = make_method(name.removesuffix("-two-rounds"), ReuseConfig(0.3, **METHODS[name]))
     prompt = make_prompt(SIZES, system=6, order=(2, 0, 3, 1))
     whole = bench.runner.prefill(prompt, method, new_tokens=16)
-    parts = sliced(bench, prompt, method, tokens)
+    parts = run(bench, prompt, method, tokens)
     assert (parts.logits - whole.logits).abs().max() < 1e-3
     assert (rows_of(parts, len(prompt)) - rows_of(whole, len(prompt))).abs().max() < 1e-4
     assert parts.recomputed == whole.recomputed

@@ -34,12 +34,15 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
+_NOTHING = torch.empty(0)
+
 
 class BatchingCore:
     """Works on many requests at once, a step at a time (DESIGN §3.6; RAGCache §5.2 for the order of admission).
 
     A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
-    batch. A prefill whose segments are still being read waits for them as long as there is other work.
+    batch. A prefill whose segments are still being read goes by layers, through those that have come in and as far as
+    the budget allows: no step waits for a layer as long as there is other work.
 
     The `Scheduler` decides which requests run. A preempted request is prefilled again later: its prompt by the same
     plan, then the tokens that it had generated.
@@ -285,10 +288,14 @@ class BatchingCore:
             if request.decode is not None
         ]
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
-        yields = all(request.yields for request in group.requests)
+        interrupt = self._interrupt if all(request.yields for request in group.requests) else None
         try:
-            if yields and self._interrupt is not None:
-                logits = self._runner.step(decodes, pieces, interrupt=self._interrupt)
+            if group.by_layers:
+                [(request, tokens)], [(job, _)] = group.pieces, pieces
+                done = self._runner.step_layers(job, tokens, interrupt=interrupt)
+                group, pieces, logits = replace(group, pieces=[(request, done)]), [(job, done)], _NOTHING
+            elif interrupt is not None:
+                logits = self._runner.step(decodes, pieces, interrupt=interrupt)
             else:
                 logits = self._runner.step(decodes, pieces)
         except PassInterrupted:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Self
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
+from chunkweave.fusion.loop import LoopTimes, PassRun
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
@@ -381,12 +383,24 @@ class _Progress:
     evidence: torch.Tensor | None = None
 
 
+@dataclass(slots=True, eq=False)
+class LayeredPass:
+    """A pass that is left between two layers and goes on in a later step: its rows, its run and what that took."""
+
+    rows: ActiveRows
+    run: PassRun
+    times: LoopTimes
+    spent_s: float = 0.0
+
+
 class PrefillJob:
     """Makes a prompt's KV cache by a method's plan, one pass or slice of a pass after the other.
 
     Take the rows of the `next_rows`, run them, alone or beside others', and give back what came of them with `take`,
     until `prefilled` is there. Segments stay pinned, and are read, until then or until `close`. If one turns out to be
     lost, `go_on_without` it plans again; what was computed by then is lost too. Owned by one request.
+
+    While segments are being read a pass may be run by layers, as they come in: it is `under_way` then.
     """
 
     def __init__(self, context: PrefillContext, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> None:
@@ -398,6 +412,8 @@ class PrefillJob:
         self._options = options
         self.use: RequestUse | None = None
         """What it counts for if it is a request's, from its first plan; None where a plan was given."""
+        self.under_way: LayeredPass | None = None
+        """The next pass, if a part of its layers was run."""
         self._given_up: set[SegmentId] = set()
         self._began = time.perf_counter()
         self._open(options.plan)
@@ -416,8 +432,29 @@ class PrefillJob:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens of all passes that are left, as they have them in their first layers; 0 once it is done."""
-        return sum(step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps)
+        """Tokens of all passes that are left, as they have them in their first layers; 0 once it is done.
+
+        Of a pass that is under way, those that are still active, by the share of layers that are left to them.
+        """
+        steps = [step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps]
+        if self.under_way is not None:
+            steps[0] = self.tokens_through(self._num_layers - self.under_way.run.layer)
+        return sum(steps)
+
+    @property
+    def layers_ready(self) -> int | None:
+        """How many layers the next pass may go on through now without waiting for one.
+
+        None if it is to be run as a whole, or in slices by position: nothing is being read, and none of it was run yet.
+        """
+        if self.under_way is None:
+            return self._sources.layers_in if self.loading else None
+        return max(0, self._sources.layers_in - self.under_way.run.layer)
+
+    def tokens_through(self, layers: int) -> int:
+        """The work of going on through `layers` layers, as tokens through all of them."""
+        active = self.next_tokens if self.under_way is None else len(self.under_way.rows)
+        return ceil(active * layers / self._num_layers)
 
     @property
     def can_be_cut(self) -> bool:
@@ -495,6 +532,10 @@ class PrefillJob:
         self.close()
         self._open()
 
+    @property
+    def _num_layers(self) -> int:
+        return self._context.model.geometry.num_layers
+
     def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """Segments of the parts that were computed whole so far, for a job that is given up between two steps."""
         complete = [capture for capture in self._captures if capture.complete]
@@ -502,6 +543,7 @@ class PrefillJob:
 
     def close(self) -> None:
         """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""
+        self.under_way = None
         self._sources.close()
 
     def _open(self, plan: Plan | None = None) -> None:

@@ -12,6 +12,7 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.prefill import (
+    LayeredPass,
     Prefetch,
     PrefillContext,
     Prefilled,
@@ -23,7 +24,7 @@ from chunkweave.engine.prefill import (
     unseen_layers,
 )
 from chunkweave.errors import PromptTooLongError
-from chunkweave.fusion.loop import LoopTimes, PassInterrupted, run_pass
+from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun, run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
@@ -188,6 +189,35 @@ class Runner:
             own = next(answers) if rows.answers else None
             job.take(rows, own, weave_s=ended - made - times.load_s, load_s=times.load_s)
         return logits[: len(decodes)]
+
+    @torch.inference_mode()
+    def step_layers(self, job: PrefillJob, tokens: int, *, interrupt: Callable[[], bool] | None = None) -> int:
+        """Go on with a job's next pass, by itself, through the layers that are in memory; returns the work done.
+
+        Work is counted as tokens through all layers: at most `tokens`, but for a first layer, which is run whatever it
+        takes, and is waited for. `interrupt` is asked before every layer whether to stop there.
+
+        Raises:
+            SegmentLost: the layer that was waited for does not come.
+        """
+        started = time.perf_counter()
+        if job.under_way is None:
+            rows, times = job.next_rows(), LoopTimes()
+            job.under_way = LayeredPass(rows, PassRun(self.model, [rows], times, self.attention), times)
+        going = job.under_way
+        layers, first, done = self.model.geometry.num_layers, going.run.layer, 0
+        while not going.run.done and not (interrupt is not None and interrupt()):
+            begun = going.run.layer > first
+            if begun and (not job.layers_ready or done + len(going.rows) > tokens * layers):
+                break
+            done += len(going.rows)
+            going.run.next_layer()
+        going.spent_s += time.perf_counter() - started
+        if going.run.done:
+            logits = self.model.logits(going.run.hidden)[0] if going.rows.answers else None
+            job.under_way = None
+            job.take(going.rows, logits, weave_s=going.spent_s - going.times.load_s, load_s=going.times.load_s)
+        return -(-done // layers)
 
     def prefetch(self, prompt: Prompt, method: ReuseMethod, *, max_bytes: int | None = None) -> Prefetch:
         """Start reading what `prefill` would read, while the request still waits; pass it to `prefill`, then close it.

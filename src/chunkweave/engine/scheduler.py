@@ -265,10 +265,14 @@ _BEHIND_ALL = 1 << 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills."""
+    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills.
+
+    One prefill that is still read goes `by_layers`, alone: as many as the work of so many tokens allows.
+    """
 
     decoding: Sequence[RequestState]
     pieces: Sequence[tuple[RequestState, int]]
+    by_layers: bool = False
 
     @property
     def requests(self) -> list[RequestState]:
@@ -468,13 +472,14 @@ class Scheduler:
         return request
 
     def _groups(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
-        """The steps of `requests`: one batch, those apart each for itself, or else a prefill that still loads."""
-        ready = [request for request in requests if request.job is None or not request.job.loading]
-        batches = [[one for one in ready if not one.apart], *([one] for one in ready if one.apart)]
-        groups = [_share_step(batch, budget, self._time) for batch in batches]
-        groups = [group for group in groups if group.requests]
+        """The steps of `requests`: one batch, those apart each for itself, and by layers what is still being read.
+
+        If nothing else is to be done, the first one of these waits for its next layer.
+        """
+        batches = [[one for one in requests if not one.apart], *([one] for one in requests if one.apart)]
+        groups = [group for batch in batches for group in _share_step(batch, budget, self._time)]
         if not groups and requests:
-            return [_share_step(requests[:1], budget, self._time)]
+            return [StepGroup((), [(requests[0], budget.tokens)], by_layers=True)]
         return groups
 
     def _make_room(self, *, speculative: bool) -> None:
@@ -507,24 +512,32 @@ def _youngest(requests: Sequence[RequestState]) -> RequestState:
     return max(requests, key=lambda request: request.number)
 
 
-def _share_step(requests: Sequence[RequestState], budget: TokenBudget, time: VirtualTime) -> StepGroup:
-    """What of `requests` goes into a step; notes in each prefill whether it was passed over."""
+def _share_step(requests: Sequence[RequestState], budget: TokenBudget, time: VirtualTime) -> list[StepGroup]:
+    """What of `requests` goes into a step, together or by layers; notes in each prefill whether it was passed over.
+
+    All of it shares one budget. Prefills none of whose layers has come in wait, and are not passed over.
+    """
     decoding = [request for request in requests if request.job is None]
-    prefilling = {request.number: (request, request.job) for request in requests if request.job is not None}
+    jobs = [(request, request.job, request.job.layers_ready) for request in requests if request.job is not None]
+    prefilling = {request.number: (request, job, layers) for request, job, layers in jobs if layers != 0}
     seen = [
         Prefilling(
             number,
-            job.next_tokens,
+            job.next_tokens if layers is None else job.tokens_through(layers),
             job.remaining_tokens,
-            job.can_be_cut,
+            layers is not None or job.can_be_cut,
             request.passed_over,
             request.background,
             time.of(request.tenant),
         )
-        for number, (request, job) in prefilling.items()
+        for number, (request, job, layers) in prefilling.items()
     ]
-    pieces = [(prefilling[piece.number][0], piece.tokens) for piece in budget.pieces(len(decoding), seen)]
-    chosen = {request for request, _ in pieces}
-    for request, _ in prefilling.values():
-        request.passed_over = 0 if request in chosen else request.passed_over + 1
-    return StepGroup(decoding, pieces)
+    pieces = {piece.number: piece.tokens for piece in budget.pieces(len(decoding), seen)}
+    whole: list[tuple[RequestState, int]] = []
+    by_layers: list[tuple[RequestState, int]] = []
+    for number, (request, _, layers) in prefilling.items():
+        request.passed_over = 0 if number in pieces else request.passed_over + 1
+        if number in pieces:
+            (whole if layers is None else by_layers).append((request, pieces[number]))
+    together = [StepGroup(decoding, whole)] if decoding or whole else []
+    return [*together, *(StepGroup((), [piece], by_layers=True) for piece in by_layers)]
