@@ -18,14 +18,13 @@ from chunkweave.eval.fidelity import (
     REFERENCE,
     SLICED,
     FidelityConfig,
-    fitted_values,
     log_probabilities,
     make_tasks,
     measure_fidelity,
     negative_log_likelihood,
     prepare,
-    solved,
 )
+from chunkweave.eval.fitting import fitted_values, solved
 from chunkweave.eval.results import QuestionLog
 from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
 from chunkweave.eval.warming import Warmth

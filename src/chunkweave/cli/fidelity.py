@@ -245,7 +245,8 @@ def _measure(
     found: list[Mapping[str, FidelitySample]],
     store: StoreConfig,
 ) -> None:
-    from chunkweave.eval.fidelity import fitted_values, measure_fidelity
+    from chunkweave.eval.fidelity import measure_fidelity
+    from chunkweave.eval.fitting import fitted_values
 
     if log.found is None:
         with progress("fitting recompute fractions") as report:

@@ -9,9 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import count
-from statistics import fmean
 
 import torch
 from torch.nn import functional
@@ -52,9 +49,6 @@ HELD = 16
 EXACT = (SLICED, "prefix")
 """Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
 
-MOST_ALPHA = 64.0
-"""Where the search for an alpha ends: far beyond the 3 of Cache-Craft's Figure 20."""
-
 
 @dataclass(frozen=True, slots=True)
 class FidelityConfig:
@@ -89,7 +83,7 @@ class FidelityConfig:
             raise UsageError(
                 f"free must not be negative and fit_questions at least 1, not {self.free}, {self.fit_questions}"
             )
-        if self.also_warm and any(_parameter(spec) == ALPHA for spec in self.fitted):
+        if self.also_warm and any(parameter_of_spec(spec) == ALPHA for spec in self.fitted):
             raise UsageError("alpha is fitted over one way to compute chunks: name one --warm, or give alphas")
         if self.also_warm and any(warm.queries for warm in (self.warm, *self.also_warm)):
             raise UsageError("earlier questions warm one store: --warm queries:N cannot be had with another way")
@@ -98,7 +92,9 @@ class FidelityConfig:
     @property
     def fitted(self) -> tuple[str, ...]:
         """The methods, with their settings, whose values are found by `fitted_values`."""
-        return tuple(spec for spec in self._reuse_methods if self.fractions and "@" not in spec and _parameter(spec))
+        return tuple(
+            spec for spec in self._reuse_methods if self.fractions and "@" not in spec and parameter_of_spec(spec)
+        )
 
     @property
     def baselines(self) -> dict[str, PromptBaseline]:
@@ -129,7 +125,7 @@ class FidelityConfig:
         return next(iter(make_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
 
 
-def _parameter(spec: str) -> str | None:
+def parameter_of_spec(spec: str) -> str | None:
     return parameter_of(spec.partition(":")[0])
 
 
@@ -178,71 +174,6 @@ def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress 
 def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warmth) -> None:
     """Put into the store what one task is to find there."""
     warm.prepare(engine, tasks[index].prompt, company_of([task.prompt for task in tasks], index))
-
-
-def fitted_values(
-    engine: Engine, tasks: Sequence[Task], config: FidelityConfig, progress: Progress | None = None
-) -> dict[str, float | None]:
-    """For each method and each of the config's fractions the value of its parameter, by its row's name.
-
-    None where a method cannot recompute so little (CacheBlend's first layers are dense), or so much. Measured to within
-    3 % of the fraction, or as near as eight trials come, on the first `fit_questions` prompts; on half of these where
-    the parameter is a ratio, which does not depend on what the prompts say.
-    """
-    specs = config.fitted
-    values: dict[str, float | None] = {}
-    for index in range(min(config.fit_questions, len(tasks)) if config.fitted else 0):
-        prepare(engine, tasks, index, config.warm)
-    total, finished = len(specs) * len(config.fractions), count(1)
-    for spec in specs:
-        by_alpha = _parameter(spec) == ALPHA
-        some = tasks[: config.fit_questions if by_alpha else (config.fit_questions + 1) // 2]
-        most = MOST_ALPHA if by_alpha else 1.0
-
-        @cache
-        def fraction_at(value: float, spec: str = spec, some: Sequence[Task] = tuple(some)) -> float:
-            method = config.at(spec, value)
-            return fmean(_fraction(engine, task.prompt, method) for task in some)
-
-        for fraction in sorted(config.fractions):
-            values[f"{spec}@{100 * fraction:g}%"] = solved(fraction_at, fraction, most=most)
-            if progress is not None:
-                progress(next(finished), total)
-    return values
-
-
-def _fraction(engine: Engine, prompt: Prompt, method: ReuseMethod) -> float:
-    prefilled = engine.runner.prefill(prompt, method, capture=False)
-    return _report(engine, prefilled, 0.0).recompute_fraction
-
-
-def solved(rising: Callable[[float], float], wanted: float, *, most: float, tolerance: float = 0.03) -> float | None:
-    """The x in [0, most] where a rising function is `wanted`, or nearly; None if it never comes within a quarter of it.
-
-    Regula falsi (Illinois), at most eight steps.
-    """
-    tried: dict[float, float] = {}
-
-    def off(x: float) -> float:
-        tried[x] = rising(x) - wanted
-        return tried[x]
-
-    low, at_low = 0.0, off(0.0)
-    high = min(most, 2.0 * wanted if most <= 1.0 else 1.0)
-    while (at_high := off(high)) < 0.0 and high < most:
-        low, at_low, high = high, at_high, min(most, 2.0 * high)
-    for _ in range(8):
-        if min(map(abs, tried.values())) <= tolerance * wanted or not at_low < 0.0 < at_high:
-            break
-        x = high - at_high * (high - low) / (at_high - at_low)
-        if x in tried:
-            x = (low + high) / 2
-        if (found := off(x)) < 0.0:
-            low, at_low, at_high = x, found, at_high / 2
-        else:
-            high, at_high, at_low = x, found, at_low / 2
-    best = min(tried, key=lambda x: abs(tried[x]))
-    return best if abs(tried[best]) <= wanted / 4 else None
 
 
 def measure_fidelity(
