@@ -25,6 +25,7 @@ class Job:
     """A prefill that can be cut anywhere."""
 
     loading = False
+    layers_ready = None
     can_be_cut = True
     lost = None
 
