@@ -174,7 +174,7 @@ def calibrate(
 def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, Any]:
     """What a question's result depends on: all but what is demanded."""
     groups = {warm: {**asdict(group), "warm": warm} for warm, group in config.groups().items()}
-    return {"groups": groups, "seed": config.seed, **neutral_of(config.warm, capture)}
+    return {"groups": groups, "seed": config.seed, **neutral_of((*config.warm, *config.alpha_warm), capture)}
 
 
 def _measure(

@@ -446,7 +446,10 @@ class PrefillJob:
         """How many layers the next pass may go on through now without waiting for one.
 
         None if it is to be run as a whole, or in slices by position: nothing is being read, and none of it was run yet.
+        0 if something was lost: it has to be planned again first.
         """
+        if self.lost is not None:
+            return 0
         if self.under_way is None:
             return self._sources.layers_in if self.loading else None
         return max(0, self._sources.layers_in - self.under_way.run.layer)
