@@ -9,7 +9,7 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig, Combine
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
 from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
 from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
@@ -58,7 +58,9 @@ class PartCapture:
         self._least = self._tokens if woven_from is None else ceil(woven_from.least_fraction * self._tokens)
         shape = (geometry.num_layers, 2, self._tokens, geometry.num_kv_heads, geometry.head_dim)
         self._device = device
-        self._kv: torch.Tensor | None = torch.empty(shape, dtype=dtype, device=device)
+        on_host = device.type == "cpu"
+        kv = segment_memory(shape, dtype) if on_host else torch.empty(shape, dtype=dtype, device=device)
+        self._kv: torch.Tensor | None = kv
         self._offsets = torch.arange(0)
         self._rows = torch.empty(0, dtype=torch.long, device=device)
         self._fresh = torch.zeros(geometry.num_layers, self._tokens, dtype=torch.bool)

@@ -6,7 +6,7 @@ from itertools import count, pairwise
 
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
 from chunkweave.types import Geometry, Span
 
 _versions = count()
@@ -119,7 +119,7 @@ class RequestCache:
         """What the `tokens` positions from `kept_from` on hold, all of them written: a copy in host memory."""
         assert self.kept_from is not None, "nothing is kept of this request"
         start, layers = self.kept_from, len(self._layers)
-        kv = torch.empty((layers, 2, tokens, *self._shape[2:]), dtype=self._dtype)
+        kv = segment_memory((layers, 2, tokens, *self._shape[2:]), self._dtype)
         for layer in range(layers):
             kv[layer, 0] = self._kept_layer(layer)[:tokens]
             kv[layer, 1] = self._layer(layer)[1, start : start + tokens]

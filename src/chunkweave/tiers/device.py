@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.host import HostTier
 
@@ -118,7 +118,7 @@ class HostMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor of that shape whose contents are whatever was there."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        return segment_memory(shape, dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
         """Whether a tensor of the host lies in this kind of memory: all do."""

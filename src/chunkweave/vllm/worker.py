@@ -14,7 +14,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, segment_memory
 from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
@@ -268,7 +268,7 @@ class ConnectorWorker:
         for part in parts:
             positions = torch.arange(part.span.start, part.span.stop, device=device)
             slots = BlockTable(block_ids, paged).slots(positions)
-            copy = torch.empty((self._num_layers, 2, len(part.span), *paged.shape), dtype=paged.dtype)
+            copy = segment_memory((self._num_layers, 2, len(part.span), *paged.shape), paged.dtype)
             for layer in range(self._num_layers):
                 keys, values = paged.read(layer, slots)
                 copy[layer, 0] = self._layers.rotations.inverse(layer, keys, positions)
