@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from docs_tables import command_block, markdown_table, update_page
-from query_ttft import methods_of
 from rich.console import Console
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.eval.contenders import make_contenders
 from chunkweave.eval.datasets import alone_prompts, bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import TtftConfig, make_workload
@@ -55,18 +55,18 @@ class Bench:
         for part in alone_prompts(prompt):
             self._runner.store_new(self._runner.prefill(part, make_method("full")))
         self.nbytes = sum(record.nbytes for record in store.records())
-        self._methods = {"full": make_method("full"), **methods_of(labels)}
+        self._methods = make_contenders(["full", *labels])
 
-    def time(self, label: str, bytes_per_s: float = FAST) -> float:
+    def time(self, label: str, bytes_per_s: float = FAST, *, unseen: bool = False) -> float:
         """Seconds to the first token."""
         self.link.bytes_per_s = bytes_per_s
         started = time.perf_counter()
-        self.weave(label).logits.argmax().item()
+        self.weave(label, unseen=unseen).logits.argmax().item()
         return time.perf_counter() - started
 
-    def weave(self, label: str) -> Prefilled:
-        """The prompt's cache by a contender."""
-        return self._runner.prefill(self._prompt, self._methods[label], capture=False)
+    def weave(self, label: str, *, unseen: bool = False) -> Prefilled:
+        """The prompt's cache by a contender; `unseen` brings even what no window reaches."""
+        return self._runner.prefill(self._prompt, self._methods[label], capture=False, unseen=unseen)
 
     def expected_s(self, label: str, load_s: float, memory_s: float) -> float:
         """What the controller expects, if a weave from memory takes `memory_s` and time goes by FLOPs."""

@@ -10,7 +10,6 @@ KV: once without what no window reaches, and once with it. The two take turns.
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -18,65 +17,29 @@ from typing import Any
 
 import torch
 from docs_tables import command_block, markdown_table, update_page
+from query_loading import FAST, Bench
 from rich.console import Console
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.eval.datasets import alone_prompts, load_dataset
+from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import TtftConfig, make_workload
-from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.method import make_method
-from chunkweave.store.level import Level
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import Link, ThrottledTier
 
-FAST = 1e15
-FULL, REUSE = make_method("full"), make_method("full-reuse")
-
-
-class Bench:
-    """One prompt whose chunks, computed alone, come over a link."""
-
-    def __init__(self, engine: Engine, prompt: Prompt) -> None:
-        self.link = Link(FAST)
-        store: TieredStore[SegmentSource] = TieredStore(
-            [Level("link", SegmentStore(ThrottledTier(self.link), budget_bytes=1 << 40))]
-        )
-        self._runner, self._prompt = Runner(engine.loaded.model, store), prompt
-        for part in alone_prompts(prompt):
-            self._runner.store_new(self._runner.prefill(part, FULL))
-        self.nbytes = sum(record.nbytes for record in store.records())
-
-    def full_s(self) -> float:
-        """Seconds of full prefill."""
-        started = time.perf_counter()
-        self._runner.prefill(self._prompt, FULL, capture=False).logits.argmax().item()
-        return time.perf_counter() - started
-
-    def reuse(self, *, all_of_it: bool, bytes_per_s: float = FAST) -> tuple[float, Prefilled]:
-        """Seconds to the first token, and what was computed."""
-        self.link.bytes_per_s = bytes_per_s
-        started = time.perf_counter()
-        prefilled = self._runner.prefill(self._prompt, REUSE, capture=False, unseen=all_of_it)
-        prefilled.logits.argmax().item()
-        return time.perf_counter() - started, prefilled
+REUSE = "full-reuse"
 
 
 def measure(engine: Engine, prompt: Prompt, quotient: float, repeats: int) -> list[dict[str, Any]]:
     """A row for memory and one for the link."""
-    bench = Bench(engine, prompt)
-    full_s = min(bench.full_s() for _ in range(2))
+    bench = Bench(engine, prompt, [REUSE])
+    full_s = min(bench.time("full") for _ in range(2))
     rows = []
     for place, bytes_per_s in (("memory", FAST), ("link", bench.nbytes / (quotient * full_s))):
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(repeats):
-            for all_of_it in seconds:
-                took_s, woven = bench.reuse(all_of_it=all_of_it, bytes_per_s=bytes_per_s)
-                seconds[all_of_it].append(took_s)
-        fraction = woven.plan.loaded_fraction(engine.loaded.model.geometry.windows)
+            for unseen, own in seconds.items():
+                own.append(bench.time(REUSE, bytes_per_s, unseen=unseen))
+        fraction = bench.weave(REUSE).plan.loaded_fraction(engine.loaded.model.geometry.windows)
         rows.append(
             {
                 "from": place,
