@@ -200,11 +200,10 @@ class Runner:
         Raises:
             SegmentLost: the layer that was waited for does not come.
         """
-        started = time.perf_counter()
         if job.under_way is None:
             rows, times = job.next_rows(), LoopTimes()
             job.under_way = LayeredPass(rows, PassRun(self.model, [rows], times, self.attention), times)
-        going = job.under_way
+        started, going = time.perf_counter(), job.under_way
         layers, first, done = self.model.geometry.num_layers, going.run.layer, 0
         while not going.run.done and not (interrupt is not None and interrupt()):
             begun = going.run.layer > first
@@ -212,9 +211,10 @@ class Runner:
                 break
             done += len(going.rows)
             going.run.next_layer()
+        ends = going.run.done
+        logits = self.model.logits(going.run.hidden)[0] if ends and going.rows.answers else None
         going.spent_s += time.perf_counter() - started
-        if going.run.done:
-            logits = self.model.logits(going.run.hidden)[0] if going.rows.answers else None
+        if ends:
             job.under_way = None
             job.take(going.rows, logits, weave_s=going.spent_s - going.times.load_s, load_s=going.times.load_s)
         return -(-done // layers)
