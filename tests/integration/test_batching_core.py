@@ -110,6 +110,14 @@ def asked(chunks: list[int], tokens: int, **sampling) -> Request:
     )
 
 
+def reference_engine() -> Engine:
+    """What answers one request after the other over `STORED`, and stores nothing more."""
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
+    engine.precompute(STORED)
+    engine.runner.store_new = lambda prefilled: 0
+    return engine
+
+
 def alone(engine: Engine, request: Request, method: str) -> Answer:
     return engine.generate_batch([request], method=method)[0]
 

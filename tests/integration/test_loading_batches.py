@@ -12,7 +12,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
-from tests.integration.test_batching_core import STORED, Driver, alone, asked
+from tests.integration.test_batching_core import STORED, Driver, alone, asked, reference_engine
 
 LAYERS = 4
 
@@ -70,10 +70,7 @@ def gated():
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    engine.runner.store_new = lambda prefilled: 0
-    return engine
+    return reference_engine()
 
 
 def beside_a_stream(gated: Gated, **limits) -> Driver:
@@ -177,6 +174,27 @@ def test_a_segment_that_breaks_behind_layers_that_were_run_is_computed(gated):
     assert sources == {"computed"}
     full = Engine(toy_model("llama")).generate_batch([asked([1, 2], 6)], method="full")[0]
     assert driver.answers()[number].token_ids == full.token_ids
+
+
+def test_what_is_lost_before_the_step_is_planned_again_and_disturbs_nobody(gated, monkeypatch):
+    driver = beside_a_stream(gated)
+    numbers = [driver.submit(asked(chunks, 6), "full-reuse") for chunks in ([0, 1], [2, 3])]
+    driver.core.step()
+    scheduler = driver.core._scheduler
+
+    def groups_behind_a_loss():
+        monkeypatch.undo()
+        for number in numbers:
+            for segment in scheduler.requests[number].job._sources._from_below():
+                segment.fail(SegmentLost(segment.name, "broken"))
+        return scheduler.groups()
+
+    monkeypatch.setattr(scheduler, "groups", groups_behind_a_loss)
+    driver.core.step()
+    assert driver.core.stats.tried_again == 0
+    gated.open(LAYERS)
+    driver.run()
+    assert len(driver.answers()) == 3
 
 
 def test_an_abort_in_the_middle_of_a_pass_leaves_nothing(gated):

@@ -13,7 +13,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
-from tests.integration.test_batching_core import STORED, Driver, alone, asked
+from tests.integration.test_batching_core import STORED, Driver, alone, asked, reference_engine
 
 
 class Below:
@@ -65,10 +65,7 @@ def below():
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    engine.runner.store_new = lambda prefilled: 0
-    return engine
+    return reference_engine()
 
 
 def busy(below: Below, **limits) -> Driver:
