@@ -7,6 +7,7 @@ import torch
 
 from chunkweave import Engine, ReuseConfig
 from chunkweave.kv.segment import SegmentLost
+from chunkweave.planning.cost import CostModel
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -174,6 +175,20 @@ def test_a_segment_that_breaks_behind_layers_that_were_run_is_computed(gated):
     assert sources == {"computed"}
     full = Engine(toy_model("llama")).generate_batch([asked([1, 2], 6)], method="full")[0]
     assert driver.answers()[number].token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_layer_that_does_not_come_is_given_up_though_others_are_to_be_computed(gated, prefetched):
+    gated.engine.runner.cost = CostModel((0,), (1,), ((0.002,),), 1)
+    driver = Driver(gated.engine, prefetch_requests=int(prefetched), max_running=2)
+    stream = driver.submit(asked([], 300), "full")
+    if prefetched:
+        driver.submit(asked([], 20), "full")  # what comes behind it waits, and is read ahead
+    driver.core.step()
+    number = driver.submit(asked([1, 2], 6), "full-reuse")
+    step_until(driver, lambda: driver.inboxes[number].last is not None)
+    assert driver.inboxes[stream].last is None, "something else was to be done all the time"
+    assert {chunk.kv_source for chunk in driver.inboxes[number].last.report.chunks[1:]} == {"computed"}
 
 
 def test_what_is_lost_before_the_step_is_planned_again_and_disturbs_nobody(gated, monkeypatch):

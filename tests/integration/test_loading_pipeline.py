@@ -137,8 +137,14 @@ def test_a_late_layer_is_given_up():
     loader = LayerLoader([("a", Recording("a", [], gate=gate))], 4, wait_s=0.02)
     with pytest.raises(SegmentLate, match=r"layer 0 did not come within 0\.02 s"):
         loader.segments[0].layer(0)
+    assert loader.segments[0].late is not None
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    closer.join(5)
+    assert not closer.is_alive(), "nobody waits for what is late, to stop reading it either"
+    with pytest.raises(SegmentLost, match="cancelled"):
+        loader.segments[0].layer(3)
     gate.set()
-    loader.close()
 
 
 @pytest.fixture(scope="module")

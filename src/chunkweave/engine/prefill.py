@@ -84,8 +84,9 @@ class Prefetch:
         return sum(segment.nbytes for segment in self._loader.segments)
 
     def find(self, segment: SegmentId) -> LoadingSegment | None:
-        """The segment on its way, if it is one of these."""
-        return self._by_id.get(segment)
+        """The segment on its way, if it is one of these; not one that is behind another which is late."""
+        found = self._by_id.get(segment)
+        return None if found is None or (self._loader.late and not found.complete) else found
 
     def start_using(self) -> None:
         """The request's turn has come: read on without bound."""
@@ -211,9 +212,14 @@ class PlanSources:
         if prefetched is not None:
             prefetched.start_using()
         if slow:
-            wait_s = cost.prefill(max(source.tokens for _, source in slow)) if cost else None
             self._loader = LayerLoader(
-                slow, num_layers, order=order, wait_s=wait_s, send=send, memory=memory, unseen=unseen
+                slow,
+                num_layers,
+                order=order,
+                wait_s=longest_wait_s(slow, cost),
+                send=send,
+                memory=memory,
+                unseen=unseen,
             )
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()
@@ -244,9 +250,9 @@ class PlanSources:
 
     @property
     def failure(self) -> SegmentLost | None:
-        """Why a segment is known to be lost; None as long as none is."""
+        """Why a segment is known to be lost, or late; None as long as none is."""
         sources = (placement.segment for placement in self.placements)
-        losses = (source.failure for source in sources if isinstance(source, LoadingSegment | Gone))
+        losses = (source.failure or source.late for source in sources if isinstance(source, LoadingSegment | Gone))
         return next((loss for loss in losses if loss is not None), None)
 
     def keep_lease(self) -> TieredLease:
@@ -268,6 +274,11 @@ class PlanSources:
     def _from_below(self) -> tuple[LoadingSegment, ...]:
         sources = (placement.segment for placement in self.placements)
         return tuple(dict.fromkeys(source for source in sources if isinstance(source, LoadingSegment)))
+
+
+def longest_wait_s(slow: Sequence[tuple[str, SegmentSource]], cost: CostModel | None) -> float | None:
+    """Seconds after which a layer of one of these segments is not waited for: computing the largest takes no longer."""
+    return cost.prefill(max(source.tokens for _, source in slow)) if cost and slow else None
 
 
 def parts_to_keep(

@@ -474,12 +474,13 @@ class Scheduler:
     def _groups(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
         """The steps of `requests`: one batch, those apart each for itself, and by layers what is still being read.
 
-        If nothing else is to be done, the first one of these waits for its next layer.
+        If nothing else is to be done, the first one of these waits for its next layer, in the background only alone.
         """
         batches = [[one for one in requests if not one.apart], *([one] for one in requests if one.apart)]
         groups = [group for batch in batches for group in _share_step(batch, budget, self._time)]
         if not groups and requests:
-            return [StepGroup((), [(requests[0], budget.tokens)], by_layers=True)]
+            first = min(requests, key=lambda one: one.background)
+            return [StepGroup((), [(first, budget.tokens)], by_layers=True)]
         return groups
 
     def _make_room(self, *, speculative: bool) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
@@ -32,6 +33,7 @@ class Gone:
 
     tokens = 0
     nbytes = 0
+    late = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,6 +74,7 @@ class LoadingSegment:
         self._memory = memory
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
         self._sent: dict[int, Sent] = {}
+        self._reading: tuple[int, float] | None = None
         self._ready = [threading.Event() for _ in range(num_layers)]
         for layer in unseen:
             self._ready[layer].set()
@@ -98,6 +101,7 @@ class LoadingSegment:
         """Read one layer into memory and send it on, once; called by the loader only."""
         if self.failure is not None or self._ready[index].is_set():
             return
+        self._reading = (index, time.monotonic())
         try:
             self._sent[index] = self._send(self._read_into_memory(index))
         except SegmentLost as lost:
@@ -108,6 +112,8 @@ class LoadingSegment:
                 logger.exception("layer %d of segment %s could not be brought", index, self.name)
             self.fail(SegmentLate(self.name, f"layer {index} could not be brought: {error!r}"))
             return
+        finally:
+            self._reading = None
         self._ready[index].set()
 
     def _read_into_memory(self, index: int) -> torch.Tensor:
@@ -131,6 +137,14 @@ class LoadingSegment:
         self.failure = lost
         for ready in self._ready:
             ready.set()
+
+    @property
+    def late(self) -> SegmentLate | None:
+        """Why it is not worth waiting for: the reading of one layer already takes longer than `wait_s`."""
+        reading = self._reading
+        if reading is None or self._wait_s is None or time.monotonic() - reading[1] <= self._wait_s:
+            return None
+        return SegmentLate(self.name, f"layer {reading[0]} did not come within {self._wait_s:.3g} s")
 
     def wait_for(self, layers: int) -> None:
         """Wait until the first `layers` layers are in, or it has failed or is late."""
@@ -198,6 +212,7 @@ class LayerLoader:
         ]
         self._num_layers = num_layers
         self._order = order
+        self._wait_s = wait_s
         self._limit = num_layers if depth is None else depth
         self._moved = threading.Condition()
         self._cancelled = False
@@ -213,12 +228,22 @@ class LayerLoader:
         for segment in self.segments:
             segment.wait_for(wanted)
 
+    @property
+    def late(self) -> bool:
+        """Whether it is stuck at a layer that is late."""
+        return any(segment.late for segment in self.segments)
+
     def close(self) -> None:
-        """Stop reading and wait for the thread; those that still wait for a layer get SegmentLost."""
+        """Stop reading; those that still wait for a layer get SegmentLost.
+
+        Waits for the thread, but not for a layer that is late: what it still reads is for nobody.
+        """
         with self._moved:
             self._cancelled = True
             self._moved.notify_all()
-        self._thread.join()
+        while self._thread.is_alive() and not self.late:
+            self._thread.join(self._wait_s)
+        self._cancel()
 
     def _read_all(self) -> None:
         for segment, layer in self._in_order():
@@ -229,9 +254,12 @@ class LayerLoader:
                     break
             segment.read(layer)
         if self._cancelled:
-            for segment in self.segments:
-                if not segment.complete:
-                    segment.fail(SegmentLost(segment.name, "loading was cancelled"))
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for segment in self.segments:
+            if segment.failure is None and not segment.complete:
+                segment.fail(SegmentLost(segment.name, "loading was cancelled"))
 
     def _in_order(self) -> Iterator[tuple[LoadingSegment, int]]:
         if self._order is LoadOrder.LAYERS:
