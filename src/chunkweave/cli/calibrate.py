@@ -19,6 +19,7 @@ from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.calibration import (
     BOUNDS,
+    CANDIDATES,
     PARTIAL_FILE,
     Bounds,
     CalibrationRecord,
@@ -50,7 +51,7 @@ class _TargetOptions:
             help="Methods to choose from, separated by commas, with settings after a colon: `query:two-rounds`. "
             f"There are: {options.listed(reuse_methods)}."
         ),
-    ] = "cachecraft,cacheblend,query"
+    ] = ",".join(CANDIDATES)
     target_agreement: Annotated[
         float | None,
         typer.Option(help="Least share of tokens on which `balanced` agrees with full prefill; 0 demands none."),

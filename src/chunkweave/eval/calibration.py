@@ -23,6 +23,7 @@ from chunkweave.eval.ttft import Progress
 from chunkweave.eval.warming import WarmBy, Warmth
 from chunkweave.planning.calibration import (
     BOUNDS,
+    CANDIDATES,
     Bounds,
     CalibrationRecord,
     CurvePoint,
@@ -61,7 +62,7 @@ class CalibrationConfig:
         UnknownMethodError: a method does not exist.
     """
 
-    methods: tuple[str, ...] = ("cachecraft", "cacheblend", "query")
+    methods: tuple[str, ...] = CANDIDATES
     alphas: tuple[float, ...] = ALPHAS
     ratios: tuple[float, ...] = RATIOS
     reuse: ReuseConfig = field(default_factory=ReuseConfig)

@@ -21,6 +21,9 @@ from chunkweave.planning.method import METHODS, parameter_of
 logger = logging.getLogger(__name__)
 
 
+CANDIDATES = ("cachecraft", "cacheblend", "query", "query:whole:late:stored")
+"""The methods that are measured if none are named, as `make_contenders` reads them: what won somewhere."""
+
 _NO_METHODS = "capture"
 """The field of `ReuseConfig` that concerns no method: what an engine keeps of a prefill is its own affair."""
 
