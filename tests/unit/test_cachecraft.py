@@ -1,6 +1,7 @@
 """The plans of `cachecraft`, `h2o` and `set-cache`: variants, tokens, focus, and every odd prompt."""
 
 import time
+from dataclasses import replace
 from math import ceil
 from random import Random
 
@@ -335,6 +336,17 @@ def test_h2o_recomputes_what_received_most():
     blind = plan_of(lookup_of("DB", record_of("XB")), "h2o", recompute_ratio=0.3)
     assert blind.passes[0].required == (Span(0, 7), Span(9, 12)), "the first ceil(.3 * 4) without a profile"
     assert plan_of(lookup_of("DB", stored), "h2o", recompute_ratio=0.0).passes[0].required == (Span(0, 5), Span(9, 12))
+
+
+def test_what_was_computed_behind_neutral_passages_depends_on_none_of_them():
+    """B gave what stood before it twice as much as itself; of neutral passages nothing follows from that."""
+    stored = record_of("AB", (1.0,))
+    passage = (neutral_id(ChunkId("0" * 32)),)
+    profile = replace(stored.attention, chunks=passage)
+    neutral = replace(stored, id=segment_id(ChunkId("B"), passage), context=passage, attention=profile)
+    for record, cci in ((stored, CCI), (neutral, 0.5)):
+        _, score = chosen(plan_of(lookup_of("DB", record), alpha=0.8), 1)
+        assert (score.cci, score.overlap, score.cfo) == pytest.approx((cci, 0.0, 0.8 * cci))
 
 
 def test_a_variant_behind_neutral_passages_is_preferred_and_one_computed_alone_comes_last():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
@@ -41,6 +42,15 @@ def test_parts_cover_the_prompt_around_the_chunks():
 
 def test_chunks_may_fill_the_prompt():
     assert kinds(read({"chunks": [[0, 9]]}, start=())) == [(PartKind.CHUNK, IDS)]
+
+
+def test_the_first_chunks_may_be_neutral_passages():
+    plain, neutral = (read({"chunks": [[3, 6], [6, 8]], "neutral": count}) for count in (0, 1))
+    first, second = (part.id for part in plain.prompt.parts if part.kind is PartKind.CHUNK)
+    assert [part.id for part in neutral.prompt.parts if part.kind is PartKind.CHUNK] == [neutral_id(first), second]
+    for count in (-1, 3):
+        with pytest.raises(UsageError, match="neutral must be between 0 and 2"):
+            read({"chunks": [[3, 6], [6, 8]], "neutral": count})
 
 
 def test_without_bos_at_the_beginning_nothing_is_start():

@@ -138,7 +138,10 @@ def parse(
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", *_PROMOTION})
     chunks = _chunks(params.get("chunks"), len(token_ids))
-    neutral = chunks[: checked_whole(params.get("neutral", 0), "neutral")]
+    passages = checked_whole(params.get("neutral", 0), "neutral")
+    if not 0 <= passages <= len(chunks):
+        raise UsageError(f"neutral must be between 0 and {len(chunks)}, the number of chunks")
+    neutral = chunks[:passages]
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
