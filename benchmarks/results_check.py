@@ -34,15 +34,12 @@ FIELDS = ("command", "commit", "machine")
 
 _SECONDS = "is about seconds: to be measured anew where no other work runs"
 _READER = "says what the bundled reader answers: some minutes, to be measured anew"
-_EARLIER_READER = "says what an earlier bundled reader answered, which is bundled no more; ten minutes and more"
 _HITS = "is a long simulation: to be measured anew"
 _WITH_VLLM = "takes an environment with vLLM, and half an hour"
 ALLOWED = {
     "batching-smollm2-135m.json": _SECONDS,
     "disk-throughput.json": _SECONDS,
     "loading-smollm2-135m.json": _SECONDS,
-    "planning-time.json": _SECONDS,
-    "scheduling-time.json": _SECONDS,
     "staged-search-hnsw.json": _SECONDS,
     "staged-search-ivf.json": _SECONDS,
     "steady-state-reader.json": _SECONDS,
@@ -51,10 +48,6 @@ ALLOWED = {
     "quality-reader-all-methods.json": _READER,
     "quality-reader-check-layer-2.json": _READER,
     "quality-reader-check-layer-2.png": _READER,
-    "cachecraft-alone-reader.json": _EARLIER_READER,
-    "cachecraft-queries-reader.json": _EARLIER_READER,
-    "query-orders.json": _EARLIER_READER,
-    "query-variants.json": _EARLIER_READER,
     "ragcache-policies-mmlu-like.json": _HITS,
     "ragcache-policies-mooncake.json": _HITS,
     "faults.txt": "two minutes, by make prove-faults: to be made anew",

@@ -10,6 +10,7 @@ KV: once without what no window reaches, and once with it. The two take turns.
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -17,21 +18,53 @@ from typing import Any
 
 import torch
 from docs_tables import command_block, markdown_table, update_page
-from query_loading import FAST, Bench
 from rich.console import Console
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.datasets import load_dataset
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.eval.datasets import alone_prompts, load_dataset
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import TtftConfig, make_workload
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.planning.method import make_method
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.testing import Link, ThrottledTier
 
 REUSE = "full-reuse"
+FAST = 1e15
+
+
+class Bench:
+    """One prompt whose segments come over a link."""
+
+    def __init__(self, engine: Engine, prompt: Prompt) -> None:
+        self._link = Link(FAST)
+        store: TieredStore[SegmentSource] = TieredStore(
+            [Level("link", SegmentStore(ThrottledTier(self._link), budget_bytes=1 << 40))]
+        )
+        self._runner, self._prompt = Runner(engine.loaded.model, store), prompt
+        for part in alone_prompts(prompt):
+            self._runner.store_new(self._runner.prefill(part, make_method("full")))
+        self.nbytes = sum(record.nbytes for record in store.records())
+
+    def time(self, method: str, bytes_per_s: float = FAST, *, unseen: bool = False) -> float:
+        """Seconds to the first token."""
+        self._link.bytes_per_s = bytes_per_s
+        started = time.perf_counter()
+        self.weave(method, unseen=unseen).logits.argmax().item()
+        return time.perf_counter() - started
+
+    def weave(self, method: str, *, unseen: bool = False) -> Prefilled:
+        """The prompt's cache by a method; `unseen` brings even what no window reaches."""
+        return self._runner.prefill(self._prompt, make_method(method), capture=False, unseen=unseen)
 
 
 def measure(engine: Engine, prompt: Prompt, quotient: float, repeats: int) -> list[dict[str, Any]]:
     """A row for memory and one for the link."""
-    bench = Bench(engine, prompt, [REUSE])
+    bench = Bench(engine, prompt)
     full_s = min(bench.time("full") for _ in range(2))
     rows = []
     for place, bytes_per_s in (("memory", FAST), ("link", bench.nbytes / (quotient * full_s))):
