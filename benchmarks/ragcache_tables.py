@@ -1,9 +1,13 @@
 """RAGCache's tables in the simulator: eviction policies, reordering, sustainable rate.
 
-    python benchmarks/ragcache_tables.py --musique FILE --mooncake FILE --out docs/results --docs docs/ragcache.md
+    chunkweave profile --shape smollm2-135m --cached-tokens 0,512,2048,4000 --new-tokens 32,128,512,2048,4000 \
+        --threads 1 --repeats 1 --out cost-smollm2-135m.json
+    python benchmarks/ragcache_tables.py --cost-model cost-smollm2-135m.json --musique FILE --mooncake FILE \
+        --out docs/results --docs docs/ragcache.md
 
-Computes the parts named by `--parts` (all if left out), writes each as JSON into `--out`, and with `--docs` puts the
-tables between the page's markers.
+What a prefill costs is measured (Algorithm 1, lines 6 to 9) and by it the bytes of a token. Computes
+the parts named by `--parts` (all if left out), writes each as JSON into `--out`, and with `--docs` puts the tables
+between the page's markers.
 """
 
 import argparse
@@ -11,6 +15,8 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +26,17 @@ from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
 
 from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.eval.simulator.trace import Arrival, build_trace
+from chunkweave.eval.simulator.trace import Arrival, Trace, build_trace
 from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 from chunkweave.settings import GIB
 
-SHAPE = "mistral-7b"
-FLOPS_PER_S = 50e12
-COST = analytic_cost(known_shape(SHAPE).geometry, flops_per_s=FLOPS_PER_S)
-FLAT = CostModel((0,), (1, 1000), ((1.0, 1000.0),), COST.kv_bytes_per_token)
-"""A second for every token, whatever is cached: a policy that knows no costs."""
-MEMORY_BYTES = [n * GIB for n in (8, 16, 32, 64, 128)]
+SHAPE = "smollm2-135m"
+"""What the measured costs are of: from its floating-point operations alone follow other ones."""
+FEW = (0.002, 0.005, 0.01, 0.02, 0.04)
+"""Memory as a share of all documents' KV, where there are many that are asked for once."""
 SHARES = (0.05, 0.1, 0.2, 0.4, 0.6)
+QUEUED_SHARES = (0.01, 0.02, 0.04, 0.08)
 QUEUED = 2000
 """Requests of the parts with a queue: enough for half an hour at the rates that they arrive at."""
 DRIFT = 0.2
@@ -50,6 +55,7 @@ def main() -> None:
     """Compute, write, render."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--cost-model", type=Path, required=True, help="what `chunkweave profile` measured")
     parser.add_argument("--musique", type=Path, help="MuSiQue JSON")
     parser.add_argument("--mooncake", type=Path, help="Mooncake trace")
     parser.add_argument("--requests", type=int, default=10_000, help="of drawn workloads")
@@ -64,9 +70,10 @@ def main() -> None:
     for name, file in (("policies-musique", arguments.musique), ("policies-mooncake", arguments.mooncake)):
         if name in parts and file is None:
             parser.error(f"{name} needs --{name.removeprefix('policies-')} FILE")
+    cost = CostModel.read(arguments.cost_model)
     for part in parts:
-        rows = list(track(_rows(part, arguments), part, console=Console(stderr=True)))
-        config = {"shape": SHAPE, "flops_per_s": FLOPS_PER_S, "requests": arguments.requests}
+        rows = list(track(_rows(part, arguments, cost), part, console=Console(stderr=True)))
+        config = {"cost_model": asdict(cost), "shape": SHAPE, "requests": arguments.requests}
         command = shlex.join(["python", *sys.argv])
         written = arguments.out / f"ragcache-{part}.json"
         write_json(written, BenchmarkResult(part, command, arguments.seed, config, rows, {}).as_dict())
@@ -74,57 +81,73 @@ def main() -> None:
             update_page(arguments.docs, written)
 
 
-def _rows(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    jobs = arguments.jobs
+def _rows(part: str, arguments: argparse.Namespace, cost: CostModel) -> Iterator[dict[str, Any]]:
+    policies = partial(_policies, cost, arguments.jobs)
     drawn = SourceConfig(requests=arguments.requests, seed=arguments.seed)
     if part == "policies-mmlu-like":
-        yield from _policies("mmlu-like, top-2", open_source("mmlu-like", drawn), jobs, MEMORY_BYTES)
+        yield from policies("mmlu-like, top-2", open_source("mmlu-like", drawn), FEW)
     elif part == "policies-drifting":
         moving = SourceConfig(requests=arguments.requests, drift=DRIFT, seed=arguments.seed)
-        yield from _policies(f"mmlu-like, top-2, drift {DRIFT}", open_source("mmlu-like", moving), jobs, MEMORY_BYTES)
+        yield from policies(f"mmlu-like, top-2, drift {DRIFT}", open_source("mmlu-like", moving), FEW)
     elif part == "policies-musique":
-        yield from _policies("MuSiQue, top-5", open_source(str(arguments.musique), drawn), jobs)
+        yield from policies("MuSiQue, top-5", open_source(str(arguments.musique), drawn), SHARES)
     elif part == "policies-mooncake":
         whole = SourceConfig(seed=arguments.seed)
         # Of equal sizes reuse-frequency counts uses like lfu, only in other units: left out.
         different = [name for name in POLICIES if name != "reuse-frequency"]
-        yield from _policies(
-            "Mooncake synthetic", open_source(str(arguments.mooncake), whole), jobs, policies=different
-        )
+        yield from policies("Mooncake synthetic", open_source(str(arguments.mooncake), whole), SHARES, different)
     elif part == "cost-term":
-        trace = build_trace("mmlu-like", open_source("mmlu-like", drawn), COST.kv_bytes_per_token)
-        for profiled, flat in zip(
-            *(policy_rows(trace, MEMORY_BYTES, cost, ["pgdsf"]) for cost in (COST, FLAT)), strict=True
-        ):
-            rates = {"profiled": profiled["hit_rate"]["pgdsf"], "flat": flat["hit_rate"]["pgdsf"]}
-            yield {"budget_bytes": profiled["budget_bytes"], "hit_rate": rates}
-    elif part == "reordering":
-        arrivals = open_source("mmlu-like", drawn)[:QUEUED]
-        for budget in MEMORY_BYTES[1:]:
-            yield reordering_row(arrivals, budget, COST, seed=arguments.seed)
+        yield from _cost_rows(open_source("mmlu-like", drawn), cost)
     else:
         arrivals = open_source("mmlu-like", drawn)[:QUEUED]
-        yield from sustainable_rows(arrivals, 64 * GIB, COST, seed=arguments.seed)
+        budgets = _budgets(build_trace("", arrivals, cost.kv_bytes_per_token), QUEUED_SHARES)
+        if part == "reordering":
+            for budget in budgets:
+                yield reordering_row(arrivals, budget, cost, seed=arguments.seed)
+        else:
+            yield from sustainable_rows(arrivals, budgets[-2], cost, seed=arguments.seed)
+
+
+def _budgets(trace: Trace, shares: Sequence[float]) -> list[int]:
+    return [int(share * trace.working_set_bytes) for share in shares]
+
+
+def _cost_rows(arrivals: list[Arrival], cost: CostModel) -> Iterator[dict[str, Any]]:
+    """PGDSF's hit rates by what it takes a token to cost."""
+    operations = analytic_cost(known_shape(SHAPE).geometry, flops_per_s=1e12)
+    costs = {
+        "measured": cost,
+        "operations": replace(operations, kv_bytes_per_token=cost.kv_bytes_per_token),
+        "flat": CostModel((0,), (1, 1000), ((1.0, 1000.0),), cost.kv_bytes_per_token),
+    }
+    trace = build_trace("mmlu-like", arrivals, cost.kv_bytes_per_token)
+    for budget in _budgets(trace, FEW):
+        runs = {name: next(policy_rows(trace, [budget], one, ["pgdsf"])) for name, one in costs.items()}
+        yield {
+            "budget_bytes": budget,
+            "budget_share": runs["flat"]["budget_share"],
+            "hit_rate": {name: run["hit_rate"]["pgdsf"] for name, run in runs.items()},
+        }
 
 
 def _policies(
+    cost: CostModel,
+    jobs: int,
     name: str,
     arrivals: list[Arrival],
-    jobs: int,
-    budgets: Sequence[int] = (),
+    shares: Sequence[float],
     policies: Sequence[str] = POLICIES,
 ) -> Iterator[dict[str, Any]]:
-    if not budgets:
-        whole = build_trace(name, arrivals, COST.kv_bytes_per_token).working_set_bytes
-        budgets = [int(share * whole) for share in SHARES]
-    count = len(budgets)
+    budgets = _budgets(build_trace(name, arrivals, cost.kv_bytes_per_token), shares)
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_policy_row, [name] * count, [arrivals] * count, budgets, [policies] * count)
+        yield from pool.map(partial(_policy_row, name, arrivals, cost, policies), budgets)
 
 
-def _policy_row(name: str, arrivals: list[Arrival], budget: int, policies: Sequence[str]) -> dict[str, Any]:
-    trace = build_trace(name, arrivals, COST.kv_bytes_per_token)
-    return next(policy_rows(trace, [budget], COST, policies))
+def _policy_row(
+    name: str, arrivals: list[Arrival], cost: CostModel, policies: Sequence[str], budget: int
+) -> dict[str, Any]:
+    trace = build_trace(name, arrivals, cost.kv_bytes_per_token)
+    return next(policy_rows(trace, [budget], cost, policies))
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -143,7 +166,7 @@ def _policy_table(rows: list[dict[str, Any]]) -> str:
         best = max(rates.values())
         lines.append(
             [
-                f"{row['budget_bytes'] / GIB:.0f} GiB ({row['budget_share']:.1%})",
+                f"{row['budget_bytes'] / GIB:.1f} GiB ({row['budget_share']:.1%})",
                 *(_marked(rates.get(name), best) for name in POLICIES),
                 f"{row['modern_hit_rate'][modern]:.3f} {modern}" if has_modern else "-",
                 f"{row['bound']['hit_rate']:.3f}",
@@ -167,7 +190,7 @@ def _reordering_table(rows: list[dict[str, Any]]) -> str:
         heads,
         [
             [
-                f"{row['budget_bytes'] / GIB:.0f} GiB",
+                f"{row['budget_bytes'] / GIB:.1f} GiB",
                 f"{row['rate_per_s']:.2f}/s",
                 f"{row['ttft_mean_s']['in order']:.1f} s",
                 f"{row['ttft_mean_s']['reordered']:.1f} s",
@@ -190,10 +213,14 @@ def _rate_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cost_table(rows: list[dict[str, Any]]) -> str:
+    heads = {"measured": "measured", "operations": "by its operations", "flat": "a second a token"}
     return markdown_table(
-        ["memory", "profiled cost", "a second a token"],
+        ["memory", *heads.values()],
         [
-            [f"{row['budget_bytes'] / GIB:.0f} GiB", *(f"{row['hit_rate'][name]:.4f}" for name in ("profiled", "flat"))]
+            [
+                f"{row['budget_bytes'] / GIB:.1f} GiB ({row['budget_share']:.1%})",
+                *(f"{row['hit_rate'][name]:.4f}" for name in heads),
+            ]
             for row in rows
         ],
     )
