@@ -191,7 +191,7 @@ def _reordering_table(rows: list[dict[str, Any]]) -> str:
         [
             [
                 f"{row['budget_bytes'] / GIB:.1f} GiB",
-                f"{row['rate_per_s']:.2f}/s",
+                f"{row['rate_per_s']:.3f}/s",
                 f"{row['ttft_mean_s']['in order']:.1f} s",
                 f"{row['ttft_mean_s']['reordered']:.1f} s",
                 f"{row['speedup']:.2f}x",
@@ -208,7 +208,7 @@ def _rate_table(rows: list[dict[str, Any]]) -> str:
     base = rows[0]["rate_per_s"]
     return markdown_table(
         ["method", "sustained rate", "of no cache"],
-        [[row["method"], f"{row['rate_per_s']:.2f}/s", f"{row['rate_per_s'] / base:.2f}x"] for row in rows],
+        [[row["method"], f"{row['rate_per_s']:.3f}/s", f"{row['rate_per_s'] / base:.2f}x"] for row in rows],
     )
 
 

@@ -34,7 +34,6 @@ FIELDS = ("command", "commit", "machine")
 
 _SECONDS = "is about seconds: to be measured anew where no other work runs"
 _READER = "says what the bundled reader answers: some minutes, to be measured anew"
-_HITS = "is a long simulation: to be measured anew"
 _WITH_VLLM = "takes an environment with vLLM, and half an hour"
 ALLOWED = {
     "batching-smollm2-135m.json": _SECONDS,
@@ -48,8 +47,6 @@ ALLOWED = {
     "quality-reader-all-methods.json": _READER,
     "quality-reader-check-layer-2.json": _READER,
     "quality-reader-check-layer-2.png": _READER,
-    "ragcache-policies-mmlu-like.json": _HITS,
-    "ragcache-policies-mooncake.json": _HITS,
     "faults.txt": "two minutes, by make prove-faults: to be made anew",
     "soak.json": "a quarter of an hour, by make prove-soak",
     "vllm-overhead.json": _WITH_VLLM,
