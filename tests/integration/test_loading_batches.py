@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from chunkweave import Engine, ReuseConfig
+from chunkweave.engine.core import _plan_again
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.level import Level
@@ -189,6 +190,37 @@ def test_a_layer_that_does_not_come_is_given_up_though_others_are_to_be_computed
     step_until(driver, lambda: driver.inboxes[number].last is not None)
     assert driver.inboxes[stream].last is None, "something else was to be done all the time"
     assert {chunk.kv_source for chunk in driver.inboxes[number].last.report.chunks[1:]} == {"computed"}
+
+
+def test_a_level_that_hangs_is_left_alone_and_few_threads_hang_with_it(gated):
+    gated.engine.runner.cost = CostModel((0,), (1,), ((0.002,),), 1)
+    driver = Driver(gated.engine, prefetch_requests=0, max_running=2)
+    numbers = [driver.submit(asked([0, 1, 2, 3], 4), "full-reuse") for _ in range(3)]
+    driver.run()
+    assert {chunk.kv_source for chunk in driver.inboxes[numbers[0]].last.report.chunks[1:]} == {"computed"}
+    hanging = [thread for thread in threading.enumerate() if thread.name == "chunkweave-loader"]
+    assert len(hanging) <= 4, "three late layers, and one that was begun meanwhile"
+
+
+class LateForAMoment:
+    """A job of which something is late when it is asked first, and not any more the next time."""
+
+    def __init__(self) -> None:
+        self._answers = [None, SegmentLost("a", "late")]
+        self.without: list[SegmentLost] = []
+
+    @property
+    def lost(self) -> SegmentLost | None:
+        return self._answers.pop()
+
+    def go_on_without(self, lost: SegmentLost) -> None:
+        self.without.append(lost)
+
+
+def test_what_was_late_may_have_come_in_a_moment_later():
+    job = LateForAMoment()
+    _plan_again(job)
+    assert [lost.segment for lost in job.without] == ["a"]
 
 
 def test_what_is_lost_before_the_step_is_planned_again_and_disturbs_nobody(gated, monkeypatch):

@@ -134,10 +134,15 @@ def test_closing_wakes_whoever_waits_and_ends_the_thread():
 
 def test_a_late_layer_is_given_up():
     gate = threading.Event()
-    loader = LayerLoader([("a", Recording("a", [], gate=gate))], 4, wait_s=0.02)
+    sources = [("a", Recording("a", [], gate=gate)), ("b", Recording("b", []))]
+    loader = LayerLoader(sources, 4, wait_s=0.02)
+    assert loader.segments[1].held_up is None
     with pytest.raises(SegmentLate, match=r"layer 0 did not come within 0\.02 s"):
         loader.segments[0].layer(0)
-    assert loader.segments[0].late is not None
+    while loader.segments[0].late is None:
+        pass
+    assert loader.segments[1].late is None
+    assert loader.segments[1].held_up is not None
     closer = threading.Thread(target=loader.close)
     closer.start()
     closer.join(5)

@@ -151,6 +151,21 @@ def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> Non
     stack.store.check()
 
 
+def test_a_level_whose_layers_come_late_again_and_again_is_paused() -> None:
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.store.was_late(id_of("A"))
+    stack.clock.now_s += 31
+    stack.store.was_late(id_of("A"))
+    assert stack.store.tier_of(id_of("A")) == "disk", "two in a minute are chance"
+    stack.store.was_late(id_of("A"))
+    assert stack.store.tier_of(id_of("A")) == "remote"
+    stack.clock.now_s += 31
+    assert stack.store.tier_of(id_of("A")) == "disk"
+
+
 def test_a_lost_payload_is_looked_for_further_down() -> None:
     stack = Stack(host_bytes=10)
     stack.put("A")

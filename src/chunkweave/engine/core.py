@@ -422,5 +422,5 @@ class BatchingCore:
 
 def _plan_again(job: PrefillJob) -> None:
     """Let a job go on without the segments that are known to be lost."""
-    while job.lost is not None:
-        job.go_on_without(job.lost)
+    while (lost := job.lost) is not None:  # asked once: what was late may have come in a moment later
+        job.go_on_without(lost)

@@ -252,7 +252,8 @@ class PlanSources:
     def failure(self) -> SegmentLost | None:
         """Why a segment is known to be lost, or late; None as long as none is."""
         sources = (placement.segment for placement in self.placements)
-        losses = (source.failure or source.late for source in sources if isinstance(source, LoadingSegment | Gone))
+        read = [source for source in sources if isinstance(source, LoadingSegment | Gone)]
+        losses = [*(source.failure or source.late for source in read), *(source.held_up for source in read)]
         return next((loss for loss in losses if loss is not None), None)
 
     def keep_lease(self) -> TieredLease:
@@ -541,7 +542,9 @@ class PrefillJob:
         """Plan again without a segment: a late one is left out for this request, a broken one removed for good."""
         logger.warning("%s; it is computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
-        if not isinstance(lost, SegmentLate):
+        if isinstance(lost, SegmentLate):
+            self._context.store.was_late(SegmentId(lost.segment))
+        else:
             self._context.store.remove(SegmentId(lost.segment))
         self.close()
         self._open()

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -18,7 +19,8 @@ class Level(Generic[PayloadT]):
     """A segment store with a name ("host", "disk", ...) that survives its tier's failures.
 
     A tier that raises `OSError` several times in a row is paused: nothing is found, read or written there for a while.
-    Then it is tried again, and one more failure pauses it again.
+    Then it is tried again, and one more failure pauses it again. So is one whose layers come late as many times within
+    the length of a pause: each read that hangs keeps a thread and its memory.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Level(Generic[PayloadT]):
         self._clock = clock
         self._failures_in_a_row = 0
         self._paused_until_s = float("-inf")
+        self._late_s: deque[float] = deque(maxlen=patience)
         self.failures = 0
         """How many `OSError`s the tier has raised."""
 
@@ -112,10 +115,21 @@ class Level(Generic[PayloadT]):
         if isinstance(self.store.tier, ClosableTier):
             self.store.tier.close()
 
+    def was_late(self) -> None:
+        """Count a layer that did not come in time."""
+        now = self._clock()
+        self._late_s.append(now)
+        if len(self._late_s) == self._patience and now - self._late_s[0] <= self._pause_s:
+            self._late_s.clear()
+            self._pause()
+
     def _failed(self, error: OSError) -> None:
         self.failures += 1
         self._failures_in_a_row += 1
         logger.warning("the %s tier failed: %s", self.name, error)
         if self._failures_in_a_row >= self._patience:
-            self._paused_until_s = self._clock() + self._pause_s
-            logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)
+            self._pause()
+
+    def _pause(self) -> None:
+        self._paused_until_s = self._clock() + self._pause_s
+        logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)

@@ -297,6 +297,11 @@ class TieredStore(Generic[PayloadT]):
             self._keeper.let_go(gone)
         self.remove_where(lambda record: record.id in gone, among=gone)
 
+    def was_late(self, segment: SegmentId) -> None:
+        """Count that a layer of it did not come in time: a level where that happens again and again is paused."""
+        for level, _ in self._holders(segment)[:1]:
+            level.was_late()
+
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment on every level, pinned or not; False if it was on none."""
         return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0

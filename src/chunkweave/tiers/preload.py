@@ -33,7 +33,7 @@ class Gone:
 
     tokens = 0
     nbytes = 0
-    late = None
+    late = held_up = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,6 +75,7 @@ class LoadingSegment:
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
         self._sent: dict[int, Sent] = {}
         self._reading: tuple[int, float] | None = None
+        self.loader: LayerLoader | None = None
         self._ready = [threading.Event() for _ in range(num_layers)]
         for layer in unseen:
             self._ready[layer].set()
@@ -133,8 +134,9 @@ class LoadingSegment:
         return index if isinstance(self._source, SegmentKV) else self._slots[index]
 
     def fail(self, lost: SegmentLost) -> None:
-        """Every wait for a layer ends with `lost`."""
+        """Every wait for a layer ends with `lost`; what was sent to the device is let go."""
         self.failure = lost
+        self._sent.clear()
         for ready in self._ready:
             ready.set()
 
@@ -145,6 +147,13 @@ class LoadingSegment:
         if reading is None or self._wait_s is None or time.monotonic() - reading[1] <= self._wait_s:
             return None
         return SegmentLate(self.name, f"layer {reading[0]} did not come within {self._wait_s:.3g} s")
+
+    @property
+    def held_up(self) -> SegmentLate | None:
+        """Why it is not worth waiting for although none of its own layers is late: its loader is stuck at another's."""
+        if self.complete or self.failure is not None or self.loader is None or not self.loader.late:
+            return None
+        return SegmentLate(self.name, "what is read before it does not come")
 
     def wait_for(self, layers: int) -> None:
         """Wait until the first `layers` layers are in, or it has failed or is late."""
@@ -164,7 +173,7 @@ class LoadingSegment:
     @property
     def complete(self) -> bool:
         """Whether every layer was read and sent that is not `unseen`."""
-        return self.failure is None and all(ready.is_set() for ready in self._ready)
+        return all(ready.is_set() for ready in self._ready) and self.failure is None  # in this order: see `fail`
 
     def whole(self) -> SegmentKV | None:
         """The segment in memory of the host, if every layer came in."""
@@ -210,6 +219,8 @@ class LayerLoader:
             )
             for name, source in sources
         ]
+        for segment in self.segments:
+            segment.loader = self
         self._num_layers = num_layers
         self._order = order
         self._wait_s = wait_s
