@@ -32,21 +32,10 @@ from chunkweave.eval.results import commit, machine, to_json
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("command", "commit", "machine")
 
-_SECONDS = "is about seconds: to be measured anew where no other work runs"
 _READER = "says what the bundled reader answers: some minutes, to be measured anew"
 _WITH_VLLM = "takes an environment with vLLM, and half an hour"
 ALLOWED = {
-    "batching-smollm2-135m.json": _SECONDS,
-    "disk-throughput.json": _SECONDS,
-    "loading-smollm2-135m.json": _SECONDS,
-    "staged-search-hnsw.json": _SECONDS,
-    "staged-search-ivf.json": _SECONDS,
-    "steady-state-reader.json": _SECONDS,
     "attention-mass-reader.json": _READER,
-    "conversations-reader.json": _READER,
-    "quality-reader-all-methods.json": _READER,
-    "quality-reader-check-layer-2.json": _READER,
-    "quality-reader-check-layer-2.png": _READER,
     "faults.txt": "two minutes, by make prove-faults: to be made anew",
     "soak.json": "a quarter of an hour, by make prove-soak",
     "vllm-overhead.json": _WITH_VLLM,
