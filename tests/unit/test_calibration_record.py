@@ -114,6 +114,13 @@ def test_a_value_has_to_do_however_the_chunks_were_warmed():
     assert choose_target([*BLEND, *CRAFT, *more], FAST).method == "cacheblend", "what it recomputes most counts"
 
 
+def test_of_methods_that_recompute_as_much_the_one_that_strays_least_is_named():
+    last = point("query", 0.3, 0.96, 0.04, 0.3)
+    whole = point("query:whole", 0.3, 0.96, 0.02, 0.301)
+    for points in ([last, whole], [whole, last]):
+        assert choose_target(points, BALANCED).method == "query:whole"
+
+
 def test_the_order_of_points_does_not_matter_but_equals_go_to_the_first_method():
     assert choose_target(BLEND[::-1], FAST).least == {"cacheblend": 0.15}
     twin = [replace(one, method="epic") for one in BLEND]

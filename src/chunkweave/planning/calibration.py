@@ -251,17 +251,20 @@ def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
     A point counts by the ends of its intervals that speak against it: lowest agreement, highest divergence. A value is
     within the bounds if its point is, and if the *fitted* curve is there too, so that one lucky point does not count;
     a method whose chunks were warmed in several ways has to be within them by each. A method's least value is the
-    cheapest such one. Of the methods that have one, that which recomputes least is named; of equals, the first.
+    cheapest such one. Of the methods that have one, that which recomputes least is named; of those that recompute as
+    much, to the per cent, the one that strays least.
     """
     least: dict[str, float | None] = {}
-    spent: dict[str, float] = {}
+    costs: dict[str, tuple[float, float]] = {}
     for method in dict.fromkeys(point.method for point in points):
         own = [point for point in points if point.method == method]
         within = [_within([point for point in own if point.warm == warm], bounds) for warm in {p.warm for p in own}]
         least[method] = found = min(set.intersection(*within), default=None)
         if found is not None:
-            spent[method] = max(point.recompute_fraction for point in own if point.value == found)
-    return Target(bounds, least, min(spent, key=lambda method: spent[method], default=None))
+            taken = [point for point in own if point.value == found]
+            spent = max(point.recompute_fraction for point in taken)
+            costs[method] = (round(spent, 2), max(point.kl for point in taken))
+    return Target(bounds, least, min(costs, key=lambda method: costs[method], default=None))
 
 
 def _within(points: Sequence[CurvePoint], bounds: Bounds) -> set[float]:
