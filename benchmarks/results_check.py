@@ -36,7 +36,6 @@ _READER = "says what the bundled reader answers: some minutes, to be measured an
 _WITH_VLLM = "takes an environment with vLLM, and half an hour"
 ALLOWED = {
     "attention-mass-reader.json": _READER,
-    "faults.txt": "two minutes, by make prove-faults: to be made anew",
     "soak.json": "a quarter of an hour, by make prove-soak",
     "vllm-overhead.json": _WITH_VLLM,
     "vllm-routing-reader.json": _WITH_VLLM,
