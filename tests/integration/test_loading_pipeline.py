@@ -4,11 +4,13 @@ import threading
 import time
 from dataclasses import replace
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chunkweave.config import ReuseConfig
+from chunkweave.engine.prefill import PlanSources, PrefillJob
 from chunkweave.engine.profiling import kv_bytes_per_token, measure_throughput, profile_prefill
 from chunkweave.engine.runner import Runner
 from chunkweave.eval.loading import (
@@ -20,7 +22,8 @@ from chunkweave.eval.loading import (
     measure_loading,
     predict,
 )
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
@@ -30,6 +33,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
+from chunkweave.types import Span
 from tests.integration.weaving import alone, make_prompt
 
 SIZES = (17, 23, 9, 31)
@@ -150,6 +154,37 @@ def test_a_late_layer_is_given_up():
     with pytest.raises(SegmentLost, match="cancelled"):
         loader.segments[0].layer(3)
     gate.set()
+
+
+def test_what_is_behind_a_late_layer_is_not_waited_for_but_the_late_one_is_named_first():
+    gate = threading.Event()
+    sources = [("a", Recording("a", [], gate=gate)), ("b", Recording("b", []))]
+    loader = LayerLoader(sources, 4, wait_s=0.02)
+    late, behind = loader.segments
+    while late.late is None:
+        pass
+    plan = PlanSources.__new__(PlanSources)
+    plan.placements = [Placement(Span(0, 4), behind)]
+    assert isinstance(plan.failure, SegmentHeldUp)
+    plan.placements = [Placement(Span(0, 4), behind), Placement(Span(4, 8), late)]
+    assert plan.failure.segment == "a"
+    gate.set()
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [(SegmentLost("a", "x"), ["remove"]), (SegmentLate("a", "x"), ["was_late"]), (SegmentHeldUp("a", "x"), [])],
+)
+def test_a_level_is_blamed_only_for_its_own_late_layers(lost, told):
+    heard = []
+    store = SimpleNamespace(remove=lambda _: heard.append("remove"), was_late=lambda _: heard.append("was_late"))
+    opened = []
+    job = SimpleNamespace(
+        _given_up=set(), _context=SimpleNamespace(store=store), close=list, _open=lambda: opened.append(1)
+    )
+    PrefillJob.go_on_without(job, lost)
+    assert (heard, opened, job._given_up) == (told, [1], {"a"})
 
 
 @pytest.fixture(scope="module")

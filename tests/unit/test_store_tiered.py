@@ -68,6 +68,15 @@ class Stack:
         return "".join(part.part.id or "" for part in self.store.lookup(prompt_of(path)).parts if part.exact)
 
 
+def with_a_below() -> Stack:
+    """A is on the disk and remote; B has pushed it out of the host."""
+    stack = Stack(host_bytes=10)
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    return stack
+
+
 def test_what_is_computed_reaches_every_level_and_host_evictions_cost_nothing_more() -> None:
     stack = Stack()
     stack.put("A", "AB", "ABC")
@@ -85,10 +94,7 @@ def test_what_is_computed_reaches_every_level_and_host_evictions_cost_nothing_mo
 
 
 def test_use_promotes_to_host_once() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     assert stack.store.tier_of(id_of("A")) == "disk"
     payload = stack.store.get(id_of("A"))
     assert payload is not None
@@ -135,10 +141,7 @@ def test_what_the_queue_skipped_is_demoted_when_host_evicts_it() -> None:
 
 
 def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     stack.disk.broken = True
     assert stack.store.get(id_of("A")) == payload_of(record_of("A")), "from the remote"
     assert stack.store.get(id_of("A")) is not None
@@ -152,10 +155,7 @@ def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> Non
 
 
 def test_a_level_whose_layers_come_late_again_and_again_is_paused() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     stack.store.was_late(id_of("A"))
     stack.clock.now_s += 31
     stack.store.was_late(id_of("A"))
@@ -167,10 +167,7 @@ def test_a_level_whose_layers_come_late_again_and_again_is_paused() -> None:
 
 
 def test_a_lost_payload_is_looked_for_further_down() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     stack.disk.lose(id_of("A"))
     assert stack.store.get(id_of("A")) is not None
     assert stack.store.tier_of(id_of("A")) == "remote"
@@ -181,10 +178,7 @@ def test_a_lost_payload_is_looked_for_further_down() -> None:
 
 
 def test_an_unreachable_remote_forgets_nothing() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     stack.disk.lose(id_of("A"))
     held = stack.remote.payloads()
     stack.remote.broken = True
@@ -208,10 +202,7 @@ def test_an_inexact_copy_never_stands_in_for_an_exact_one() -> None:
 
 
 def test_a_copy_that_another_process_replaced_by_a_worse_one_is_lost() -> None:
-    stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
+    stack = with_a_below()
     stack.remote.lose(id_of("A"))
     worse = record_of("A", exact=False)
     stack.disk.put(worse, payload_of(worse))

@@ -16,7 +16,7 @@ from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.loop import LoopTimes, PassRun
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import Placement, RequestCache
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
@@ -542,10 +542,10 @@ class PrefillJob:
         """Plan again without a segment: a late one is left out for this request, a broken one removed for good."""
         logger.warning("%s; it is computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
-        if isinstance(lost, SegmentLate):
-            self._context.store.was_late(SegmentId(lost.segment))
-        else:
+        if not isinstance(lost, SegmentLate):
             self._context.store.remove(SegmentId(lost.segment))
+        elif not isinstance(lost, SegmentHeldUp):
+            self._context.store.was_late(SegmentId(lost.segment))
         self.close()
         self._open()
 

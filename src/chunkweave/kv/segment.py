@@ -74,6 +74,10 @@ class SegmentLate(SegmentLost):
     """A layer did not come in time; the segment itself may be sound."""
 
 
+class SegmentHeldUp(SegmentLate):
+    """What is read before it does not come; where it lies itself nothing need be wrong."""
+
+
 class SegmentSource(Protocol):
     """A segment that is read layer by layer: `SegmentKV` itself, or one whose layers still lie on disk."""
 

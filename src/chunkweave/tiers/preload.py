@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.tiers.device import HostMemory, Send, Sent, Streams
 
 logger = logging.getLogger(__name__)
@@ -149,11 +149,11 @@ class LoadingSegment:
         return SegmentLate(self.name, f"layer {reading[0]} did not come within {self._wait_s:.3g} s")
 
     @property
-    def held_up(self) -> SegmentLate | None:
+    def held_up(self) -> SegmentHeldUp | None:
         """Why it is not worth waiting for although none of its own layers is late: its loader is stuck at another's."""
         if self.complete or self.failure is not None or self.loader is None or not self.loader.late:
             return None
-        return SegmentLate(self.name, "what is read before it does not come")
+        return SegmentHeldUp(self.name, "what is read before it does not come")
 
     def wait_for(self, layers: int) -> None:
         """Wait until the first `layers` layers are in, or it has failed or is late."""
