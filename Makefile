@@ -20,7 +20,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
+.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,12 +68,13 @@ prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every b
 	mv faults.partial docs/results/faults.txt
 	tail -n 1 docs/results/faults.txt
 
-prove-adversary: $(TEST_VENV)/.installed ## Three tenants, random requests, faults and kills for an hour each backend; writes docs/results/adversary.txt
-	$(call stamp,$@) > adversary.partial
-	CHUNKWEAVE_ADVERSARY_S=$(ADVERSARY_S) $(TEST_VENV)/bin/python -m pytest -v -s --no-header -p no:cacheprovider \
-		tests/adversary >> adversary.partial || { cat adversary.partial; exit 1; }
-	mv adversary.partial docs/results/adversary.txt
-	tail -n 1 docs/results/adversary.txt
+prove-adversary: prove-adversary-engine prove-adversary-vllm ## Three tenants, random requests, faults and kills for an hour each backend; writes docs/results
+
+prove-adversary-engine: $(TEST_VENV)/.installed ## The hour of our own engine
+	$(call attack,$@,$(TEST_VENV),test_adversary.py -k engine,engine)
+
+prove-adversary-vllm: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## The hour of vLLM, real processes of it
+	$(call attack,$@,$(VLLM_VENV),test_adversary_vllm.py,vllm)
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
 	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json
@@ -142,6 +143,16 @@ $(AUDIT_VENV)/.installed:
 	touch $@
 
 stamp = $(TEST_VENV)/bin/python benchmarks/results_check.py --stamp 'make $(1)'
+
+# The target, the environment, what of tests/adversary, and the backend.
+define attack
+	$(call stamp,$(1)) > adversary-$(4).partial
+	CHUNKWEAVE_ADVERSARY_S=$(ADVERSARY_S) OMP_NUM_THREADS=1 $(2)/bin/python -m pytest -v -s --no-header \
+		-p no:cacheprovider tests/adversary/$(3) >> adversary-$(4).partial \
+		|| { cat adversary-$(4).partial; exit 1; }
+	mv adversary-$(4).partial docs/results/adversary-$(4).txt
+	tail -n 1 docs/results/adversary-$(4).txt
+endef
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
