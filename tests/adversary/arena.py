@@ -4,18 +4,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from tests.adversary.servers import TENANTS, VICTIM, Forks, Reply, Server
+from tests.adversary.servers import TENANTS, VICTIM, Forks, Reply, Server, Starter
 from tests.adversary.texts import QUESTIONS, text
 
 Ask = dict[str, Any]
 _DESCRIPTORS = 64
-_GROWTH_BYTES = 192 << 20
-_SETTLED_S = 60.0
-"""Longer than a tier that failed is left alone, which is 30 s."""
 
 
 class Arena:
@@ -26,6 +23,11 @@ class Arena:
 
     backend = ""
     faults: tuple[str, ...] = ()
+    starter: Callable[[], AbstractContextManager[Starter]] = Forks
+    growth_bytes = 192 << 20
+    """By so much a server's memory may be above what it is at first."""
+    settled_s = 60.0
+    """Servers recover within that; longer than a tier that failed is left alone, which is 30 s."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder = folder
@@ -36,6 +38,8 @@ class Arena:
         self.fault = ""
         self.in_step = True
         self.failure: Exception | None = None
+        self.salt = ""
+        """Of all that is asked and warmed; nothing under another one is found."""
         self.corpora: dict[str, dict[str, set[int | None]]] = {tenant: {} for tenant in TENANTS}
         """By tenant, the documents of its corpus by id: the numbers of the texts they may have; None for not there."""
         self.twins: list[Server] = []
@@ -43,7 +47,7 @@ class Arena:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.forks = stack.enter_context(Forks())
+            self.forks = stack.enter_context(self.starter())
             servers = self.open(stack)
             for server in servers:
                 server.launch()
@@ -123,7 +127,7 @@ class Arena:
 
     def resync(self) -> None:
         """Bring the twins back in step: nothing is stored on either."""
-        ends = time.monotonic() + _SETTLED_S
+        ends = time.monotonic() + self.settled_s
         while not all(self.emptied(server) for server in self.twins):
             assert time.monotonic() < ends, self.told("the servers do not recover")
             time.sleep(0.1)
@@ -183,7 +187,9 @@ class Arena:
             server.measure()
             assert server.most_descriptors <= descriptors + _DESCRIPTORS, self.told("descriptors are left")
             grown_mb = (server.most_rss_bytes - rss_bytes) / 1e6
-            assert server.most_rss_bytes <= rss_bytes + _GROWTH_BYTES, self.told(f"memory grew by {grown_mb:.0f} MB")
+            assert server.most_rss_bytes <= rss_bytes + self.growth_bytes, self.told(
+                f"memory grew by {grown_mb:.0f} MB"
+            )
 
     @property
     def summary(self) -> str:
@@ -197,6 +203,11 @@ class Arena:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
+    @property
+    def salted(self) -> dict[str, str]:
+        """What a body has more, for the salt of now."""
+        return {"cache_salt": self.salt} if self.salt else {}
+
     def body(self, tenant: str, numbers: list[int], question: int, method: str, *, swapped: bool = False) -> Ask:
         reuse: dict[str, Any] = {"method": method, "order": "fixed"}
         if method not in ("full", "prefix", "full-reuse"):
@@ -207,6 +218,7 @@ class Arena:
             "temperature": 0,
             "max_tokens": 1 if tenant == VICTIM else 4,
             "chunkweave": reuse,
+            **self.salted,
         }
 
     def ask(self, tenant: str, numbers: list[int], question: int, method: str, *, stream: bool) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import httpx
 
@@ -72,6 +72,13 @@ def _timed(name: str) -> bool:
     return name.endswith(_TIMES[0]) or name in _TIMES
 
 
+class Starter(Protocol):
+    """Starts servers that end with it."""
+
+    def start(self, *, arguments: list[str], environment: dict[str, str], log: str, control: str, root: str) -> int:
+        """The process id of a new server; `control` says what happens to its files below `root`."""
+
+
 class Forks:
     """The process that servers are forked from; they end with it."""
 
@@ -106,7 +113,9 @@ class Forks:
 class Server:
     """One server process that can be killed and started again, on a disk that can be made to fail."""
 
-    def __init__(self, forks: Forks, folder: Path, arguments: Sequence[str]) -> None:
+    start_s = 120.0
+
+    def __init__(self, forks: Starter, folder: Path, arguments: Sequence[str]) -> None:
         self._forks = forks
         self._folder = folder
         self._control = folder / "fault"
@@ -138,7 +147,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        ends = time.monotonic() + _TIMEOUT_S
+        ends = time.monotonic() + self.start_s
         while not self._ready():
             assert self._alive(), self.log
             assert time.monotonic() < ends, self.log
@@ -204,12 +213,16 @@ class Server:
     def headers(self, tenant: str) -> dict[str, str]:
         return {"authorization": f"Bearer {KEYS[tenant]}"}
 
+    @property
+    def processes(self) -> Sequence[int]:
+        """All that it consists of."""
+        return [self._pid]
+
     def measure(self) -> None:
-        """Note memory and descriptors of the process."""
-        folder = Path(f"/proc/{self._pid}")
-        fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        self.most_rss_bytes = max(self.most_rss_bytes, int(fields["VmRSS"].split()[0]) * 1024)
-        self.most_descriptors = max(self.most_descriptors, len(list((folder / "fd").iterdir())))
+        """Note memory and descriptors of its processes."""
+        folders = [Path(f"/proc/{pid}") for pid in self.processes]
+        self.most_rss_bytes = max(self.most_rss_bytes, sum(map(_rss_bytes, folders)))
+        self.most_descriptors = max(self.most_descriptors, sum(len(list((one / "fd").iterdir())) for one in folders))
 
     def settle(self, *, written: bool = True, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until nothing is under way, or waits to be `written`; returns what an admin sees."""
@@ -228,6 +241,11 @@ class Server:
             before = now
             time.sleep(0.2)
         self._skipped_writes = now
+
+
+def _rss_bytes(folder: Path) -> int:
+    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def _idle(seen: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ import openai
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 START_S = 400
-_START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"
+START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32")
 
 PASSAGES = [
@@ -73,7 +73,7 @@ class FrontProcess:
 @contextmanager
 def front_process(folder: Path, port: int, *options: str, model: str = "reader") -> Iterator[FrontProcess]:
     """A front with its servers; ended, gently, with the block."""
-    command = [sys.executable, "-c", _START, "vllm-serve", model, "--port", str(port), "--graceful-s", "5"]
+    command = [sys.executable, "-c", START, "vllm-serve", model, "--port", str(port), "--graceful-s", "5"]
     command += [*options, *FLAGS]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     log = folder / "front.log"
