@@ -1,4 +1,4 @@
-"""Three tenants, random requests and faults, before vLLM itself: `tests/adversary` says what is drawn, and for how long."""
+"""Three tenants, random requests and faults, before vLLM itself; `tests/adversary` says what is drawn, and how long."""
 
 import os
 import random
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+
 from tests.adversary.arena import Arena
 from tests.adversary.attack import SECONDS, SEED, attack
 from tests.adversary.servers import ADMIN, Reply, Server
@@ -36,7 +37,7 @@ class Processes:
     def start(self, *, arguments: list[str], environment: dict[str, str], log: str, control: str, root: str) -> int:
         path = os.pathsep.join((str(_FAULTY_DISK), ENVIRONMENT["PYTHONPATH"]))
         given = {"PYTHONPATH": path, "CHUNKWEAVE_TEST_DISK": f"{control}{os.pathsep}{Path(root).resolve()}"}
-        with open(log, "ab") as out:
+        with Path(log).open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, "-c", START, *arguments],
                 stdout=out,

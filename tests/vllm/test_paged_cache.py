@@ -19,6 +19,7 @@ class FakePaged:
     shape = (HEADS, DIM)
     dtype = torch.float32
     device = torch.device("cpu")
+    groups = (0,) * LAYERS
 
     def __init__(self) -> None:
         self.kv = torch.full((LAYERS, 2, CAPACITY + 10, HEADS, DIM), -1.0)
@@ -54,11 +55,12 @@ def paged() -> FakePaged:
     return FakePaged()
 
 
-def cache(paged: FakePaged, *placements, first=0, stop=16) -> PagedCache:
+def cache(paged: FakePaged, *placements, first=0, stop=16, begins=0) -> PagedCache:
     geometry, rotations = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY), SimpleNamespace(forward=rotate)
     layers = SimpleNamespace(paged=paged, geometry=geometry, rotations=rotations, device=paged.device, num_layers=2)
-    table = SimpleNamespace(slots=slots)
-    return PagedCache(layers, table, placements, first=first, stop=stop, capacity=CAPACITY)
+    table = SimpleNamespace(slots=slots, begins=begins)
+    blocks = SimpleNamespace(of=lambda _layer: table, whole=not begins)
+    return PagedCache(layers, blocks, placements, first=first, stop=stop, capacity=CAPACITY)
 
 
 TWO = (Placement(Span(2, 8), segment(6, 100.0)), Placement(Span(10, 18), segment(8, 200.0)))
@@ -94,6 +96,29 @@ def test_what_a_pass_wrote_stays_for_the_next_one(paged):
     assert (keys[3], keys[4], keys[11]) == (7.0, 104.0, 7.0)
     assert keys[17] == 217.0  # a layer at a time: behind `stop` nothing is kept
     assert paged.reads == 1
+
+
+def test_what_has_left_a_window_is_laid_out_anew_for_every_pass(paged):
+    made = cache(paged, *TWO, begins=6)
+    made.load_layer(0, rotate)
+    made.write(0, torch.tensor([0, 3, 11]), torch.full((3, HEADS, DIM), 7.0), torch.full((3, HEADS, DIM), 8.0))
+    assert (paged.kv[0, :, :16] == -1).all(), "there are no blocks before position 6"
+    written = [106.0, 107.0, -1, -1, 210.0, 7.0, *(200.0 + position for position in range(12, 16)), -1, -1]
+    assert paged.kv[0, 0, 16:28, 0, 0].tolist() == written
+    made.load_layer(1, rotate)
+    made.load_layer(0, rotate)
+    keys, values = row_of(made, 0)
+    assert (keys[0], keys[3], keys[11]) == (7.0, 7.0, 7.0), "what an earlier pass computed is held"
+    assert (values[0], values[3], values[4]) == (8.0, 8.0, 100.0)
+    assert keys[2:8] == [102.0, 7.0, 104.0, 105.0, 106.0, 107.0]
+    assert keys[12:18] == [200.0 + position for position in range(12, 18)]
+
+
+def test_a_pass_that_needs_no_row_fills_what_has_blocks(paged):
+    made = cache(paged, *TWO, begins=6)
+    made.fill(0, torch.arange(14))
+    written = (paged.kv[0, 0, :, 0, 0] != -1).nonzero().squeeze(1).tolist()
+    assert written == [16, 17, *range(20, 26)]
 
 
 def test_what_lies_before_the_first_position_comes_from_the_blocks(paged):

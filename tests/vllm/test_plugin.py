@@ -1,14 +1,11 @@
 """The entry point: which vLLM it accepts, and what it changes there."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from chunkweave.errors import ModelError
 from chunkweave.vllm import plugin
@@ -66,38 +63,3 @@ def test_the_model_that_was_loaded_last_is_remembered(untouched, monkeypatch):
     for name in ("one", "two"):
         assert BaseModelLoader.load_model(object(), name) == f"model {name}"
     assert plugin.loaded_model() == "model two"
-
-
-WINDOWED = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
-FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("spec", "connector", "model", "kept"),
-    [
-        (WINDOWED, plugin.CONNECTOR, "MistralForCausalLM", False),
-        (WINDOWED, plugin.CONNECTOR, "Cohere2MoeForCausalLM", True),
-        (WINDOWED, "NixlConnector", "MistralForCausalLM", True),
-        (WINDOWED, None, "MistralForCausalLM", True),
-        (FULL, plugin.CONNECTOR, "MistralForCausalLM", True),
-        (None, plugin.CONNECTOR, "MistralForCausalLM", True),
-    ],
-)
-def test_windowed_layers_get_blocks_for_the_whole_context_with_the_connector(
-    untouched, monkeypatch, spec, connector, model, kept
-):
-    monkeypatch.setattr(Attention, "get_kv_cache_spec", lambda _self, _config: spec)
-    monkeypatch.setattr(plugin, "_loaded_models", [type(model, (), {})()])
-    plugin.register()
-    config = SimpleNamespace(
-        kv_transfer_config=connector and SimpleNamespace(kv_connector=connector),
-        cache_config=SimpleNamespace(block_size=32),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="mistral")),
-    )
-    found = Attention.get_kv_cache_spec(object(), config)
-    if kept:
-        assert found is spec
-    else:
-        assert found == FullAttentionSpec(
-            block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-        )

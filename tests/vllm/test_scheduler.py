@@ -1,6 +1,7 @@
 """The scheduler's side against fakes: what is ordered, saved, cancelled and reported."""
 
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}
 IDS = [BOS, *range(100, 230)]
 BLOCKS = (7, 8, 9, 10)
+BY_GROUP = (BLOCKS,)
 
 
 class FakeRequest:
@@ -160,7 +162,7 @@ def test_a_weave_is_ordered_once_into_the_requests_blocks(side):
     stored_chunks(side, 0, 1)
     request = FakeRequest(CHUNKS)
     order = woven(side, request, local=32)
-    assert (order.request_id, order.block_ids, order.first, order.stop) == ("a", BLOCKS, 32, 91)
+    assert (order.request_id, order.block_ids, order.first, order.stop) == ("a", BY_GROUP, 32, 91)
     assert not side.orders(step()).weaves
     side.allocated(request, FakeBlocks(), 0)  # blocks for the tokens behind it
     assert not side.orders(step()).weaves
@@ -176,10 +178,61 @@ def test_parts_are_saved_in_the_step_that_completes_them(side):
     assert side.matched(FakeRequest(CHUNKS), 0) == 0
     assert not side.orders(step([("a", 0, 40)])).saves
     (save,) = side.orders(step(cached=[("a", 40, 40)])).saves
-    assert (save.saved, save.computed, save.block_ids, save.exact) == (0, 80, BLOCKS, True)
+    assert (save.saved, save.computed, save.block_ids, save.exact) == (0, 80, BY_GROUP, True)
     (save,) = side.orders(step(cached=[("a", 80, 51)])).saves
     assert (save.saved, save.computed) == (41, 131)
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
+
+
+@pytest.fixture
+def windowed() -> ConnectorScheduler:
+    made = ConnectorScheduler("model", (BOS,), Defaults(), window=48)
+    made.bind_kv_cache_manager(FakeManager())
+    return made
+
+
+def test_where_blocks_leave_windows_every_step_says_what_it_has_computed(windowed):
+    windowed.add(FakeRequest(CHUNKS))
+    assert windowed.matched(FakeRequest(CHUNKS), 0) == 0
+    saves = [windowed.orders(step([("a", 0, 30)])).saves]
+    saves += [windowed.orders(step(cached=[("a", before, 50)])).saves for before in (30, 80)]
+    assert [(one.readable, one.computed, one.windowed) for (one,) in saves] == [
+        (0, 30, True),
+        (30, 80, True),
+        (80, 130, True),
+    ]
+    assert not windowed.orders(step(cached=[("a", 130, 1)])).saves
+
+
+def test_where_blocks_leave_windows_nothing_is_woven_behind_vllms_own_cache(windowed):
+    """With blocks for more than a window, vLLM drops those before it of its own."""
+    stored_chunks(windowed, 0, 1)
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    windowed.add(request)
+    before = list(request.block_hashes)
+    assert windowed.matched(request, 32) is None, "after preemption: it is asked again, without its blocks"
+    assert request.block_hashes != before
+    assert windowed.matched(request, 0) == 91
+    exact = FakeRequest({**CHUNKS, "method": "prefix"}, name="exact")
+    windowed.add(exact)
+    assert windowed.matched(exact, 32) == 0
+
+
+def test_where_blocks_leave_windows_an_approximate_request_shares_no_block(windowed):
+    salts = []
+    for name, method in product(("a", "b"), ("cacheblend", "prefix")):
+        request = FakeRequest({**CHUNKS, "method": method}, name=name)
+        windowed.add(request)
+        salts.append(request.cache_salt)
+    assert salts[0] != salts[2]
+    assert salts[1] == salts[3]
+
+
+def test_within_a_window_all_blocks_are_there_and_a_weave_begins_behind_vllms_own_cache(windowed):
+    stored_chunks(windowed, 0)
+    request = FakeRequest(CHUNKS)
+    windowed.add(request)
+    assert windowed.matched(request, 16) == 25
 
 
 def test_what_vllm_computes_behind_a_weave_is_not_exact(side):

@@ -1,12 +1,13 @@
 """Models and set-ups that cannot be woven: served by vLLM alone, with the reason in the log."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.models.anatomy import anatomy_of
@@ -38,6 +39,13 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
     assert why in caplog.text
 
 
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+WINDOWED = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+)
+
+
 def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", impl=None, **changes):
     """A model, a configuration and KV cache groups that pass, but for what is changed."""
     values = {
@@ -46,8 +54,8 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         "speculative": None,
         "multimodal": False,
         "window": None,
-        "spec": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32),
-        "groups": 1,
+        "spec": FULL,
+        "more": None,
         "modules": (*anatomy_of(SimpleNamespace(model_type=family)).norms, "mlp", "block_sparse_moe"),
         "scaled": False,
         "long": False,
@@ -85,7 +93,15 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         ),
     )
     group = SimpleNamespace(kv_cache_spec=values["spec"])
-    return model, config, SimpleNamespace(kv_cache_groups=[group] * values["groups"])
+    return (
+        model,
+        config,
+        SimpleNamespace(
+            kv_cache_groups=[group]
+            if values["more"] is None
+            else [group, SimpleNamespace(kv_cache_spec=values["more"])]
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -96,7 +112,9 @@ def test_what_is_supported_passes(name, said, window):
     check_supported(*fakes(name, impl={"sliding_window": said}, window=window))
 
 
-WINDOWED = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+@pytest.mark.parametrize("changes", [{"spec": WINDOWED}, {"more": WINDOWED}])
+def test_blocks_for_the_whole_context_or_for_a_window_pass(changes):
+    check_supported(*fakes(**changes))
 
 
 @pytest.mark.parametrize("family", RUN_BY_TRANSFORMERS)
@@ -115,8 +133,8 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),
         ({"speculative": object()}, "with speculative decoding drafts have a KV cache of their own"),
         ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
-        ({"groups": 2}, "not all layers have blocks for the whole context (FullAttentionSpec, FullAttentionSpec)"),
-        ({"spec": WINDOWED}, "not all layers have blocks for the whole context (SlidingWindowSpec)"),
+        ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),
+        ({"more": replace(FULL, block_size=32)}, "its layers have blocks of 16, 32 tokens"),
         ({"rotary": "DynamicNTKScalingRotaryEmbedding"}, "DynamicNTKScalingRotaryEmbedding depends on more than"),
         ({"rotary": "MRotaryEmbedding"}, "MRotaryEmbedding depends on more than a token's position"),
         ({"long": True}, "it is woven with --max-model-len 4096 or less"),

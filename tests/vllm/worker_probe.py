@@ -6,6 +6,21 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from chunkweave.kv.segment import SegmentKV
+from chunkweave.vllm import worker
+from chunkweave.vllm.paged_kv import RequestBlocks
+
+_begins: list[list[int]] = []
+
+
+class NotedBlocks(RequestBlocks):
+    """Notes where the blocks of each weave begin."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        _begins.append([table.begins for table in self.tables])
+
+
+worker.RequestBlocks = NotedBlocks  # type: ignore[misc]
 
 
 class WorkerProbe:
@@ -13,14 +28,14 @@ class WorkerProbe:
 
     def chunkweave_state(self) -> dict[str, Any]:
         """What the worker's side of the connector holds on to."""
-        worker: Any = get_kv_transfer_group()._worker
-        if worker is None:
+        side: Any = get_kv_transfer_group()._worker
+        if side is None:
             return {"weaves": False}
         return {
             "weaves": True,
-            "jobs": len(worker._queue),
-            "woven": len(worker._woven),
-            "segments": len(worker._store),
+            "jobs": len(side._queue),
+            "woven": len(side._woven),
+            "segments": len(side._store),
         }
 
     def chunkweave_chunks(self) -> list[str]:
@@ -52,6 +67,10 @@ class WorkerProbe:
     def chunkweave_is_of(self, segment: str, token_ids: list[int]) -> bool:
         """Whether a stored segment is of a chunk of these tokens."""
         return get_kv_transfer_group()._worker._store.record(segment).token_ids == tuple(token_ids)
+
+    def chunkweave_woven_blocks(self) -> list[int]:
+        """Where the blocks of the latest weave began, by group of layers."""
+        return _begins[-1]
 
     def chunkweave_break_layer(self, layer: int | None) -> None:
         """From now on reading that layer of any segment fails, as a corrupt file would; None ends it."""

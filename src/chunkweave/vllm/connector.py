@@ -4,8 +4,13 @@ import logging
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration import stored_calibration
@@ -22,8 +27,10 @@ from chunkweave.vllm.worker import ConnectorWorker
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
 
 
-class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types
+class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
     """Brings chunks' KV into vLLM's blocks, by plans of chunkweave's reuse methods.
+
+    Layers may have blocks for their windows alone, which is what `SupportsHMA` says (hybrid memory allocation).
 
     `kv_connector_extra_config` holds what `PluginSettings` reads. A calibration record is looked for in `cache_dir`,
     beside the model, and among those that are shipped.
@@ -39,7 +46,6 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         self._settings = PluginSettings.from_config(extra, most_tokens=most_tokens)
         self._reports = ReportSender()
         self._worker: ConnectorWorker | None = None
-        self._blocks_failed: set[int] = set()
         self._results: StepResults | None = None
         if role is KVConnectorRole.SCHEDULER:
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -50,6 +56,7 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
                 _defaults(self._settings, vllm_config, fingerprint),
                 getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
+                window=_window(kv_cache_config),
             )
 
     @property
@@ -90,6 +97,11 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         self._reports.send(request.request_id, report)
         return False, report
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
         """The caches exist: check the model, try it, and switch weaving on, or log why not."""
         try:
@@ -115,16 +127,13 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         if self._worker is not None:
             self._worker.save(self._get_connector_metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None, None
+            return KVConnectorTransferResults()
         self._worker.forget(finished_req_ids)
-        arrived, self._blocks_failed, results = self._worker.take_outcome()
+        arrived, failed, results = self._worker.take_outcome()
         self._results = results or None
-        return None, arrived or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._blocks_failed
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepResults | None:
         return self._results
@@ -133,6 +142,12 @@ class ChunkweaveConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has
         self._reports.close()
         if self._worker is not None:
             self._worker.close()
+
+
+def _window(kv_cache_config: KVCacheConfig) -> int | None:
+    """The smallest window of layers that keep blocks for theirs alone."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return min((spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)), default=None)
 
 
 def _defaults(settings: PluginSettings, config: VllmConfig, fingerprint: str) -> Defaults:

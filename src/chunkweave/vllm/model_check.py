@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
@@ -34,7 +34,7 @@ from chunkweave.vllm.architectures import (
     narrowed,
     windows_of,
 )
-from chunkweave.vllm.paged_kv import BlockTable
+from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave import WeaveJob
 
@@ -64,10 +64,12 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
         yield "with speculative decoding drafts have a KV cache of their own"
     if config.model_config.is_multimodal_model:
         yield "multimodal prompts have parts that are not tokens"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        yield f"not all layers have blocks for the whole context ({kinds})"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        yield f"some layers keep their KV neither for the whole context nor for a window ({kinds})"
+    elif len({spec.block_size for spec in specs}) > 1:
+        yield f"its layers have blocks of {', '.join(str(spec.block_size) for spec in specs)} tokens"
     yield from _unsupported_layers(model.model.layers, architecture, config)
 
 
@@ -143,22 +145,25 @@ def _check(layers: StockLayers) -> None:
     """Try weaving on blocks whose contents are restored afterwards."""
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
-    if last < 2 * blocks:
+    groups = max(layers.paged.groups) + 1
+    if last < 2 * groups * blocks:
         raise UnsupportedModelError("the KV cache is too small to try weaving in it")
-    tables = [BlockTable(range(last - (n + 1) * blocks, last - n * blocks), layers.paged) for n in range(2)]
+    free = [range(last - (n + 1) * blocks, last - n * blocks) for n in range(2 * groups)]
+    tables = [RequestBlocks(free[n::2], layers.paged) for n in range(2)]
     everywhere = torch.arange(0, _TOKENS + _SHIFT, device=layers.device)
-    slots = torch.cat([table.slots(everywhere) for table in tables])
+    slots = torch.cat([table.slots(everywhere) for both in tables for table in both.tables])
     ids = torch.arange(_TOKENS) * 7919 % 251 + 3
     with layers.paged.preserved(slots), torch.inference_mode():
         _check_all_active(layers, tables[0], ids)
         _check_shift(layers, tables, ids)
 
 
-def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor) -> None:
+def _check_all_active(layers: StockLayers, blocks: RequestBlocks, ids: torch.Tensor) -> None:
     """Recompute ratio 1: the KV of the last layer against that of vLLM's forward, with its kernels and with ours."""
     positions = torch.arange(len(ids), device=layers.device)
-    slots, last = table.slots(positions), layers.num_layers - 1
-    layers.forward(ids.to(layers.device), positions, layers.activate(positions, table))
+    last = layers.num_layers - 1
+    slots = blocks.of(last).slots(positions)
+    layers.forward(ids.to(layers.device), positions, layers.activate(positions, blocks))
     expected = layers.paged.read(last, slots).clone()
     span = Span(0, len(ids))
     part = PromptPart(PartKind.QUESTION, tuple(ids.tolist()))
@@ -168,21 +173,21 @@ def _check_all_active(layers: StockLayers, table: BlockTable, ids: torch.Tensor)
     }
     for way, a_pass in ways.items():
         plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (a_pass,))
-        WeaveJob(layers, table, plan, (), part.token_ids, first=0, stop=len(ids)).run()
+        WeaveJob(layers, blocks, plan, (), part.token_ids, first=0, stop=len(ids)).run()
         _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
 
 
-def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tensor) -> None:
+def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Tensor) -> None:
     """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
     positions = torch.arange(len(ids), device=layers.device)
     shifted = positions + _SHIFT
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
-    read = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]
+    read = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
     before_rope = [layers.rotations.inverse(layer, keys, positions) for layer, (keys, _) in enumerate(read)]
     stored = [torch.stack((keys, values)) for keys, (_, values) in zip(before_rope, read, strict=True)]
     # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
-    expected = [layers.paged.read(layer, tables[0].slots(positions)) for layer in range(layers.num_layers)]
+    expected = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
     before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
     chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("check"))
     spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
@@ -195,7 +200,7 @@ def _check_shift(layers: StockLayers, tables: list[BlockTable], ids: torch.Tenso
     prompt = before.token_ids + chunk.token_ids
     WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):
-        found = layers.paged.read(layer, tables[1].slots(shifted))
+        found = layers.paged.read(layer, tables[1].of(layer).slots(shifted))
         _compare(f"KV shifted to another position, layer {layer},", layers, wanted, found)
 
 

@@ -6,7 +6,7 @@ is learnt: a block is written with the number of each of its elements, and what 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +27,12 @@ class PagedKV:
     """The KV cache of all attention layers of one worker; slots are `block * block_size + offset`, as in vLLM.
 
     Owns no memory: the tensors are vLLM's. `block_size` is the scheduler's; a backend may cut its blocks smaller, to
-    `kernel_block` tokens, which changes no slot.
+    `kernel_block` tokens, which changes no slot. `groups` says by layer which of a request's tables is its own:
+    layers of one group have the same blocks.
     """
 
-    def __init__(self, layers: Sequence[Any], block_size: int) -> None:
-        """Learn the layout of `layers`, vLLM's `Attention` modules in layer order.
+    def __init__(self, layers: Sequence[Any], block_size: int, groups: Sequence[int] | None = None) -> None:
+        """Learn the layout of `layers`, vLLM's `Attention` modules in layer order; `groups` None: all are in one.
 
         Raises:
             UnsupportedModelError: the cache is not one of plain keys and values per head, or the layout found does
@@ -39,6 +40,7 @@ class PagedKV:
         """
         self._layers = layers
         self.block_size = block_size
+        self.groups = tuple(groups or [0] * len(layers))
         first = layers[0]
         cache = first.kv_cache
         self.kernel_block = int(cache.shape[2])
@@ -49,6 +51,9 @@ class PagedKV:
                 f"a KV cache of shape {tuple(cache.shape)} and type {cache.dtype} cannot be read; chunkweave needs "
                 f"unquantized keys and values per head (--kv-cache-dtype auto)"
             )
+        if other := next((one for one in layers if one.kv_cache.shape != cache.shape), None):
+            shapes = f"{tuple(cache.shape)} and {tuple(other.kv_cache.shape)}"
+            raise UnsupportedModelError(f"its layers have KV caches of different shapes, {shapes}")
         self.dtype: torch.dtype = cache.dtype
         self.device: torch.device = cache.device
         self.num_slots = int(cache.shape[0]) * self.kernel_block
@@ -113,11 +118,19 @@ class PagedKV:
                     raise UnsupportedModelError(f"layer {layer} of the KV cache does not read back as it was written")
 
 
+_NULL_BLOCK = 0
+"""In place of blocks that have left the window of a group's layers."""
+
+
 class BlockTable:
-    """One request's blocks, in both of the sizes that they are counted in."""
+    """One request's blocks of one group of layers, in both of the sizes that they are counted in.
+
+    Positions before `begins` have none (any more): they have left the layers' window.
+    """
 
     def __init__(self, block_ids: Sequence[int], paged: PagedKV) -> None:
         ratio = paged.block_size // paged.kernel_block
+        self.begins = paged.block_size * sum(1 for _ in takewhile(_NULL_BLOCK.__eq__, block_ids))
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=paged.device)
         self._kernel_blocks = (blocks[:, None] * ratio + torch.arange(ratio, device=paged.device)).flatten()
         self.kernel_block = paged.kernel_block
@@ -132,6 +145,19 @@ class BlockTable:
         return self._kernel_blocks.to(torch.int32).expand(count, -1).contiguous()
 
 
+class RequestBlocks:
+    """One request's block tables, one for each group of layers. `whole`: all of them begin at position 0."""
+
+    def __init__(self, block_ids: Sequence[Sequence[int]], paged: PagedKV) -> None:
+        self.tables = tuple(BlockTable(ids, paged) for ids in block_ids)
+        self.whole = not any(table.begins for table in self.tables)
+        self._groups = paged.groups
+
+    def of(self, layer: int) -> BlockTable:
+        """The table of a layer's group."""
+        return self.tables[self._groups[layer]]
+
+
 class PagedCache:
     """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
 
@@ -139,6 +165,9 @@ class PagedCache:
     attention is read beforehand; its KV is held for one layer at a time. For attention that is not vLLM's, keys and
     values of the current layer are laid out in a row, `[2, capacity, kv_heads, head_dim]`; other passes fill the blocks
     alone. Owned by one weave.
+
+    Where a layer's blocks begin later than the prompt, `first` is 0, and passes need the row: what lies before is laid
+    out from the segments for each of them, and what they computed there is held on the host until the weave is done.
     """
 
     kept_from: int | None = None
@@ -146,7 +175,7 @@ class PagedCache:
     def __init__(
         self,
         layers: "StockLayers",
-        table: BlockTable,
+        blocks: RequestBlocks,
         placements: Sequence[Placement],
         *,
         first: int,
@@ -155,7 +184,8 @@ class PagedCache:
     ) -> None:
         """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
         self.capacity, self.geometry = capacity, layers.geometry
-        self._paged, self._table = layers.paged, table
+        assert blocks.whole or not first, "what has left a window cannot be read back"
+        self._paged, self._blocks = layers.paged, blocks
         self._rotations = layers.rotations
         placed = [one for one in placements if one.span.stop > first]
         self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
@@ -164,14 +194,14 @@ class PagedCache:
         positions = [position for span in inside for position in span.positions()]
         self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
         """Positions of what the segments bring, ascending."""
-        self._in_blocks = int((self.cached < stop).sum())
         self._below = torch.arange(stop, device=layers.device)
         self._first = first
+        self._held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._loaded = [False] * layers.num_layers
         self._row: torch.Tensor | None = None
         self._at = -1
         self._raw: tuple[int, torch.Tensor] | None = None
-        self._written: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._written: dict[int, tuple[torch.Tensor, slice, torch.Tensor]] = {}
 
     def fill(self, layer: int, passive: torch.Tensor) -> None:
         """Bring the segments' KV of a layer into the blocks, once; `passive` are the places in `cached` that need it.
@@ -181,30 +211,29 @@ class PagedCache:
         if self._loaded[layer]:
             return
         self._loaded[layer] = True
-        passive = passive[passive < self._in_blocks]
+        table, inside = self._blocks.of(layer), self._inside(layer, self.cached)
+        passive = passive[(passive >= inside.start) & (passive < inside.stop)]
         if len(passive):
             keys, values = self._gather(layer)[:, passive]
             where = self.cached[passive]
-            self._paged.write(layer, self._table.slots(where), self._rotations.forward(layer, keys, where), values)
+            self._paged.write(layer, table.slots(where), self._rotations.forward(layer, keys, where), values)
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
         """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
-        row = self._row_of(layer)
-        known = self._below if loaded else self._below[: self._first]
+        row, table, inside = self._row_of(layer), self._blocks.of(layer), self._inside(layer, self.cached)
+        known = self._below[table.begins :] if loaded else self._below[: self._first]
         if len(known):
-            row[:, : len(known)] = self._paged.read(layer, self._table.slots(known))
-        missing = self.cached[self._in_blocks if loaded else 0 :]
-        if not len(missing):
-            return
-        keys, values = self._gather(layer)[:, -len(missing) :]
-        keys = rotate(layer, keys, missing)
-        row[0].index_copy_(0, missing, keys)
-        row[1].index_copy_(0, missing, values)
-        if not loaded and self._in_blocks:
-            slots = self._table.slots(missing[: self._in_blocks])
-            self._paged.write(layer, slots, keys[: self._in_blocks], values[: self._in_blocks])
+            row[:, table.begins : table.begins + len(known)] = self._paged.read(layer, table.slots(known))
+        self._place(layer, slice(0, inside.start if loaded else inside.stop), rotate)
+        self._place(layer, slice(inside.stop, len(self.cached)), rotate)
+        for positions, held in self._held.get(layer, ()):
+            row[:, positions] = held.to(row.device, non_blocking=True)
+        if not loaded and inside.stop > inside.start:
+            where = self.cached[inside]
+            keys, values = row[:, where]
+            self._paged.write(layer, table.slots(where), keys, values)
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
@@ -215,9 +244,12 @@ class PagedCache:
         row = self._row_of(layer)
         row[0].index_copy_(0, positions, keys)
         row[1].index_copy_(0, positions, values)
-        slots = self._slots_of(positions)
+        inside, slots = self._slots_of(layer, positions)
         if len(slots):
-            self._paged.write(layer, slots, keys[: len(slots)], values[: len(slots)])
+            self._paged.write(layer, slots, keys[inside], values[inside])
+        if inside.start:
+            held = torch.stack((keys[: inside.start], values[: inside.start])).cpu()
+            self._held.setdefault(layer, []).append((positions[: inside.start], held))
 
     def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
         """Never called: the question's KV is vLLM's to compute and to keep."""
@@ -239,12 +271,28 @@ class PagedCache:
             self._row = torch.zeros(shape, dtype=self._paged.dtype, device=self._paged.device)
         return self._row
 
-    def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of those positions that have blocks, the first ones; worked out once for the rows of many layers."""
-        if self._written is None or self._written[0] is not positions:
-            inside = int((positions < len(self._below)).sum())
-            self._written = (positions, self._table.slots(positions[:inside]))
-        return self._written[1]
+    def _place(self, layer: int, places: slice, rotate: Rotate) -> None:
+        """Lay out what the segments bring to those places in `cached`."""
+        where = self.cached[places]
+        if not len(where):
+            return
+        row = self._row_of(layer)
+        keys, values = self._gather(layer)[:, places]
+        row[0].index_copy_(0, where, rotate(layer, keys, where))
+        row[1].index_copy_(0, where, values)
+
+    def _inside(self, layer: int, positions: torch.Tensor) -> slice:
+        """Those of the `positions`, ascending, that have blocks in a layer."""
+        begins = self._blocks.of(layer).begins
+        return slice(int((positions < begins).sum()) if begins else 0, int((positions < len(self._below)).sum()))
+
+    def _slots_of(self, layer: int, positions: torch.Tensor) -> tuple[slice, torch.Tensor]:
+        """Those of the positions that have blocks, and their slots; worked out once for the rows of many layers."""
+        group = self._paged.groups[layer]
+        if group not in self._written or self._written[group][0] is not positions:
+            inside = self._inside(layer, positions)
+            self._written[group] = positions, inside, self._blocks.of(layer).slots(positions[inside])
+        return self._written[group][1:]
 
     def _gather(self, layer: int) -> torch.Tensor:
         """Keys before RoPE and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""

@@ -1,7 +1,7 @@
 """The entry point that vLLM loads in every process (`vllm.general_plugins`).
 
 It registers the connector, and keeps the model that a worker loads: vLLM makes the connector afterwards, and never
-hands the model to it. Layers with a sliding window keep blocks for the whole context.
+hands the model to it.
 """
 
 import functools
@@ -34,14 +34,12 @@ def register() -> None:
         _register_refusal(problem)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     if CONNECTOR in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR, "chunkweave.vllm.connector", CONNECTOR)
     BaseModelLoader.load_model = _keeping_model(BaseModelLoader.load_model)
-    Attention.get_kv_cache_spec = _for_whole_context(Attention.get_kv_cache_spec)
 
 
 def vllm_version() -> str:
@@ -86,32 +84,6 @@ def _keeping_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
         model = load_model(self, *args, **kwargs)
         _loaded_models[:] = [model]
         return model
-
-    return wrapped
-
-
-def _for_whole_context(get_spec: Callable[..., Any]) -> Callable[..., Any]:
-    """With the connector, windowed layers of a model that may be woven get blocks for the whole context too.
-
-    They attend within their windows all the same. vLLM itself does so with a connector, but for models all of whose
-    layers have windows: it would drop what a weave is still to read, and parts before they are stored.
-    """
-
-    @functools.wraps(get_spec)
-    def wrapped(self: Any, vllm_config: Any) -> Any:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
-
-        from chunkweave.vllm.architectures import architecture_of
-
-        spec = get_spec(self, vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        ours = transfer is not None and transfer.kv_connector == CONNECTOR
-        if not ours or type(spec) is not SlidingWindowSpec:
-            return spec
-        if architecture_of(loaded_model(), vllm_config.model_config.hf_config) is None:
-            return spec
-        block_size = vllm_config.cache_config.block_size
-        return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",), block_size=block_size)
 
     return wrapped
 

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
-from chunkweave.planning.method_choice import FIELD
+from chunkweave.planning.method_choice import EXACT_METHODS, FIELD
 from chunkweave.types import ChunkId
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
@@ -28,13 +28,16 @@ from chunkweave.vllm.store_events import StoredMirror
 logger = logging.getLogger("vllm.chunkweave")
 
 
+BlockIds = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WeaveOrder:
-    """Bring the KV of positions `first` to `stop` of a request into its blocks."""
+    """Bring the KV of positions `first` to `stop` of a request into its blocks, which are given by group of layers."""
 
     request_id: str
     request: WeaveRequest
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     first: int
     stop: int
 
@@ -44,14 +47,17 @@ class SaveOrder:
     """After this step's forward the KV of positions below `computed` is in the blocks: store the parts that end there.
 
     Those that end at `saved` or before are stored already. `exact` says that vLLM computed every position itself.
+    `windowed` layers have lost what lies before `readable`, or may have after the next step.
     """
 
     request_id: str
     request: WeaveRequest
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     saved: int
     computed: int
     exact: bool
+    readable: int = 0
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +164,18 @@ class ConnectorScheduler:
         num_layers: int | None = None,
         *,
         ranks: int = 1,
+        window: int | None = None,
     ) -> None:
         """`fingerprint` is the model's, part of every chunk id; `start` is what prompts begin with, see `parse`.
 
-        `ranks` is how many workers share the heads.
+        `ranks` is how many workers share the heads, `window` the smallest one of layers whose blocks leave it.
         """
         self._fingerprint = fingerprint
         self._start = start
         self._defaults = defaults
         self._num_layers = num_layers
         self._ranks = ranks
+        self._window = window
         self._manager: Any = None
         self._requests: dict[str, _Tracked] = {}
         self._stored = StoredMirror(ranks)
@@ -212,10 +220,11 @@ class ConnectorScheduler:
             self._refused[request.request_id] = str(error)
             return
         request.cache_salt = woven.salt(request.cache_salt)
-        if asks_again(woven.method, woven.reuse):  # its first round must see no block that is finished
-            request.cache_salt += f"|{request.request_id}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        # The first round of one that asks again must see no block that is finished; and where what has left a window
+        # cannot be read back, a weave has to begin at 0, or its answer would depend on what vLLM's own cache held.
+        long = self._window is not None and len(woven.prompt) > self._window
+        alone = asks_again(woven.method, woven.reuse) or (long and woven.method not in EXACT_METHODS)
+        _salt_anew(request, request.request_id if alone else "")
         tracked = self._requests[request.request_id] = _Tracked(woven)
         nothing = reuses_nothing(woven.method, woven.reuse)
         if self._shared and not nothing and any(part.id not in self._stored for part in tracked.parts):
@@ -223,7 +232,10 @@ class ConnectorScheduler:
             tracked.lookups = self._ranks
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens beyond `computed` the workers can bring into its blocks; None during a remote lookup."""
+        """How many tokens beyond `computed` the workers can bring into its blocks.
+
+        None during a remote lookup, and if it is to be asked again without those that are computed.
+        """
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
@@ -232,8 +244,14 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
-        tokens: int = min(self._weavable_stop(tracked), request.num_tokens - 1) - computed
-        return max(0, tokens)
+        stop: int = min(self._weavable_stop(tracked), request.num_tokens - 1)
+        if computed and self._window is not None and stop > self._window:
+            # vLLM would drop of its own blocks what a weave behind them is to read.
+            if tracked.request.method in EXACT_METHODS:
+                return 0
+            _salt_anew(request, "again")  # they are its own, from before it was preempted: it is woven from the start
+            return None
+        return max(0, stop - computed)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The request got blocks; with `external_tokens`, order its weave into them. It counts the first time."""
@@ -246,7 +264,7 @@ class ConnectorScheduler:
                 self._orders.asked.append(AskedOrder(tracked.request.prompt, tracked.local))
             return
         stop = tracked.local + external_tokens
-        block_ids = tuple(blocks.get_block_ids()[0])
+        block_ids = tuple(map(tuple, blocks.get_block_ids()))
         self._orders.weaves.append(WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop))
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
@@ -319,10 +337,22 @@ class ConnectorScheduler:
             computed = start + output.num_scheduled_tokens[request_id]
             saved_to = max(tracked.saved, tracked.local)
             done = [part.span.stop for part in tracked.parts if saved_to < part.span.stop <= computed]
-            if not done:
+            windowed = self._window is not None
+            if not done and not windowed:
                 continue
-            blocks = tuple(self._manager.get_block_ids(request_id)[0])
+            blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
             exact = not tracked.woven and not tracked.local
-            saves.append(SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact))
-            tracked.saved = max(done)
+            readable = start if windowed else 0
+            saves.append(
+                SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed)
+            )
+            tracked.saved = max(done, default=tracked.saved)
         return saves
+
+
+def _salt_anew(request: Any, more: str = "") -> None:
+    """Have a request's blocks found under its salt of now, with `more` at its end."""
+    if more:
+        request.cache_salt += f"|{more}"
+    request.block_hashes.clear()
+    request.update_block_hashes()

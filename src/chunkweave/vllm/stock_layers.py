@@ -28,7 +28,7 @@ from chunkweave.models.huggingface import geometry_of
 from chunkweave.types import Geometry
 from chunkweave.vllm.architectures import Call, architecture_of, sinks_of, windows_of
 from chunkweave.vllm.layer_modules import LayerModules
-from chunkweave.vllm.paged_kv import BlockTable, PagedKV
+from chunkweave.vllm.paged_kv import BlockTable, PagedKV, RequestBlocks
 from chunkweave.vllm.rotation import Rotations, SharedRotary
 
 
@@ -66,8 +66,10 @@ class StockLayers:
         self._layers = [LayerModules(block, architecture, anatomy) for block in model.model.layers]
         self.num_layers = len(self._layers)
         attentions = [layer.attention for layer in self._layers]
-        group = kv_cache_config.kv_cache_groups[0]
-        self.paged = PagedKV(attentions, group.kv_cache_spec.block_size)
+        groups = kv_cache_config.kv_cache_groups
+        group_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        names = [attention.layer_name for attention in attentions]
+        self.paged = PagedKV(attentions, groups[0].kv_cache_spec.block_size, [group_of[name] for name in names])
         self.device, self.dtype = self.paged.device, self.paged.dtype
         self._shared_rotary: SharedRotary | None = None
         if architecture.call is Call.TRANSFORMERS:
@@ -77,10 +79,11 @@ class StockLayers:
             rotary = model.model.rotary_emb
             self._shared_rotary = SharedRotary(rotary, types, tokens, probe, interleaved=architecture.interleaved)
         self.rotations = Rotations([self._rotary_of(layer) for layer in range(self.num_layers)])
-        spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
-        builder = attentions[0].get_attn_backend().get_builder_cls()
-        self._names = [attention.layer_name for attention in attentions]
-        self._builder = builder(spec, self._names, vllm_config, self.device)
+        self._builders = []
+        for group in groups:
+            spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
+            builder = attentions[0].get_attn_backend().get_builder_cls()
+            self._builders.append((group.layer_names, builder(spec, group.layer_names, vllm_config, self.device)))
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         windows, sinks = windows_of(attentions), sinks_of(attentions)
         self.geometry: Geometry = replace(geometry_of(config), windows=windows, sinks=sinks)
@@ -94,13 +97,16 @@ class StockLayers:
         hidden: torch.Tensor = self._model.embed_input_ids(token_ids)
         return hidden
 
-    def activate(self, positions: torch.Tensor, table: BlockTable) -> ActiveSet:
-        """Prepare a set of positions, `[tokens]` ascending, of the request with that table."""
+    def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
+        """Prepare a set of positions, `[tokens]` ascending, of the request with those blocks."""
         pieces = []
         for rows in self._pieces(len(positions)):
-            metadata = self._builder.build(0, _runs(positions[rows], table))
-            slots = table.slots(positions[rows])
-            pieces.append((rows, dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, slots)))
+            metadata: dict[str, Any] = {}
+            slots: dict[str, torch.Tensor] = {}
+            for table, (names, builder) in zip(blocks.tables, self._builders, strict=True):
+                metadata |= dict.fromkeys(names, builder.build(0, _runs(positions[rows], table)))
+                slots |= dict.fromkeys(names, table.slots(positions[rows]))
+            pieces.append((rows, metadata, slots))
         return ActiveSet(positions, tuple(pieces))
 
     def run(

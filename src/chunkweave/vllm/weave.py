@@ -3,7 +3,7 @@
 Per layer the order is the project's own (`planning.plan`): fresh K and V of the active tokens, evidence, refine; cached
 KV of all others; then attention and the rest of the layer for the survivors. A pass that looks at K and V alone runs
 through vLLM's whole layers (`StockPass`), one that looks at attention or hides keys through the project's layer loop
-(`LoopPass`).
+(`LoopPass`); so does every one where layers with a window have no blocks for what has left it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of
-from chunkweave.vllm.paged_kv import BlockTable, PagedCache
+from chunkweave.vllm.paged_kv import PagedCache, RequestBlocks
 from chunkweave.vllm.stock_layers import StockLayers
 
 START = -1
@@ -46,7 +46,7 @@ class WeaveInput:
     """
 
     layers: StockLayers
-    table: BlockTable
+    blocks: RequestBlocks
     cache: PagedCache
     token_ids: torch.Tensor
     reused: torch.Tensor
@@ -122,7 +122,7 @@ class StockPass(RunningPass):
             return
         # Nobody reads hidden states of these tokens behind the last layer: their K and V are all that is left to do.
         keys, values = layers.keys_values(layer, self._hidden, self._residual)
-        slots = self._weave.table.slots(rows.positions)
+        slots = self._weave.blocks.of(layer).slots(rows.positions)
         layers.paged.write(layer, slots, layers.rotate_keys(layer, keys, rows.positions), values)
 
     def _refined(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class StockPass(RunningPass):
     def _activate(self) -> None:
         """What follows from the active positions is worked out once, here."""
         positions, cached = self.rows.positions, self._weave.cache.cached
-        self._active = self._weave.layers.activate(positions, self._weave.table)
+        self._active = self._weave.layers.activate(positions, self._weave.blocks)
         self._passive = torch.nonzero(~torch.isin(cached, positions)).squeeze(1)
 
 
@@ -173,8 +173,12 @@ class CapturedParts:
         config: CaptureConfig,
         *,
         first: int,
+        attention: bool = True,
     ) -> None:
-        """Parts that begin before `first` are in vLLM's blocks already, and not looked at."""
+        """Parts that begin before `first` are in vLLM's blocks already, and not looked at.
+
+        Without `attention` only KV is kept.
+        """
         self._prompt, self._plan = prompt, plan
         parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
         self.captures = tuple(
@@ -183,7 +187,7 @@ class CapturedParts:
             if part.span.start >= first
         )
         self.attention: AttentionCapture | None = None
-        if self.captures:
+        if self.captures and attention:
             self.attention = AttentionCapture(
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )
@@ -213,7 +217,7 @@ class WeaveJob:
     def __init__(
         self,
         layers: StockLayers,
-        table: BlockTable,
+        blocks: RequestBlocks,
         plan: Plan,
         placements: Sequence[Placement],
         token_ids: Sequence[int],
@@ -231,9 +235,9 @@ class WeaveJob:
         """
         self._plan, self._first, self._stop = plan, first, stop
         reused = flags_of(plan.spans(KVSource.REUSED), plan.prompt_tokens)
-        cache = PagedCache(layers, table, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
+        cache = PagedCache(layers, blocks, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
-        self._input = WeaveInput(layers, table, cache, ids, reused)
+        self._input = WeaveInput(layers, blocks, cache, ids, reused)
         self.captured = captured
         self._decided: Choices = (chosen or {}) if first else {}
         self._passes: dict[int, RunningPass] = {}
@@ -325,7 +329,8 @@ class WeaveJob:
             ranks=self._input.layers.ranks,
         )
         reads = any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top)
-        if not (reads_question or captures or reads or a_pass.hidden) or not (a_pass.required or a_pass.candidates):
+        by_row = reads_question or captures or reads or a_pass.hidden or not self._input.blocks.whole
+        if not by_row or not (a_pass.required or a_pass.candidates):
             return StockPass(self._input, rows, a_pass, decided)
         if captures and self.captured is not None:
             rows.keep(captures, self.captured.attention)

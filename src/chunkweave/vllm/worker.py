@@ -22,11 +22,11 @@ from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.preload import Gone
-from chunkweave.types import SegmentId
+from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.model_check import rank_fingerprint
-from chunkweave.vllm.paged_kv import BlockTable
+from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.scheduler import AskedOrder, Holdings, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.scheduler import AskedOrder, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
@@ -75,8 +75,10 @@ class ConnectorWorker:
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
+        self._begun: dict[str, dict[Span, PartCopy]] = {}
+        """By request, parts of which vLLM has computed the beginning."""
         self._arrived: set[str] = set()
-        self._broken_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
@@ -112,23 +114,23 @@ class ConnectorWorker:
         for order in orders.saves:
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
-            parts = [part for part in self._kept(order.request) if order.saved < part.span.stop <= order.computed]
             prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
             with self._store.lease(prefix):  # what the request found is not evicted for what it adds
-                self._insert(order.request_id, self._read(parts, order.block_ids, exact_to))
+                self._insert(order.request_id, self._completed(order, exact_to))
 
     def forget(self, finished: Collection[str]) -> None:
-        """Drop the plans of requests that have ended."""
+        """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
         for request_id in finished:
+            self._begun.pop(request_id, None)
             woven = self._woven.pop(request_id, None)
             if woven is not None:
                 woven.pinned.close()
 
-    def take_outcome(self) -> tuple[set[str], set[int], StepResults]:
-        """Requests whose KV has arrived, blocks whose KV is not valid, and what the scheduler gets to know."""
+    def take_outcome(self) -> tuple[set[str], set[str], StepResults]:
+        """Requests that wait no longer, those of them whose KV is not valid, and what the scheduler gets to know."""
         self._events.add_to(self._results)
-        outcome = self._arrived, self._broken_blocks, self._results
-        self._arrived, self._broken_blocks, self._results = set(), set(), StepResults()
+        outcome = self._arrived, self._failed, self._results
+        self._arrived, self._failed, self._results = set(), set(), StepResults()
         return outcome
 
     def close(self) -> None:
@@ -194,14 +196,22 @@ class ConnectorWorker:
     def _begin(self, order: WeaveOrder, woven: PreparedWeave) -> WeaveJob:
         self._woven[order.request_id] = woven
         request, plan, placements = order.request, woven.plan, woven.pinned.placements
+        blocks = RequestBlocks(order.block_ids, self._layers.paged)
         captured: CapturedParts | None = None
-        if request.kept.profiles:
+        if request.kept.profiles or not blocks.whole:  # what has left a window is not in the blocks to be read
             captured = CapturedParts(
-                self._layers, request.prompt, plan, placements, self._store, request.reuse.capture, first=order.first
+                self._layers,
+                request.prompt,
+                plan,
+                placements,
+                self._store,
+                request.reuse.capture,
+                first=order.first,
+                attention=request.kept.profiles,
             )
         return WeaveJob(
             self._layers,
-            BlockTable(order.block_ids, self._layers.paged),
+            blocks,
             plan,
             placements,
             request.prompt.token_ids,
@@ -233,7 +243,8 @@ class ConnectorWorker:
             for part in self._kept(order.request)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
-        self._insert(order.request_id, self._read(parts, order.block_ids, woven.exact_to))
+        blocks = RequestBlocks(order.block_ids, self._layers.paged)
+        self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
 
     def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
         """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
@@ -260,21 +271,34 @@ class ConnectorWorker:
         except Exception:  # a cache may cost time, never the engine
             logger.exception("what request %s computed is not stored", request_id)
 
-    def _read(
-        self, parts: Iterable[StoredPart], block_ids: tuple[int, ...], exact_to: int
+    def _copied(
+        self, parts: Iterable[StoredPart], blocks: RequestBlocks, exact_to: int
     ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Copies of parts in a request's blocks, keys before RoPE; those that end at `exact_to` or before are exact."""
-        paged, device = self._layers.paged, self._layers.device
+        """Copies of parts in a request's blocks; those that end at `exact_to` or before are exact."""
         for part in parts:
-            positions = torch.arange(part.span.start, part.span.stop, device=device)
-            slots = BlockTable(block_ids, paged).slots(positions)
-            copy = segment_memory((self._num_layers, 2, len(part.span), *paged.shape), paged.dtype)
-            for layer in range(self._num_layers):
-                keys, values = paged.read(layer, slots)
-                copy[layer, 0] = self._layers.rotations.inverse(layer, keys, positions)
-                copy[layer, 1] = values
-            kv, exact = SegmentKV(copy), part.span.stop <= exact_to
-            yield SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
+            copy = PartCopy(part, self._layers)
+            if copy.read(blocks, part.span):
+                yield copy.segment(exact_to)
+
+    def _completed(self, order: SaveOrder, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """Copies of the parts that a step has completed.
+
+        Where blocks leave windows, of those that it has not completed too the beginning is read now.
+        """
+        blocks = RequestBlocks(order.block_ids, self._layers.paged)
+        begun = self._begun.pop(order.request_id, {})
+        for part in self._kept(order.request):
+            first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
+            complete = part.span.stop <= order.computed
+            if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
+                continue
+            copy = begun.get(part.span)
+            if copy is None or first == part.span.start:
+                copy = PartCopy(part, self._layers)
+            if copy.read(blocks, Span(first, stop)) and complete:
+                yield copy.segment(exact_to)
+            elif not complete:
+                self._begun.setdefault(order.request_id, {})[part.span] = copy
 
     def _expire(self) -> None:
         if self._expires and time.monotonic() - self._expired_s > _EXPIRE_S:
@@ -292,7 +316,38 @@ class ConnectorWorker:
         self.forget([order.request_id])
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
-        self._broken_blocks.update(order.block_ids[order.first // self._layers.paged.block_size :])
+        self._failed.add(order.request_id)
+
+
+class PartCopy:
+    """One part's KV, keys before RoPE, read from the blocks piece by piece in prompt order. Owned by the worker."""
+
+    def __init__(self, part: StoredPart, layers: StockLayers) -> None:
+        self._part, self._layers = part, layers
+        self._until = part.span.start
+        shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
+        self._kv = segment_memory(shape, layers.paged.dtype)
+
+    def read(self, blocks: RequestBlocks, piece: Span) -> bool:
+        """Read a piece; False if something before it, or of it in some layer, was never there."""
+        paged, begins = self._layers.paged, max(table.begins for table in blocks.tables)
+        if piece.start != self._until or piece.start < begins:
+            self._until = -1
+            return False
+        self._until = piece.stop
+        positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
+        rows = slice(piece.start - self._part.span.start, piece.stop - self._part.span.start)
+        for layer in range(self._layers.num_layers):
+            keys, values = paged.read(layer, blocks.of(layer).slots(positions))
+            self._kv[layer, 0, rows] = self._layers.rotations.inverse(layer, keys, positions)
+            self._kv[layer, 1, rows] = values
+        return True
+
+    def segment(self, exact_to: int) -> tuple[SegmentRecord, SegmentKV]:
+        """The part, for the store; it is exact if it ends at `exact_to` or before."""
+        part, kv = self._part, SegmentKV(self._kv)
+        exact = part.span.stop <= exact_to
+        return SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
 
 
 def _at_once(work: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this folder on its path: its files fail as `control` says, if they are given.
+"""Imported by every Python process that has this folder on its path: its files fail as a file says, if one is named.
 
 vLLM starts processes of its own, and those keep segments.
 """

@@ -1,0 +1,106 @@
+"""Layers with a window have blocks for their windows alone: what leaves them, a weave and the store do without."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.vllm.checkpoints import make_checkpoint
+from tests.vllm.own_engine import own_engine
+from tests.vllm.prompts import computed_alone, computed_in_context
+from tests.vllm.reference_families import reference_of
+from tests.vllm.serving import IN_PROCESS, serving
+
+TOLERANCE = 5e-4
+FAMILIES = {
+    "gemma3_text": ({}, 2, 23),
+    "mistral": ({"sliding_window": 48}, 1, 10),
+}
+"""With how many tables a request has (Mistral's layers all have the same window), and with blocks for one prompt of 512
+tokens in the layers without a window, and for a window and a step in the others.
+"""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def windowed(request, tmp_path_factory):
+    """A server, what its model computes, our own engine with it, and the tables of a request."""
+    changes, tables, blocks = FAMILIES[request.param]
+    room = {"max_model_len": 512, "block_size": 32, "num_gpu_blocks_override": blocks}
+    folder = make_checkpoint(tmp_path_factory.mktemp("windowed"), request.param, **changes)
+    own = own_engine(folder)
+    with serving(folder, max_num_batched_tokens=64, max_num_seqs=4, **room, **IN_PROCESS) as served:
+        assert served.worker("chunkweave_state")[0]["weaves"]
+        yield served, reference_of(folder), own, tables
+
+
+def equal(got, wanted):
+    return (got.log_probs[0] - wanted).abs().max().item() <= TOLERANCE
+
+
+def test_a_weave_has_no_blocks_for_what_has_left_the_windows(windowed):
+    served, _, own, tables = windowed
+    scenario = computed_alone()
+    own.precompute(scenario)
+    scenario.precompute(served)
+    got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
+    assert got.report["reused_tokens"] > 0
+    assert equal(got, own.prefill(scenario.prompt, "cacheblend", {"ratio": 0.15}).log_probs)
+    begins = served.worker("chunkweave_woven_blocks")[0]
+    assert len(begins) == tables
+    assert max(begins) > 0, "all blocks are there: the prompt is too short to show anything"
+
+
+def test_parts_longer_than_a_step_are_stored_as_vllm_computes_them(windowed):
+    """Of their beginning the windowed layers have no blocks any more when their end is computed."""
+    served, _, own, _ = windowed
+    scenario = computed_in_context()
+    own.precompute(scenario)
+    scenario.precompute(served)
+    stored = served.worker("chunkweave_records")[0]
+    got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
+    chosen = own.prefill(scenario.prompt, "cacheblend", {"ratio": 0.15})
+    assert got.report["recomputed"] == chosen.recomputed
+    assert equal(got, chosen.log_probs)
+    assert stored
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "prefix"])
+def test_the_same_request_again_has_the_same_answer(windowed, method):
+    """A woven one begins at 0 again; an exact one goes on from vLLM's own cache."""
+    served, _, own, _ = windowed
+    scenario = computed_alone()
+    own.precompute(scenario)
+    scenario.precompute(served)
+    wanted = own.prefill(scenario.prompt, method, {"ratio": 0.3} if method == "cacheblend" else {}).log_probs
+    got = [served.answer(scenario.prompt.ask(method, 0.3))[0] for _ in range(2)]
+    assert all(equal(one, wanted) for one in got)
+    assert got[1].report["computed_tokens"] < len(scenario.prompt.ids) / 2
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "full-reuse", "prefix"])
+def test_tokens_are_those_without_preemption(windowed, method):
+    served, *_ = windowed
+    scenarios = [computed_alone() for _ in range(4)]
+    for scenario in scenarios:
+        scenario.precompute(served)
+    asks = [replace(scenario.prompt.ask(method, 0.15, 90), top=3) for scenario in scenarios]
+    undisturbed = [served.answer(ask)[0] for ask in asks]
+    before = served.metric("vllm:num_preemptions")
+    found = served.answer(*asks)
+    assert served.metric("vllm:num_preemptions") > before
+    assert [one.tokens for one in found] == [wanted.tokens for wanted in undisturbed]
+    assert served.blocks_are_free()
+
+
+def test_a_weave_that_fails_is_computed_by_vllm(windowed):
+    served, reference, _, _ = windowed
+    scenario = computed_alone()
+    scenario.precompute(served)
+    wanted = reference.log_probs(scenario.prompt.ids)
+    served.worker("chunkweave_break_layer", 1)
+    try:
+        got = served.answer(scenario.prompt.ask("full-reuse"))[0]
+    finally:
+        served.worker("chunkweave_break_layer", None)
+    assert equal(got, wanted)
+    assert got.report["method"] == "prefix"
+    assert served.blocks_are_free()
