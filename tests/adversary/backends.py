@@ -22,10 +22,12 @@ class EngineArena(Arena):
 
     def open(self, stack: ExitStack) -> list[Server]:
         self._known: dict[tuple[Any, ...], tuple[str, str]] = {}
-        flags = ["serve", "--model", "reader", "--no-speculate", "--log-level", "ERROR", "--host-budget", "3MiB"]
+        # In bfloat16 two tokens may be equally likely, and what else is in a batch decides.
+        common = ["serve", "--model", "reader", "--dtype", "float32", "--log-level", "ERROR"]
+        flags = [*common, "--no-speculate", "--host-budget", "6MiB"]
         for name in ("attacked", "swapped"):
             disk = self.folder / name / "disk"
-            kept = ["--cache-dir", str(disk / "cache"), "--disk-budget", "12MiB"]
+            kept = ["--cache-dir", str(disk / "cache"), "--disk-budget", "24MiB"]
             self.twins.append(Server(self.forks, self.folder / name, [*flags, *kept, "--data-dir", str(disk / "data")]))
         if shutil.which("valkey-server") or shutil.which("redis-server"):
             (self.folder / "remote").mkdir()
@@ -35,7 +37,7 @@ class EngineArena(Arena):
             for number, twin in enumerate(self.twins):
                 twin.give("--remote-url", f"{self.remote.url.removesuffix('/0')}/{number}")
             self.faults = (*self.faults, "remote")
-        self.lone = Server(self.forks, self.folder / "lone", ["serve", "--model", "reader", "--log-level", "ERROR"])
+        self.lone = Server(self.forks, self.folder / "lone", common)
         return [*self.twins, self.lone]
 
     def begin_fault(self, kind: str) -> None:

@@ -220,9 +220,9 @@ class Server:
 
     def measure(self) -> None:
         """Note memory and descriptors of its processes."""
-        folders = [Path(f"/proc/{pid}") for pid in self.processes]
-        self.most_rss_bytes = max(self.most_rss_bytes, sum(map(_rss_bytes, folders)))
-        self.most_descriptors = max(self.most_descriptors, sum(len(list((one / "fd").iterdir())) for one in folders))
+        found = [_rss_and_descriptors(Path(f"/proc/{pid}")) for pid in self.processes]
+        self.most_rss_bytes = max(self.most_rss_bytes, sum(rss_bytes for rss_bytes, _ in found))
+        self.most_descriptors = max(self.most_descriptors, sum(descriptors for _, descriptors in found))
 
     def settle(self, *, written: bool = True, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until nothing is under way, or waits to be `written`; returns what an admin sees."""
@@ -243,9 +243,13 @@ class Server:
         self._skipped_writes = now
 
 
-def _rss_bytes(folder: Path) -> int:
-    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
+def _rss_and_descriptors(folder: Path) -> tuple[int, int]:
+    """Of a process; nothing of one that ends meanwhile."""
+    try:
+        fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return int(fields["VmRSS"].split()[0]) * 1024, len(list((folder / "fd").iterdir()))
+    except (OSError, KeyError):
+        return 0, 0
 
 
 def _idle(seen: Mapping[str, Any]) -> bool:
