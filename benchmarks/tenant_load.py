@@ -109,10 +109,14 @@ async def together(server: Server, rate: float, seconds: float, seed: int) -> tu
     return quiet, loud
 
 
-def measure(server: Server, seconds: float, trial_s: float, seed: int) -> tuple[float, list[dict[str, Any]]]:
-    """The sustainable rate, and a row a run."""
-    with server.running():
-        rate, _ = asyncio.run(rate_of(server, trial_s, seed))
+def measure(
+    server: Server, seconds: float, trial_s: float, seed: int, rate: float | None
+) -> tuple[float, list[dict[str, Any]]]:
+    """The sustainable rate, looked for unless it is given, and a row a run."""
+    if rate is None:
+        with server.running():
+            rate, _ = asyncio.run(rate_of(server, trial_s, seed))
+        console.print(f"sustained: {rate:.2f}/s")
     with server.running():
         alone = asyncio.run(server.load("quiet", QUIET * rate, seconds, seed))
     rows: list[dict[str, Any]] = [{"run": "alone", "weight": 1, "quiet": alone.as_dict(), "loud": None}]
@@ -164,6 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--serve", default="chunkweave serve --model reader --port 8124 {weights}")
     parser.add_argument("--url", default="http://127.0.0.1:8124")
     parser.add_argument("--minutes", type=float, default=30.0, help="of each run")
+    parser.add_argument("--rate", type=float, help="requests a second that one tenant sustains; None: looked for first")
     parser.add_argument("--trial-s", type=float, default=60.0, help="of each rate that is tried")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -178,7 +183,7 @@ def main() -> None:
     keys = api_keys("quiet", "loud")
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.serve, options.url, keys, Path(folder))
-        rate, rows = measure(server, 60 * options.minutes, options.trial_s, options.seed)
+        rate, rows = measure(server, 60 * options.minutes, options.trial_s, options.seed, options.rate)
     config = {"serve": options.serve, "minutes": options.minutes, "sustainable_per_s": rate}
     ok = all(row.get("ok", row["quiet"]["error_rate"] == 0.0) for row in rows)
     command = shlex.join(["python", *sys.argv])
