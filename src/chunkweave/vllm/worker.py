@@ -292,12 +292,12 @@ class ConnectorWorker:
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
                 continue
-            copy = begun.get(part.span)
-            if copy is None or first == part.span.start:
-                copy = PartCopy(part, self._layers)
-            if copy.read(blocks, Span(first, stop)) and complete:
+            copy = PartCopy(part, self._layers) if first == part.span.start else begun.get(part.span)
+            if copy is None or not copy.read(blocks, Span(first, stop)):
+                continue
+            if complete:
                 yield copy.segment(exact_to)
-            elif not complete:
+            else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
 
     def _expire(self) -> None:
@@ -329,10 +329,9 @@ class PartCopy:
         self._kv = segment_memory(shape, layers.paged.dtype)
 
     def read(self, blocks: RequestBlocks, piece: Span) -> bool:
-        """Read a piece; False if something before it, or of it in some layer, was never there."""
+        """Read a piece; False if what lies before it was not read, or it has left the window of some layer."""
         paged, begins = self._layers.paged, max(table.begins for table in blocks.tables)
         if piece.start != self._until or piece.start < begins:
-            self._until = -1
             return False
         self._until = piece.stop
         positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
