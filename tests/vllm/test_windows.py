@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm.checkpoints import make_checkpoint
 from tests.vllm.own_engine import own_engine
-from tests.vllm.prompts import computed_alone, computed_in_context
+from tests.vllm.prompts import Given, computed_alone, computed_in_context, one_missing, tokens
 from tests.vllm.reference_families import reference_of
 from tests.vllm.serving import IN_PROCESS, serving
 
@@ -49,18 +49,42 @@ def test_a_weave_has_no_blocks_for_what_has_left_the_windows(windowed):
     assert max(begins) > 0, "all blocks are there: the prompt is too short to show anything"
 
 
-def test_parts_longer_than_a_step_are_stored_as_vllm_computes_them(windowed):
-    """Of their beginning the windowed layers have no blocks any more when their end is computed."""
+def test_parts_longer_than_a_step_and_a_window_are_stored(windowed):
+    """Of their beginning the windowed layers have no blocks any more when vLLM computes their end."""
+    served, reference, *_ = windowed
+    chunks = [tokens(200), tokens(40)]
+    before = served.worker("chunkweave_records")[0].keys()
+    served.answer(Given(chunks).ask("prefix"))
+    records = served.worker("chunkweave_records")[0]
+    assert [records[name]["exact"] for name in records.keys() - before] == [True, True]
+    assert served.blocks_are_free()  # forgets vLLM's own prefix cache
+    again = Given(chunks)
+    got = served.answer(again.ask("prefix"))[0]
+    assert got.report["prefix_exact_tokens"] >= 240
+    assert equal(got, reference.log_probs(again.ids))
+
+
+def test_what_is_missing_between_stored_chunks_is_computed_and_stored(windowed):
+    served, _, own, _ = windowed
+    scenario = one_missing(1)
+    own.precompute(scenario)
+    scenario.precompute(served)
+    before = served.worker("chunkweave_records")[0].keys()
+    got = served.answer(scenario.prompt.ask("full-reuse"))[0]
+    assert equal(got, own.prefill(scenario.prompt, "full-reuse", {}).log_probs)
+    (new,) = served.worker("chunkweave_records")[0].keys() - before
+    assert served.worker("chunkweave_is_of", new, list(scenario.prompt.chunks[1])) == [True]
+
+
+def test_chunks_seen_in_another_context_are_recomputed_as_by_our_own_engine(windowed):
     served, _, own, _ = windowed
     scenario = computed_in_context()
     own.precompute(scenario)
     scenario.precompute(served)
-    stored = served.worker("chunkweave_records")[0]
     got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
     chosen = own.prefill(scenario.prompt, "cacheblend", {"ratio": 0.15})
     assert got.report["recomputed"] == chosen.recomputed
     assert equal(got, chosen.log_probs)
-    assert stored
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "prefix"])

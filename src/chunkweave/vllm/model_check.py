@@ -146,7 +146,7 @@ def _check(layers: StockLayers) -> None:
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
     groups = max(layers.paged.groups) + 1
-    if last < 2 * groups * blocks:
+    if last <= 2 * groups * blocks:  # the first block is nobody's
         raise UnsupportedModelError("the KV cache is too small to try weaving in it")
     free = [range(last - (n + 1) * blocks, last - n * blocks) for n in range(2 * groups)]
     tables = [RequestBlocks(free[n::2], layers.paged) for n in range(2)]

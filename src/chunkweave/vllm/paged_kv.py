@@ -146,11 +146,12 @@ class BlockTable:
 
 
 class RequestBlocks:
-    """One request's block tables, one for each group of layers. `whole`: all of them begin at position 0."""
+    """One request's block tables, one for each group of layers. From `begins` on all have blocks; `whole`: from 0."""
 
     def __init__(self, block_ids: Sequence[Sequence[int]], paged: PagedKV) -> None:
         self.tables = tuple(BlockTable(ids, paged) for ids in block_ids)
-        self.whole = not any(table.begins for table in self.tables)
+        self.begins = max(table.begins for table in self.tables)
+        self.whole = not self.begins
         self._groups = paged.groups
 
     def of(self, layer: int) -> BlockTable:
@@ -167,10 +168,12 @@ class PagedCache:
     alone. Owned by one weave.
 
     Where a layer's blocks begin later than the prompt, `first` is 0, and passes need the row: what lies before is laid
-    out from the segments for each of them, and what they computed there is held on the host until the weave is done.
+    out from the segments for each of them, and what all but the last computed there is held on the host.
     """
 
     kept_from: int | None = None
+    last_pass = False
+    """Nothing is to be held for another one."""
 
     def __init__(
         self,
@@ -247,7 +250,7 @@ class PagedCache:
         inside, slots = self._slots_of(layer, positions)
         if len(slots):
             self._paged.write(layer, slots, keys[inside], values[inside])
-        if inside.start:
+        if inside.start and not self.last_pass:
             held = torch.stack((keys[: inside.start], values[: inside.start])).cpu()
             self._held.setdefault(layer, []).append((positions[: inside.start], held))
 

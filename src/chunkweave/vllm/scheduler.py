@@ -28,6 +28,10 @@ from chunkweave.vllm.store_events import StoredMirror
 logger = logging.getLogger("vllm.chunkweave")
 
 
+PLACED_PER_COMPUTED = 32
+"""As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
+is all weights of the layer. Assumed, not measured."""
+
 BlockIds = tuple[tuple[int, ...], ...]
 
 
@@ -222,7 +226,7 @@ class ConnectorScheduler:
         request.cache_salt = woven.salt(request.cache_salt)
         # The first round of one that asks again must see no block that is finished; and where what has left a window
         # cannot be read back, a weave has to begin at 0, or its answer would depend on what vLLM's own cache held.
-        long = self._window is not None and len(woven.prompt) > self._window
+        long = self._weaves and self._window is not None and len(woven.prompt) > self._window
         alone = asks_again(woven.method, woven.reuse) or (long and woven.method not in EXACT_METHODS)
         _salt_anew(request, request.request_id if alone else "")
         tracked = self._requests[request.request_id] = _Tracked(woven)
@@ -246,10 +250,11 @@ class ConnectorScheduler:
             return 0
         stop: int = min(self._weavable_stop(tracked), request.num_tokens - 1)
         if computed and self._window is not None and stop > self._window:
-            # vLLM would drop of its own blocks what a weave behind them is to read.
-            if tracked.request.method in EXACT_METHODS:
+            # vLLM would drop of its own blocks what a weave behind them is to read: it is woven from the start, unless
+            # what they lack is soon computed, and exact.
+            if tracked.request.method in EXACT_METHODS and (stop - computed) * PLACED_PER_COMPUTED <= stop:
                 return 0
-            _salt_anew(request, "again")  # they are its own, from before it was preempted: it is woven from the start
+            _salt_anew(request, "again")
             return None
         return max(0, stop - computed)
 

@@ -25,14 +25,11 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of
 from chunkweave.vllm.paged_kv import PagedCache, RequestBlocks
+from chunkweave.vllm.scheduler import PLACED_PER_COMPUTED
 from chunkweave.vllm.stock_layers import StockLayers
 
 START = -1
 """In place of a layer's number: what a pass started with."""
-
-_PLACED_PER_COMPUTED = 32
-"""As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
-is all weights of the layer. Assumed, not measured; it bounds a step in which hardly anything is computed."""
 
 Choices = Mapping[tuple[int, int], torch.Tensor]
 """Positions that evidence chose, by pass and layer."""
@@ -172,22 +169,23 @@ class CapturedParts:
         store: TieredStore[SegmentSource],
         config: CaptureConfig,
         *,
-        first: int,
-        attention: bool = True,
+        within: Span | None = None,
+        first: int = 0,
     ) -> None:
         """Parts that begin before `first` are in vLLM's blocks already, and not looked at.
 
-        Without `attention` only KV is kept.
+        Of parts that begin `within` a span, and are computed, only KV is kept; None: of all, with their attention.
         """
         self._prompt, self._plan = prompt, plan
-        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=config.woven_fraction)
+        woven_fraction = config.woven_fraction if within is None else None
+        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=woven_fraction)
         self.captures = tuple(
             PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
             for part, origin in parts
-            if part.span.start >= first
+            if part.span.start >= first and (within is None or within.start <= part.span.start < within.stop)
         )
         self.attention: AttentionCapture | None = None
-        if self.captures and attention:
+        if self.captures and within is None:
             self.attention = AttentionCapture(
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )
@@ -279,7 +277,7 @@ class WeaveJob:
         while layers > 0 and done < work and not self.done:
             if self._running.done:
                 self._next_pass()
-            done += max(self._running.active_tokens, (self._stop - self._first) // _PLACED_PER_COMPUTED, 1)
+            done += max(self._running.active_tokens, (self._stop - self._first) // PLACED_PER_COMPUTED, 1)
             self._running.next_layer()
             layers -= 1
         return done
@@ -308,7 +306,7 @@ class WeaveJob:
             return
 
     def _begin(self, number: int, a_pass: Pass) -> RunningPass:
-        last = number == len(self._plan.passes) - 1
+        self._input.cache.last_pass = last = number == len(self._plan.passes) - 1
         start = self._decided.get((number, START))
         if a_pass.start is not None and start is not None:
             a_pass = replace(a_pass, start=None, candidates=(Scattered(0, tuple(start.tolist())),))

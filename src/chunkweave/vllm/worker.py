@@ -198,16 +198,12 @@ class ConnectorWorker:
         request, plan, placements = order.request, woven.plan, woven.pinned.placements
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         captured: CapturedParts | None = None
-        if request.kept.profiles or not blocks.whole:  # what has left a window is not in the blocks to be read
+        if request.kept.profiles or not blocks.whole:
+            # Without profiles, only what has left a window is not in the blocks to be read afterwards.
+            within = None if request.kept.profiles else Span(0, min(blocks.begins, order.stop))
+            config = request.reuse.capture
             captured = CapturedParts(
-                self._layers,
-                request.prompt,
-                plan,
-                placements,
-                self._store,
-                request.reuse.capture,
-                first=order.first,
-                attention=request.kept.profiles,
+                self._layers, request.prompt, plan, placements, self._store, config, within=within, first=order.first
             )
         return WeaveJob(
             self._layers,
@@ -292,8 +288,10 @@ class ConnectorWorker:
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
                 continue
-            copy = PartCopy(part, self._layers) if first == part.span.start else begun.get(part.span)
-            if copy is None or not copy.read(blocks, Span(first, stop)):
+            copy = None if first == part.span.start else begun.get(part.span)
+            if copy is None:  # what lies before this step may be vLLM's own, and readable yet
+                first, copy = part.span.start, PartCopy(part, self._layers)
+            if not copy.read(blocks, Span(first, stop)):
                 continue
             if complete:
                 yield copy.segment(exact_to)
@@ -330,8 +328,8 @@ class PartCopy:
 
     def read(self, blocks: RequestBlocks, piece: Span) -> bool:
         """Read a piece; False if what lies before it was not read, or it has left the window of some layer."""
-        paged, begins = self._layers.paged, max(table.begins for table in blocks.tables)
-        if piece.start != self._until or piece.start < begins:
+        paged = self._layers.paged
+        if piece.start != self._until or piece.start < blocks.begins:
             return False
         self._until = piece.stop
         positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
