@@ -22,7 +22,7 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
             model="tiny", hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)
         ),
     )
-    return ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, None)
+    return ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
 
 
 def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
