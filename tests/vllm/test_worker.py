@@ -21,7 +21,7 @@ from chunkweave.vllm.worker import ConnectorWorker
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)
 IDS = tuple(range(40))
-BLOCKS = (3, 4, 5)
+BLOCKS = ((3, 4, 5),)
 WORK = 2
 """Of a layer of an imitated weave."""
 
@@ -33,6 +33,7 @@ class FakePaged:
     shape = (HEADS, HEAD_DIM)
     dtype = torch.float32
     device = torch.device("cpu")
+    groups = (0,) * LAYERS
     broken = False
 
     def read(self, layer, slots):
@@ -75,7 +76,9 @@ def side(paged, monkeypatch):
     monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(FakeJob, "given", [])
     rotations = SimpleNamespace(inverse=lambda _layer, keys, _positions: keys)
-    layers = SimpleNamespace(paged=paged, device=paged.device, rotations=rotations, geometry=GEOMETRY)
+    layers = SimpleNamespace(
+        paged=paged, device=paged.device, rotations=rotations, geometry=GEOMETRY, num_layers=LAYERS
+    )
     made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
     yield made
     made.close()
@@ -89,7 +92,8 @@ class FakeCaptured:
     broken: ClassVar[bool] = False
     exact_to: ClassVar[list] = []
 
-    def __init__(self, _layers, _prompt, _plan, _sources, _store, _config, *, first) -> None:
+    def __init__(self, _layers, _prompt, _plan, _sources, _store, _config, *, within, first) -> None:
+        assert within is None, "all of them, with their attention"
         self.part = list(request().stored_parts())[-1]
         self.spans = frozenset({self.part.span})
 
@@ -283,7 +287,7 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
 def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
     side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
     arrived, broken, results = side.take_outcome()
-    assert (arrived, broken, results.failed) == ({"a"}, set(BLOCKS), {"a"})
+    assert (arrived, broken, results.failed) == ({"a"}, {"a"}, {"a"})
     assert not caplog.records
 
 
