@@ -218,6 +218,10 @@ def test_where_blocks_leave_windows_nothing_is_woven_behind_vllms_own_cache(wind
     assert windowed.matched(exact, 90) == 0, "what is missing is soon computed"
     assert windowed.matched(exact, 32) is None
     assert windowed.matched(exact, 0) == 91
+    other = FakeRequest({**CHUNKS, "method": "prefix"}, name="other")
+    windowed.add(other)
+    assert windowed.matched(other, 32) is None
+    assert other.block_hashes != exact.block_hashes, "it would find what was woven anew, and be asked again for each"
 
 
 def test_where_blocks_leave_windows_an_approximate_request_shares_no_block(windowed):

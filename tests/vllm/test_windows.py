@@ -32,6 +32,12 @@ def windowed(request, tmp_path_factory):
         yield served, reference_of(folder), own, tables
 
 
+def store(scenario, served, own):
+    """Let both have the scenario's chunks."""
+    own.precompute(scenario)
+    scenario.precompute(served)
+
+
 def equal(got, wanted):
     return (got.log_probs[0] - wanted).abs().max().item() <= TOLERANCE
 
@@ -39,8 +45,7 @@ def equal(got, wanted):
 def test_a_weave_has_no_blocks_for_what_has_left_the_windows(windowed):
     served, _, own, tables = windowed
     scenario = computed_alone()
-    own.precompute(scenario)
-    scenario.precompute(served)
+    store(scenario, served, own)
     got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
     assert got.report["reused_tokens"] > 0
     assert equal(got, own.prefill(scenario.prompt, "cacheblend", {"ratio": 0.15}).log_probs)
@@ -67,8 +72,7 @@ def test_parts_longer_than_a_step_and_a_window_are_stored(windowed):
 def test_what_is_missing_between_stored_chunks_is_computed_and_stored(windowed):
     served, _, own, _ = windowed
     scenario = one_missing(1)
-    own.precompute(scenario)
-    scenario.precompute(served)
+    store(scenario, served, own)
     before = served.worker("chunkweave_records")[0].keys()
     got = served.answer(scenario.prompt.ask("full-reuse"))[0]
     assert equal(got, own.prefill(scenario.prompt, "full-reuse", {}).log_probs)
@@ -79,8 +83,7 @@ def test_what_is_missing_between_stored_chunks_is_computed_and_stored(windowed):
 def test_chunks_seen_in_another_context_are_recomputed_as_by_our_own_engine(windowed):
     served, _, own, _ = windowed
     scenario = computed_in_context()
-    own.precompute(scenario)
-    scenario.precompute(served)
+    store(scenario, served, own)
     got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
     chosen = own.prefill(scenario.prompt, "cacheblend", {"ratio": 0.15})
     assert got.report["recomputed"] == chosen.recomputed
@@ -92,8 +95,7 @@ def test_the_same_request_again_has_the_same_answer(windowed, method):
     """A woven one begins at 0 again; an exact one goes on from vLLM's own cache."""
     served, _, own, _ = windowed
     scenario = computed_alone()
-    own.precompute(scenario)
-    scenario.precompute(served)
+    store(scenario, served, own)
     wanted = own.prefill(scenario.prompt, method, {"ratio": 0.3} if method == "cacheblend" else {}).log_probs
     got = [served.answer(scenario.prompt.ask(method, 0.3))[0] for _ in range(2)]
     assert all(equal(one, wanted) for one in got)

@@ -92,8 +92,8 @@ class FakeCaptured:
     broken: ClassVar[bool] = False
     exact_to: ClassVar[list] = []
 
-    def __init__(self, _layers, _prompt, _plan, _sources, _store, _config, *, within, first) -> None:
-        assert within is None, "all of them, with their attention"
+    def __init__(self, _layers, _prompt, _plan, _sources, _store, _config, *, first, before) -> None:
+        assert before is None, "all of them, with their attention"
         self.part = list(request().stored_parts())[-1]
         self.spans = frozenset({self.part.span})
 
@@ -127,8 +127,8 @@ def hold(side: ConnectorWorker, context: tuple = ()) -> None:
 
 def weave(side: ConnectorWorker, name: str, first: int = 0) -> None:
     side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, first, 35)], idle=True))
-    arrived, broken, results = side.take_outcome()
-    assert (arrived, broken, results.failed) == ({name}, set(), set())
+    arrived, results = side.take_outcome()
+    assert (arrived, results.failed) == ({name}, set())
     side.forget([name])
 
 
@@ -180,7 +180,7 @@ def test_a_weave_that_fails_leaves_its_time_to_the_next_one(side, monkeypatch):
     hold(side)
     monkeypatch.setattr(FakeJob, "run", run)
     side.step(StepOrders(weaves=orders_of("a", "b")))
-    arrived, _, results = side.take_outcome()
+    arrived, results = side.take_outcome()
     assert (arrived, results.failed) == ({"a", "b"}, {"a"})
 
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(
     paged.broken = False
     side.save(StepOrders(saves=[order]))
     assert len(side._store) == 3
-    assert side.take_outcome()[2].copies == {part.id: 1 for part in request().stored_parts()}
+    assert side.take_outcome()[1].copies == {part.id: 1 for part in request().stored_parts()}
 
 
 def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
@@ -231,7 +231,7 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
     monkeypatch.setattr(FakeCaptured, "exact_to", [])
     wanted = request("cachecraft")
     side.step(StepOrders(weaves=[WeaveOrder("a", wanted, BLOCKS, 0, 35)], idle=True))
-    arrived, _, results = side.take_outcome()
+    arrived, results = side.take_outcome()
     assert (arrived, results.failed) == ({"a"}, set())
     system, first, last = wanted.stored_parts()
     profiles = {record.chunk_id: record.attention for record in side._store.records()}
@@ -278,7 +278,7 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
     hold(side)
     order = WeaveOrder("a", request(continued=[0]), BLOCKS, first, 35)
     side.step(StepOrders(weaves=[order], idle=True))
-    assert side.take_outcome()[2].reports["a"]["reused_tokens"] == (14 if grown else 24)
+    assert side.take_outcome()[1].reports["a"]["reused_tokens"] == (14 if grown else 24)
     assert stored_paths(side) == grown
     records = (side._store.record(segment_id(part.id, part.context)) for part in request().stored_parts())
     assert all(record.exact for record in records if record is not None)
@@ -286,8 +286,8 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
 
 def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
     side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
-    arrived, broken, results = side.take_outcome()
-    assert (arrived, broken, results.failed) == ({"a"}, {"a"}, {"a"})
+    arrived, results = side.take_outcome()
+    assert (arrived, results.failed) == ({"a"}, {"a"})
     assert not caplog.records
 
 
@@ -295,12 +295,12 @@ def test_the_scheduler_gets_changes_only_and_answers(side):
     hold(side)
     chunks = {part.id for part in list(request().stored_parts())[1:]}
     assert side.holdings().chunks == chunks
-    assert not side.take_outcome()[2]
+    assert not side.take_outcome()[1]
     side._store.clear()
     side.step(StepOrders(lookups=[LookupOrder("waiting", request().prompt)]))
     copies, answered = Counter(), Counter()
     for _ in range(2000):
-        sent = side.take_outcome()[2]
+        sent = side.take_outcome()[1]
         copies.update(sent.copies)
         answered.update(sent.answered)
         if answered:
@@ -322,8 +322,7 @@ def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_pat
     arrived: set[str] = set()
     for _ in range(2000):
         after.step(StepOrders())
-        done, broken, results = after.take_outcome()
-        assert not broken
+        done, results = after.take_outcome()
         assert not results.failed
         arrived |= done
         if arrived:

@@ -131,9 +131,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._worker is None:
             return KVConnectorTransferResults()
         self._worker.forget(finished_req_ids)
-        arrived, failed, results = self._worker.take_outcome()
+        arrived, results = self._worker.take_outcome()
         self._results = results or None
-        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=results.failed)
 
     def build_connector_worker_meta(self) -> StepResults | None:
         return self._results

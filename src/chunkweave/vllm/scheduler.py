@@ -254,7 +254,7 @@ class ConnectorScheduler:
             # what they lack is soon computed, and exact.
             if tracked.request.method in EXACT_METHODS and (stop - computed) * PLACED_PER_COMPUTED <= stop:
                 return 0
-            _salt_anew(request, "again")
+            _salt_anew(request, request.request_id)  # nobody else's, or what another one wove anew would be found next
             return None
         return max(0, stop - computed)
 

@@ -79,10 +79,10 @@ class StockLayers:
             rotary = model.model.rotary_emb
             self._shared_rotary = SharedRotary(rotary, types, tokens, probe, interleaved=architecture.interleaved)
         self.rotations = Rotations([self._rotary_of(layer) for layer in range(self.num_layers)])
+        builder = attentions[0].get_attn_backend().get_builder_cls()
         self._builders = []
         for group in groups:
             spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
-            builder = attentions[0].get_attn_backend().get_builder_cls()
             self._builders.append((group.layer_names, builder(spec, group.layer_names, vllm_config, self.device)))
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         windows, sinks = windows_of(attentions), sinks_of(attentions)

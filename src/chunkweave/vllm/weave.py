@@ -169,23 +169,23 @@ class CapturedParts:
         store: TieredStore[SegmentSource],
         config: CaptureConfig,
         *,
-        within: Span | None = None,
-        first: int = 0,
+        first: int,
+        before: int | None = None,
     ) -> None:
         """Parts that begin before `first` are in vLLM's blocks already, and not looked at.
 
-        Of parts that begin `within` a span, and are computed, only KV is kept; None: of all, with their attention.
+        Only the KV of parts that begin `before`, and are computed, is kept; None: of all, with their attention.
         """
         self._prompt, self._plan = prompt, plan
-        woven_fraction = config.woven_fraction if within is None else None
+        woven_fraction = config.woven_fraction if before is None else None
         parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=woven_fraction)
         self.captures = tuple(
             PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
             for part, origin in parts
-            if part.span.start >= first and (within is None or within.start <= part.span.start < within.stop)
+            if part.span.start >= first and (before is None or part.span.start < before)
         )
         self.attention: AttentionCapture | None = None
-        if self.captures and within is None:
+        if self.captures and before is None:
             self.attention = AttentionCapture(
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )

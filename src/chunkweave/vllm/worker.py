@@ -78,7 +78,6 @@ class ConnectorWorker:
         self._begun: dict[str, dict[Span, PartCopy]] = {}
         """By request, parts of which vLLM has computed the beginning."""
         self._arrived: set[str] = set()
-        self._failed: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
@@ -126,11 +125,11 @@ class ConnectorWorker:
             if woven is not None:
                 woven.pinned.close()
 
-    def take_outcome(self) -> tuple[set[str], set[str], StepResults]:
-        """Requests that wait no longer, those of them whose KV is not valid, and what the scheduler gets to know."""
+    def take_outcome(self) -> tuple[set[str], StepResults]:
+        """Requests that wait no longer, and what the scheduler gets to know: also which of them failed."""
         self._events.add_to(self._results)
-        outcome = self._arrived, self._failed, self._results
-        self._arrived, self._failed, self._results = set(), set(), StepResults()
+        outcome = self._arrived, self._results
+        self._arrived, self._results = set(), StepResults()
         return outcome
 
     def close(self) -> None:
@@ -200,10 +199,10 @@ class ConnectorWorker:
         captured: CapturedParts | None = None
         if request.kept.profiles or not blocks.whole:
             # Without profiles, only what has left a window is not in the blocks to be read afterwards.
-            within = None if request.kept.profiles else Span(0, min(blocks.begins, order.stop))
+            before = None if request.kept.profiles else min(blocks.begins, order.stop)
             config = request.reuse.capture
             captured = CapturedParts(
-                self._layers, request.prompt, plan, placements, self._store, config, within=within, first=order.first
+                self._layers, request.prompt, plan, placements, self._store, config, first=order.first, before=before
             )
         return WeaveJob(
             self._layers,
@@ -314,7 +313,6 @@ class ConnectorWorker:
         self.forget([order.request_id])
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
-        self._failed.add(order.request_id)
 
 
 class PartCopy:
