@@ -1,7 +1,7 @@
 r"""What a tenant that behaves notices of another one that asks for twice what the server can do.
 
     python benchmarks/tenant_load.py --serve "chunkweave serve --model reader --port 8124 {weights}" \
-        --url http://127.0.0.1:8124 [--minutes 30] [--out docs/results/tenant-load.json]
+        --url http://127.0.0.1:8124 [--minutes 30] [--alone-minutes 15] [--out docs/results/tenant-load.json]
 
 First the rate that one tenant sustains is looked for (mean TTFT within five times the unloaded server's). Then `quiet`
 asks at a tenth of it: alone; while `loud` asks at twice of it, both with weight 1; and with weight 4 to 1. Each run has
@@ -110,7 +110,7 @@ async def together(server: Server, rate: float, seconds: float, seed: int) -> tu
 
 
 def measure(
-    server: Server, seconds: float, trial_s: float, seed: int, rate: float | None
+    server: Server, seconds: float, alone_s: float, trial_s: float, seed: int, rate: float | None
 ) -> tuple[float, list[dict[str, Any]]]:
     """The sustainable rate, looked for unless it is given, and a row a run."""
     if rate is None:
@@ -118,7 +118,7 @@ def measure(
             rate, _ = asyncio.run(rate_of(server, trial_s, seed))
         console.print(f"sustained: {rate:.2f}/s")
     with server.running():
-        alone = asyncio.run(server.load("quiet", QUIET * rate, seconds, seed))
+        alone = asyncio.run(server.load("quiet", QUIET * rate, alone_s, seed))
     rows: list[dict[str, Any]] = [{"run": "alone", "weight": 1, "quiet": alone.as_dict(), "loud": None}]
     for weight, most in MOST.items():
         with server.running(weight):
@@ -167,7 +167,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", default="chunkweave serve --model reader --port 8124 {weights}")
     parser.add_argument("--url", default="http://127.0.0.1:8124")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of each run")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of each run of both")
+    parser.add_argument("--alone-minutes", type=float, default=15.0, help="of the run in which nobody else asks")
     parser.add_argument("--rate", type=float, help="requests a second that one tenant sustains; None: looked for first")
     parser.add_argument("--trial-s", type=float, default=60.0, help="of each rate that is tried")
     parser.add_argument("--seed", type=int, default=0)
@@ -183,8 +184,11 @@ def main() -> None:
     keys = api_keys("quiet", "loud")
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.serve, options.url, keys, Path(folder))
-        rate, rows = measure(server, 60 * options.minutes, options.trial_s, options.seed, options.rate)
-    config = {"serve": options.serve, "minutes": options.minutes, "sustainable_per_s": rate}
+        rate, rows = measure(
+            server, 60 * options.minutes, 60 * options.alone_minutes, options.trial_s, options.seed, options.rate
+        )
+    minutes = {"minutes": options.minutes, "alone_minutes": options.alone_minutes}
+    config = {"serve": options.serve, **minutes, "sustainable_per_s": rate}
     ok = all(row.get("ok", row["quiet"]["error_rate"] == 0.0) for row in rows)
     command = shlex.join(["python", *sys.argv])
     result = BenchmarkResult("tenant-load", command, options.seed, config, rows, {"ok": ok}).as_dict()

@@ -231,7 +231,7 @@ def test_nobody_starves_behind_a_stream_of_newer_and_better_cached_requests(engi
 def test_a_failed_batch_is_tried_once_more_each_request_for_itself(engine, monkeypatch):
     real, failures = Runner.step, []
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **_):
         if len(decoding) >= 2 and not failures:
             failures.append(len(decoding))
             raise RuntimeError("a kernel failed")
@@ -256,7 +256,7 @@ def test_who_fails_twice_takes_nobody_along(engine, monkeypatch):
     poison = driver.submit(asked([2, 3], 9))
     length = len(engine.preparer.prepare(asked([2, 3], 9), MethodRequest("prefix")).prompt)
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **_):
         if any(length + 3 <= one.position <= length + 9 for one in decoding):
             raise RuntimeError("this one always fails")
         return real(self, decoding, prefilling)

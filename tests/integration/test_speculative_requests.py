@@ -317,6 +317,39 @@ def test_a_request_that_arrives_stops_the_step_of_a_speculation(loaded, monkeypa
     assert answer.token_ids == alone(engine, asked([0, 1], 3), "full").token_ids
 
 
+def test_a_tenant_that_asks_seldom_stops_the_step_of_another(loaded, monkeypatch):
+    """The others' step hangs in a layer until the request has been submitted; its tenant's next one waits its turn."""
+    engine = Engine(loaded)
+    reached, gate, real = threading.Event(), threading.Event(), HuggingFaceModel.qkv
+    layers = []
+
+    def qkv(self, layer, hidden):
+        layers.append((layer, len(hidden)))
+        if len(layers) == 2:
+            reached.set()
+            gate.wait(10)
+        return real(self, layer, hidden)
+
+    monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
+
+    async def main():
+        async with AsyncEngine(engine, BatchingConfig(step_tokens=21)) as batching:
+            others = [batching.submit(asked([n, n + 1], 3), method="full", tenant="acme") for n in range(2)]
+            await asyncio.to_thread(reached.wait, 10)
+            request = batching.submit(asked([2], 3), method="full", tenant="beta")
+            gate.set()
+            first = await request.answer()
+            assert batching.stats.interrupted == 1
+            batching.check()
+            return [first, *[await one.answer() for one in others]]
+
+    answers = asyncio.run(main())
+    assert [layer for layer, _ in layers[:4]] == [0, 1, 0, 1]
+    monkeypatch.undo()
+    for answer, chunks in zip(answers, ([2], [0, 1], [1, 2]), strict=True):
+        assert answer.token_ids == alone(engine, asked(chunks, 3), "full").token_ids
+
+
 def test_speculations_take_no_place_in_a_queue_from_requests(engine, gate):
     async def main():
         async with AsyncEngine(engine, BatchingConfig(max_waiting=2, max_running=1)) as batching:

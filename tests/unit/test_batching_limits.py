@@ -1,5 +1,7 @@
 """Blocks, token budget and limits of the batching engine, without a model."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,12 +132,31 @@ def test_decoding_comes_first_and_the_shortest_prefill_next():
     assert budget.pieces(4, []) == []
 
 
+def test_the_end_of_a_prefill_needs_no_step_of_its_own():
+    budget = TokenBudget(tokens=40, max_running=8)
+    assert budget.pieces(4, [job(1, 41)]) == [Piece(1, 41)]
+    assert budget.pieces(4, [job(1, 42)]) == [Piece(1, 36)]
+    assert budget.pieces(4, [job(1, 20), job(2, 21)]) == [Piece(1, 20), Piece(2, 21)]
+    background = replace(job(1, 41), background=True)
+    assert budget.pieces(4, [background]) == [Piece(1, 36)]
+
+
+def test_the_step_that_ends_the_only_prefill_of_a_tenant_is_not_filled_up_by_who_was_served_more():
+    budget = TokenBudget(tokens=40, max_running=8)
+    lone = replace(job(1, 20), lone=True)
+    more, less = (replace(job(2, 30), due=due) for due in (1.0, 0.0))
+    assert budget.pieces(0, [lone, more]) == [Piece(1, 20)]
+    assert budget.pieces(0, [lone, less]) == [Piece(1, 20), Piece(2, 20)]
+    assert budget.pieces(0, [job(1, 20), more]) == [Piece(1, 20), Piece(2, 20)]
+    assert budget.pieces(0, [replace(lone, remaining_tokens=30), more]) == [Piece(1, 20), Piece(2, 20)]
+
+
 def test_what_cannot_be_cut_goes_whole_if_it_fits_or_is_the_first():
     budget = TokenBudget(tokens=20, max_running=8)
     assert budget.pieces(0, [job(1, 30, cut=False)]) == [Piece(1, 30)]
     assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False)]) == [Piece(1, 10)]
     assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False), job(3, 25)]) == [Piece(1, 10), Piece(3, 10)]
-    assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False, passed_over=4)]) == [Piece(2, 12), Piece(1, 8)]
+    assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False, passed_over=4)]) == [Piece(2, 12), Piece(1, 10)]
 
 
 @given(
@@ -154,7 +175,7 @@ def test_no_prefill_waits_longer_than_patience_and_the_others(tokens, patience, 
         pieces = budget.pieces(decoding, seen)
         assert pieces
         if len(pieces) > 1:
-            assert sum(piece.tokens for piece in pieces) <= tokens - decoding
+            assert sum(piece.tokens for piece in pieces) <= tokens + tokens // 8 - decoding
         served = {piece.number for piece in pieces}
         for number in list(left):
             waited[number] = 0 if number in served else waited[number] + 1

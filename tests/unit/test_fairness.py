@@ -232,6 +232,32 @@ def test_what_was_saved_up_while_idle_does_not_count() -> None:
     assert list(time.tenants) == ["c"]
 
 
+def test_a_step_is_stopped_for_a_tenant_that_asks_seldom_and_it_pays_for_that() -> None:
+    run = Simulation(step_tokens=100, max_running=3)
+    scheduler = run.scheduler
+
+    def coming(tenant: str, **options: bool) -> RequestState:
+        prepared = SimpleNamespace(prompt=Prompt(100), choice=EXACT)
+        return RequestState(1000, prepared, lambda _: None, run.now_s, tenant=tenant, **options)
+
+    assert not scheduler.stops(coming("b")), "nothing runs"
+    for _ in range(3):
+        run.submit("a", 1000)
+    run.step()
+    assert scheduler.stops(coming("b"))
+    assert not scheduler.stops(coming("b", speculative=True))
+    assert not scheduler.stops(coming("a")), "its others run"
+    first = coming("b")
+    first.displaced = 730
+    scheduler.add(first)
+    assert not scheduler.stops(coming("b")), "it has one under way"
+    scheduler.end(first)
+    assert not scheduler.stops(coming("b")), "it has paid, and is less than a step behind"
+    run.step()
+    assert scheduler.stops(coming("b"))
+    assert not scheduler.stops(coming("b", background=True))
+
+
 def test_a_tenant_whose_requests_do_not_fit_is_not_passed_over_for_ever() -> None:
     time = VirtualTime()
     queue: FairQueue[str] = FairQueue(KnowledgeTree(["host"]), time, window=2)

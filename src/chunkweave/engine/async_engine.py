@@ -135,7 +135,11 @@ class AsyncEngine:
         self._preparer = engine.preparer
         self._checks = engine.shadow_checks
         self._core = BatchingCore(
-            engine.preparer, self._config, interrupt=lambda: self._urgent, checks=engine.shadow_checks
+            engine.preparer,
+            self._config,
+            interrupt=lambda: self._urgent,
+            arrived=lambda: self._arrived,
+            checks=engine.shadow_checks,
         )
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -144,6 +148,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._closing = False
         self._urgent = False
+        self._arrived: list[RequestState] = []
         self._thread = threading.Thread(target=self._work, name="chunkweave-steps", daemon=True)
         self._thread.start()
 
@@ -327,6 +332,7 @@ class AsyncEngine:
             self._open[number] = one = _Open(state, stream, confirmed=not state.speculative)
             stream.on_confirm = partial(self._confirm, one)
             self._urgent = self._urgent or not state.yields
+            self._arrived.append(state)
             self._commands.append(lambda: self._core.submit(state))
             self._changed.notify()
             return stream
@@ -387,7 +393,7 @@ class AsyncEngine:
         """What the thread does: steps as long as there is work, and in between what others ask for."""
         try:
             while self._wait_for_work():
-                self._urgent = False
+                self._urgent, self._arrived = False, []
                 while self._commands:
                     self._commands.popleft()()
                 if self._core.busy:

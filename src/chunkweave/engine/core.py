@@ -49,7 +49,7 @@ class BatchingCore:
 
     A speculative request (RAGCache §5.3) starts before retrieval has confirmed its chunks. It yields to all others: a
     step of speculative requests is stopped between two layers when a request arrives, and made again later. So is a
-    step of requests in the background alone.
+    step of requests in the background alone, and any step if a tenant asks that was served less (`Scheduler.stops`).
     """
 
     def __init__(
@@ -59,18 +59,21 @@ class BatchingCore:
         *,
         clock: Clock = time.perf_counter,
         interrupt: Callable[[], bool] | None = None,
+        arrived: Callable[[], Sequence[RequestState]] = tuple,
         checks: ShadowChecks | None = None,
     ) -> None:
         """Nothing waits yet.
 
-        `interrupt` is asked between the layers of a step of requests that yield whether to stop it. Woven answers are
-        offered to `checks`, which outlive the core.
+        `interrupt` is asked between the layers of a step of requests that yield whether to stop it; of any other step
+        `arrived` is asked for the requests that have come since it began. Woven answers are offered to `checks`, which
+        outlive the core.
         """
         self._preparer = preparer
         self._runner = preparer.runner
         self._config = config
         self._clock = clock
         self._interrupt = interrupt
+        self._arrived = arrived
         self._checks = checks
         self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting)
         self.pool = self._scheduler.pool
@@ -288,18 +291,19 @@ class BatchingCore:
             if request.decode is not None
         ]
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
-        interrupt = self._interrupt if all(request.yields for request in group.requests) else None
+        yields = all(request.yields for request in group.requests)
+        interrupt = self._interrupt if yields else lambda: self._stopping() is not None
         try:
             if group.by_layers:
                 [(request, tokens)], [(job, _)] = group.pieces, pieces
                 done = self._runner.step_layers(job, tokens, interrupt=interrupt)
                 group, pieces, logits = replace(group, pieces=[(request, done)]), [(job, done)], _NOTHING
-            elif interrupt is not None:
-                logits = self._runner.step(decodes, pieces, interrupt=interrupt)
             else:
-                logits = self._runner.step(decodes, pieces)
-        except PassInterrupted:
+                logits = self._runner.step(decodes, pieces, interrupt=interrupt)
+        except PassInterrupted as stopped:
             self._count(interrupted=1)
+            if not yields and (request := self._stopping()) is not None:
+                request.displaced = stopped.part * (len(decodes) + sum(tokens for _, tokens in pieces))
             return
         except SegmentLost as lost:
             [(job, _)] = pieces
@@ -312,6 +316,10 @@ class BatchingCore:
         for request, _ in group.pieces:
             if request.job is not None and request.job.prefilled is not None:
                 self._guarded([request], partial(self._prefilled, request))
+
+    def _stopping(self) -> RequestState | None:
+        """The request that has come since the step began and stops it."""
+        return next((one for one in tuple(self._arrived()) if self._scheduler.stops(one)), None)
 
     def _prefilled(self, request: RequestState) -> None:
         """A prefill is done: choose the next token, and store what is new unless this is the second time."""

@@ -213,6 +213,8 @@ class RequestState:
     """What it counts for in the store, from its first plan until it is counted."""
     counted: bool = False
     """Whether the store was told of it."""
+    displaced: float = 0.0
+    """Tokens computed for others that were thrown away for it: its tenant pays for them."""
     apart: bool = False
     """It has failed once, and runs apart from all others."""
     shown: int = 0

@@ -143,8 +143,8 @@ class BatchingStats:
 
     `pending` requests wait for, or are in, prefill: the size of RAGCache's pool. `speculating` are those, waiting or
     running, that were not confirmed yet, `speculations_running` how many of them run. Of what was `preempted`,
-    `speculations_preempted` had not been confirmed; `interrupted` are steps of speculations that were stopped between
-    two layers, since a request arrived. `prefetched_bytes` are held for requests that wait.
+    `speculations_preempted` had not been confirmed; `interrupted` are steps that were stopped between two layers,
+    since a request arrived before which theirs yield. `prefetched_bytes` are held for requests that wait.
     """
 
     waiting: int = 0
@@ -256,8 +256,8 @@ class RequestQueue:
         return self._background if request.background else self._speculations
 
 
-_BURST_STEPS = 2
-"""Steps of which a tenant that asks seldom may have all tokens before it takes turns."""
+_BURST_STEPS = 8
+"""Steps of which a tenant that asks seldom may have all tokens before it takes turns: those of a prompt with chunks."""
 
 _BEHIND_ALL = 1 << 60
 """Numbers of requests in the background: they are younger than all others."""
@@ -318,7 +318,19 @@ class Scheduler:
         self.requests[request.id] = request
         if not request.yields:
             self._time.join(request.tenant)
+            self._time.charge(request.tenant, request.displaced)
         self.queue.add(request)
+
+    def stops(self, request: RequestState) -> bool:
+        """Whether a step is stopped for a request that has just come.
+
+        Its tenant has nothing under way and was served at least a step less than the others by now, and it would be
+        admitted at once. So a tenant that asks seldom does not wait for the steps of one that asks much, and what is
+        thrown away is bounded, since its tenant pays for it (`displaced`).
+        """
+        if request.yields or self._time.behind(request.tenant) < self._budget.tokens:
+            return False
+        return self._giving_way(request) is not None
 
     def confirm(self, request: RequestState) -> None:
         """A speculation is a request like others from now on."""
@@ -451,7 +463,7 @@ class Scheduler:
         least = self._budget.tokens if own else 0  # a prefill is made again: small differences are not worth that
         promised = self._promised()
         times = {one: self._time.of(one, promised.get(one, 0.0)) for one in {*by_tenant, tenant}}
-        above = {one: self._held(ones) / self._time.share(one) for one, ones in by_tenant.items()}
+        above = {one: self._held(ones) / self._time.share(one, tenant) for one, ones in by_tenant.items()}
         lent = [
             one
             for one, ratio in above.items()
@@ -530,6 +542,7 @@ def _share_step(requests: Sequence[RequestState], budget: TokenBudget, time: Vir
             request.passed_over,
             request.background,
             time.of(request.tenant),
+            time.under_way(request.tenant) == 1,
         )
         for number, (request, job, layers) in prefilling.items()
     ]

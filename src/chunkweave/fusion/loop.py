@@ -26,7 +26,14 @@ class LoopTimes:
 
 
 class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
-    """A pass was ended between two layers, since something better is to be done. The same rows may be run again."""
+    """A pass was ended between two layers, since something better is to be done. The same rows may be run again.
+
+    `part` is how much of it was done for nothing, from 0 to 1.
+    """
+
+    def __init__(self, part: float) -> None:
+        super().__init__(f"stopped after {part:.0%}")
+        self.part = part
 
 
 def run_pass(
@@ -51,7 +58,7 @@ def run_pass(
     run = PassRun(model, batch, times, attention)
     while not run.done:
         if interrupt is not None and interrupt():
-            raise PassInterrupted
+            raise PassInterrupted(run.part_done)
         run.next_layer()
     return run.hidden
 
@@ -81,6 +88,11 @@ class PassRun:
     @property
     def done(self) -> bool:
         return self.layer == self._depth
+
+    @property
+    def part_done(self) -> float:
+        """How much of it was run, from 0 to 1."""
+        return self.layer / self._depth
 
     def next_layer(self) -> None:
         """Run one more layer; there must be one."""

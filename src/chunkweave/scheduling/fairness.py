@@ -81,21 +81,30 @@ class VirtualTime:
         """Those that have requests under way."""
         return self._under_way.keys()
 
+    def under_way(self, tenant: str) -> int:
+        """How many requests of a tenant are under way."""
+        return self._under_way[tenant]
+
     def of(self, tenant: str, promised: float = 0.0) -> float:
         """The virtual time of a tenant with requests under way, or what it will be once `promised` is computed too."""
         return self._served.get(tenant, float("-inf")) + promised / self.weights[tenant]
 
-    def share(self, tenant: str) -> float:
-        """The part of places and memory that is a tenant's, among those that have requests under way."""
-        return self.weights.share(tenant, self.tenants)
+    def share(self, tenant: str, *coming: str) -> float:
+        """The part of places and memory that is a tenant's, among those that have requests under way or are coming."""
+        return self.weights.share(tenant, {*self.tenants, *coming})
 
     def join(self, tenant: str) -> None:
         """One more request of a tenant is under way."""
         if not self._under_way[tenant]:
-            self._note_floor()
-            saved = self._burst / self.weights[tenant] if self._under_way else 0.0
-            self._served[tenant] = max(self.of(tenant), self._floor - saved)
+            self._served[tenant] = self._joining(tenant)
         self._under_way[tenant] += 1
+
+    def behind(self, tenant: str) -> float:
+        """Tokens of its own that a tenant with nothing under way could have before it takes turns; others have 0."""
+        if not self._under_way or self._under_way[tenant]:
+            return 0.0
+        joining = self._joining(tenant)  # notes the floor
+        return (self._floor - joining) * self.weights[tenant]
 
     def leave(self, tenant: str) -> bool:
         """One has ended; returns whether it was the tenant's last."""
@@ -109,6 +118,12 @@ class VirtualTime:
     def charge(self, tenant: str, cost: float) -> None:
         """Something was computed for a tenant that has a request under way."""
         self._served[tenant] = self.of(tenant, cost)
+
+    def _joining(self, tenant: str) -> float:
+        """The virtual time at which a tenant with nothing under way begins."""
+        self._note_floor()
+        saved = self._burst / self.weights[tenant] if self._under_way else 0.0
+        return max(self.of(tenant), self._floor - saved)
 
     def _note_floor(self) -> None:
         times = [self._served[one] for one in self._under_way]

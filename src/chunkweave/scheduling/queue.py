@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
@@ -241,6 +242,9 @@ class CacheAwareQueue(Generic[RequestT]):
         return found
 
 
+_TAIL = 8
+"""A step may be longer by this part if it ends a pass so: by itself the end would read all weights for few tokens."""
+
 DEFAULT_PATIENCE = 4
 """Steps that a prefill is passed over at most before it goes first; few, since a step may last a second."""
 
@@ -251,7 +255,8 @@ class Prefilling:
 
     `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
     `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
-    in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`).
+    in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`), `lone`
+    whether that has nothing else under way.
     """
 
     number: int
@@ -261,6 +266,7 @@ class Prefilling:
     passed_over: int = 0
     background: bool = False
     due: float = 0.0
+    lone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +283,10 @@ class TokenBudget:
     Decoding requests come first, one token each, so that no prefill delays running answers by more than a step. The
     rest goes to prefills: to those of the tenant that was served least, and of these to the one with the fewest tokens
     left first, which minimizes the mean time to first token; but one that was passed over `patience` times goes before
-    all others of its tenant, longest waiting first. A pass that cannot be cut is taken if it fits or is the first; only
-    so is a budget ever exceeded.
+    all others of its tenant, longest waiting first. A pass that cannot be cut is taken if it fits or is the first. The
+    end of a pass comes along if an eighth (`_TAIL`) more than the budget holds it. Only by these two is it exceeded.
+
+    The step in which a tenant's only prefill ends is not filled up for tenants that were served more: it ends sooner.
     """
 
     def __init__(self, *, tokens: int, max_running: int, patience: int = DEFAULT_PATIENCE) -> None:
@@ -300,16 +308,20 @@ class TokenBudget:
         """Which prefills a step goes on with, beside `decoding` requests, and by how much."""
         left = self.tokens - decoding
         chosen: list[Piece] = []
+        latest = inf
         for one in sorted(prefilling, key=self._rank):
-            if left <= 0:
+            if left <= 0 or one.due > latest:
                 break
             if one.can_be_cut:
-                chosen.append(Piece(one.number, min(left, one.next_tokens)))
+                ends = one.next_tokens <= left + (0 if one.background else self.tokens // _TAIL)
+                chosen.append(Piece(one.number, one.next_tokens if ends else left))
             elif one.next_tokens <= left or not chosen:
                 chosen.append(Piece(one.number, one.next_tokens))
             else:
                 continue
             left -= chosen[-1].tokens
+            if one.lone and chosen[-1].tokens == one.remaining_tokens:
+                latest = min(latest, one.due)
         return chosen
 
     def _rank(self, one: Prefilling) -> tuple[bool, float, bool, int, int]:
@@ -332,7 +344,10 @@ class BatchingConfig:
 
     max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",))
     step_tokens: int = setting(
-        512, "Tokens of one step of the engine.", name="max_num_batched_tokens", old=("step_tokens",)
+        512,
+        "Tokens of one step of the engine; the end of a prompt may take an eighth more.",
+        name="max_num_batched_tokens",
+        old=("step_tokens",),
     )
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
     block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")
