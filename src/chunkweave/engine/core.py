@@ -302,8 +302,8 @@ class BatchingCore:
                 logits = self._runner.step(decodes, pieces, interrupt=interrupt)
         except PassInterrupted as stopped:
             self._count(interrupted=1)
-            if not yields and (request := self._stopping()) is not None:
-                request.displaced = stopped.part * (len(decodes) + sum(tokens for _, tokens in pieces))
+            if not yields and (coming := self._stopping()) is not None:
+                coming.displaced = stopped.part * (len(decodes) + sum(tokens for _, tokens in pieces))
             return
         except SegmentLost as lost:
             [(job, _)] = pieces
