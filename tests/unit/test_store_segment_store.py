@@ -15,7 +15,7 @@ import pytest
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import PathRequest
-from chunkweave.store.index import ChunkFollower
+from chunkweave.store.index import StoreFollower
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier_store import SegmentStore
@@ -623,13 +623,19 @@ def _put_refused(store: Store, path: str) -> None:
         _put(store, path, nbytes=15)
 
 
+def _told(store: Store) -> set[ChunkId | SegmentId]:
+    """What a follower is to say of a store: its chunks, and its exact segments."""
+    records = store.records()
+    return {record.chunk_id for record in records} | {record.id for record in records if record.exact}
+
+
 @pytest.mark.parametrize("name", ["insert", "replace", "discard", "clear"])
 def test_an_interrupt_at_any_line_leaves_tree_and_follower_with_what_is_stored(name: str) -> None:
     for lines in range(1, 1000):
         store = _store("A", "AB", "B", budget_bytes=45)
         _put(store, "AX", exact=False)
         tree: KnowledgeTree[ChunkId] = KnowledgeTree(["host"])
-        follower = ChunkFollower(lambda chunk, store=store: bool(store.records_of(chunk)))
+        follower = StoreFollower(lambda one, store=store: one in _told(store))
         follower._lock = RLock()  # type: ignore[assignment]  # unlike a signal, the tracer may interrupt a release
         store.show_in(tree, "host")
         store.report_to(follower)
@@ -638,7 +644,7 @@ def test_an_interrupt_at_any_line_leaves_tree_and_follower_with_what_is_stored(n
         store.check()
         changes = follower.take()
         known = (known | changes.added) - changes.removed
-        assert known == {record.chunk_id for record in store.records()}
+        assert known == _told(store)
         if not interrupted:
             return
     pytest.fail("it never ends")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from chunkweave.store.records import segment_id
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepResults
 
@@ -62,13 +63,16 @@ def side() -> ConnectorScheduler:
     return made
 
 
-def stored_chunks(side: ConnectorScheduler, *indices: int, params=CHUNKS, salt=None, lora=None) -> None:
-    """Let a worker report that it holds the chunks of these places."""
+def stored_chunks(side: ConnectorScheduler, *indices: int, params=CHUNKS, salt=None, lora=None, exact=True) -> None:
+    """Let a worker report that it holds the chunks of these places, as exact segments behind those before them."""
     request = FakeRequest(params, name="first", salt=salt, lora=lora)
     side.add(request)
-    parts = [part for part in side._requests["first"].request.prompt.parts if part.kind == "chunk"]
+    parts = list(side._requests["first"].request.stored_parts())
     side.finished(request)
-    side.note(StepResults(copies=Counter(parts[index].id for index in indices)), set())
+    copies = Counter(parts[index].id for index in indices)
+    if exact:
+        copies.update(segment_id(parts[index].id, parts[index].context) for index in indices)
+    side.note(StepResults(copies=copies), set())
 
 
 def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
@@ -123,16 +127,28 @@ def test_nothing_is_woven_while_nothing_is_stored(side):
 
 @pytest.mark.parametrize(("stored", "stop"), [((0,), 41), ((1,), 91), ((0, 2), 121), ((2,), 121)])
 def test_the_weave_ends_where_the_last_stored_chunk_ends(side, stored, stop):
-    stored_chunks(side, *stored)
-    request = FakeRequest(CHUNKS)
+    stored_chunks(side, *stored, exact=False)
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
     side.add(request)
     assert side.matched(request, 0) == stop
     assert side.matched(request, 32) == stop - 32
     assert side.matched(request, 128) == 0
 
 
+@pytest.mark.parametrize(("stored", "stop"), [((0,), 41), ((0, 1), 91), ((1,), 0), ((0, 2), 41), ((1, 2), 0)])
+def test_an_exact_weave_ends_with_the_exact_path(side, stored, stop):
+    """What no weave makes fewer, vLLM computes sooner."""
+    stored_chunks(side, *stored)
+    stored_chunks(side, 0, 1, 2, exact=False)
+    request = FakeRequest({**CHUNKS, "method": "prefix"})
+    side.add(request)
+    assert side.matched(request, 0) == stop
+    side.allocated(request, FakeBlocks(), stop)
+    assert len(side.orders(step()).weaves) == (stop > 0)
+
+
 def test_one_token_is_left_for_vllm(side):
-    stored_chunks(side, 2)
+    stored_chunks(side, 0, 1, 2)
     request = FakeRequest(CHUNKS, ids=IDS[:121])
     side.add(request)
     assert side.matched(request, 0) == 120
@@ -144,7 +160,7 @@ def test_chunks_of_another_salt_or_adapter_do_not_count(side):
         side.add(request)
         assert side.matched(request, 0) == 0
         side.finished(request)
-    stored_chunks(side, 1, lora="adapter")
+    stored_chunks(side, 0, 1, lora="adapter")
     request = FakeRequest(CHUNKS, lora="adapter")
     side.add(request)
     assert side.matched(request, 0) == 91
@@ -313,7 +329,7 @@ def test_what_the_tiers_held_at_start_up_counts():
     side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
-    first, second, _ = (part.id for part in side._requests["a"].request.stored_parts())
+    first, second, _ = (segment_id(part.id, part.context) for part in side._requests["a"].parts)
     side.begin_with({0: Holdings(frozenset({first, second}), False), 1: Holdings(frozenset({first}), False)})
     assert side.matched(request, 0) == 41
     assert not side.orders(step()).lookups
@@ -329,8 +345,9 @@ def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
     assert side.matched(request, 0) is None
     side.note(StepResults(answered=Counter(a=1)), set())
     assert side.matched(request, 0) is None
-    chunk = next(side._requests["a"].request.stored_parts()).id
-    side.note(StepResults(copies=Counter({chunk: 2}), answered=Counter(a=1, gone=2)), set())
+    first, *_ = side._requests["a"].parts
+    copies = Counter({segment_id(first.id, first.context): 2})
+    side.note(StepResults(copies=copies, answered=Counter(a=1, gone=2)), set())
     assert side.matched(request, 0) == 41
     assert not side.orders(step()).lookups
 

@@ -1,6 +1,6 @@
 """An answer never reaches the scheduler before what it brought."""
 
-from chunkweave.store.index import ChunkChanges, ChunkFollower
+from chunkweave.store.index import StoreChanges, StoreFollower
 from chunkweave.types import ChunkId
 from chunkweave.vllm.scheduler import StepResults
 from chunkweave.vllm.store_events import StoreEvents
@@ -16,14 +16,14 @@ def sent(events: StoreEvents) -> StepResults:
 
 def test_a_lookup_that_ends_while_changes_are_taken_is_sent_with_the_next():
     answers: set[str] = set()
-    follower = ChunkFollower(lambda _: True)
+    follower = StoreFollower(lambda _: True)
 
     def answered() -> set[str]:
         taken = set(answers)
         answers.clear()
         return taken
 
-    def taken(limit: int) -> ChunkChanges:
+    def taken(limit: int) -> StoreChanges:
         changes = follower.take(limit)
         if not follower_touched:  # the probe ends right behind the changes
             follower_touched.append(FOUND)
@@ -41,7 +41,7 @@ def test_a_lookup_that_ends_while_changes_are_taken_is_sent_with_the_next():
 
 
 def test_the_end_of_a_lookup_waits_for_changes_that_do_not_fit_into_a_step():
-    follower = ChunkFollower(lambda _: True)
+    follower = StoreFollower(lambda _: True)
     chunks = [ChunkId(name) for name in "abcde"]
     for chunk in chunks:
         follower.touched(chunk)

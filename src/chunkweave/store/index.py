@@ -183,38 +183,41 @@ class PathIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkChanges:
-    """Chunks of which something is stored now, and chunks of which nothing is any more. `more` changes may follow."""
+class StoreChanges:
+    """What is stored now, and what is not any more. `more` changes may follow.
 
-    added: frozenset[ChunkId] = frozenset()
-    removed: frozenset[ChunkId] = frozenset()
+    A chunk is stored as long as any segment of it is, a segment if it is exact.
+    """
+
+    added: frozenset[ChunkId | SegmentId] = frozenset()
+    removed: frozenset[ChunkId | SegmentId] = frozenset()
     more: bool = False
 
 
-class ChunkFollower:
-    """Reports which chunks come and go. It costs as much as what changes, not as what is stored. Thread-safe.
+class StoreFollower:
+    """Reports which chunks and exact segments come and go. It costs as much as what changes does. Thread-safe.
 
-    Stores only say, under their own lock, that something of a chunk changed. Whether the chunk is held is asked when
-    the changes are taken, so that an interrupted change cannot be miscounted.
+    Stores only say, under their own lock, that something changed. Whether it is held is asked when the changes are
+    taken, so that an interrupted change cannot be miscounted.
     """
 
-    def __init__(self, holds: Callable[[ChunkId], bool]) -> None:
-        """`holds` says whether a segment of a chunk is stored on any level."""
+    def __init__(self, holds: Callable[[ChunkId | SegmentId], bool]) -> None:
+        """`holds` says whether any segment of a chunk, or an exact segment, is stored on any level."""
         self._holds = holds
         self._lock = Lock()
-        self._touched: dict[ChunkId, None] = {}
-        self._reported: set[ChunkId] = set()
+        self._touched: dict[ChunkId | SegmentId, None] = {}
+        self._reported: set[ChunkId | SegmentId] = set()
 
-    def touched(self, chunk: ChunkId) -> None:
-        """A segment of that chunk came or went."""
+    def touched(self, *ids: ChunkId | SegmentId) -> None:
+        """A segment came or went: it and its chunk may have changed."""
         with self._lock:
-            self._touched[chunk] = None
+            self._touched.update(dict.fromkeys(ids))
 
-    def take(self, limit: int | None = None) -> ChunkChanges:
-        """What changed since the last call, of at most `limit` chunks, those first that changed first. One caller."""
+    def take(self, limit: int | None = None) -> StoreChanges:
+        """What changed since the last call, at most `limit` ids, those first that changed first. One caller."""
         with self._lock:
             if not self._touched:
-                return ChunkChanges()
+                return StoreChanges()
             taken = tuple(islice(self._touched, limit))
             # A dict whose first entries were deleted one by one is slow to begin: a new one instead.
             self._touched = dict.fromkeys(islice(self._touched, len(taken), None))
@@ -223,7 +226,7 @@ class ChunkFollower:
         added, removed = held - self._reported, (frozenset(taken) - held) & self._reported
         self._reported |= added
         self._reported -= removed
-        return ChunkChanges(added, removed, more)
+        return StoreChanges(added, removed, more)
 
 
 class SegmentIndex:
@@ -243,10 +246,10 @@ class SegmentIndex:
         """The exact segments by path; only this index changes it."""
         self._tree: KnowledgeTree[ChunkId] | None = None
         self._tier = ""
-        self._follower: ChunkFollower | None = None
+        self._follower: StoreFollower | None = None
 
-    def report_to(self, follower: ChunkFollower) -> None:
-        """Report changed chunks to `follower` from now on, beginning with all that are stored."""
+    def report_to(self, follower: StoreFollower) -> None:
+        """Report changes to `follower` from now on, beginning with all that is stored."""
         self._follower = follower
         self._changed(self._records.values())
 
@@ -417,7 +420,7 @@ class SegmentIndex:
     def _changed(self, records: Iterable[SegmentRecord]) -> None:
         if self._follower is not None:
             for record in records:
-                self._follower.touched(record.chunk_id)
+                self._follower.touched(record.chunk_id, record.id)
 
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:

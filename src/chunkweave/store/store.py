@@ -11,7 +11,7 @@ from typing import Generic
 
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import NotRemovedError, StoreError, UsageError
-from chunkweave.store.index import ChunkFollower, PromptLookup, RequestUse, look_up
+from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, look_up
 from chunkweave.store.lease import TieredLease
 from chunkweave.store.level import Level
 from chunkweave.store.records import Removal, SegmentRecord, TieredStats, segment_id, union
@@ -168,13 +168,16 @@ class TieredStore(Generic[PayloadT]):
         for level in self.levels:
             level.store.shares = shares
 
-    def follow_chunks(self) -> ChunkFollower:
-        """Reports from now on which chunks come and go, beginning with all that are stored. One follower at a time."""
+    def follow(self) -> StoreFollower:
+        """Reports from now on what comes and goes, beginning with all that is stored. One follower at a time."""
 
-        def holds(chunk: ChunkId) -> bool:
-            return any(level.store.records_of(chunk) for level in self.levels)
+        def holds(one: ChunkId | SegmentId) -> bool:
+            record = self.record(SegmentId(one))
+            if record is not None:
+                return record.exact
+            return any(level.store.records_of(ChunkId(one)) for level in self.levels)
 
-        follower = ChunkFollower(holds)
+        follower = StoreFollower(holds)
         for level in self.levels:
             level.store.report_to(follower)
         return follower

@@ -11,7 +11,7 @@ from typing import Generic
 from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
-from chunkweave.store.index import ChunkFollower, PromptLookup, SegmentIndex, look_up
+from chunkweave.store.index import PromptLookup, SegmentIndex, StoreFollower, look_up
 from chunkweave.store.lease import Claim, Claims, Lease, Pins
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
@@ -211,8 +211,8 @@ class SegmentStore(Generic[PayloadT]):
         with self._settled():
             self._index.show_in(tree, tier)
 
-    def report_to(self, follower: ChunkFollower) -> None:
-        """Report changed chunks to `follower` from now on, beginning with all that are stored."""
+    def report_to(self, follower: StoreFollower) -> None:
+        """Report changes to `follower` from now on, beginning with all that is stored."""
         with self._settled():
             self._index.report_to(follower)
 

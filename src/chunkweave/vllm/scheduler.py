@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,7 +22,8 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD
-from chunkweave.types import ChunkId
+from chunkweave.store.records import segment_id
+from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 
@@ -84,7 +86,7 @@ class AskedOrder:
 class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
     """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too."""
 
-    chunks: frozenset[ChunkId]
+    stored: frozenset[ChunkId | SegmentId]
     shared: bool
 
 
@@ -104,11 +106,11 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
     """Workers to scheduler: what came into the stores or left them, reports of finished weaves, and failed ones.
 
-    `copies` says by how many more ranks (or fewer) something of a chunk is held now, `answered` on how many ranks the
-    remote lookup of a request has ended.
+    `copies` says by how many more ranks (or fewer) something of a chunk, or an exact segment, is held now. `answered`
+    says on how many ranks the remote lookup of a request has ended.
     """
 
-    copies: Counter[ChunkId] = field(default_factory=Counter)
+    copies: Counter[ChunkId | SegmentId] = field(default_factory=Counter)
     reports: dict[str, dict[str, object]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
@@ -133,11 +135,13 @@ class _Tracked:
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
     `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
-    lookup has not ended. `parts` are those that can be stored, in order.
+    lookup has not ended. `parts` are those that can be stored, in order; `wanted` is what of each of them is of use:
+    anything of its chunk, or with an exact method its segment.
     """
 
     request: WeaveRequest
     parts: tuple[StoredPart, ...] = field(init=False)
+    wanted: tuple[ChunkId | SegmentId, ...] = field(init=False)
     local: int = 0
     saved: int = 0
     woven: bool = False
@@ -149,6 +153,8 @@ class _Tracked:
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
+        exact = self.request.method in EXACT_METHODS
+        self.wanted = tuple(segment_id(part.id, part.context) if exact else part.id for part in self.parts)
         self.counted = not self.request.asked
 
     @property
@@ -195,7 +201,7 @@ class ConnectorScheduler:
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
         """What the workers that weave hold from earlier on, by rank. Unless all of them weave, nothing is woven."""
         for one in holdings.values():
-            self._stored.add(one.chunks)
+            self._stored.add(one.stored)
         self._weaves = len(holdings) == self._ranks
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
@@ -231,7 +237,7 @@ class ConnectorScheduler:
         _salt_anew(request, request.request_id if alone else "")
         tracked = self._requests[request.request_id] = _Tracked(woven)
         nothing = reuses_nothing(woven.method, woven.reuse)
-        if self._shared and not nothing and any(part.id not in self._stored for part in tracked.parts):
+        if self._shared and not nothing and any(one not in self._stored for one in tracked.wanted):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
 
@@ -321,14 +327,19 @@ class ConnectorScheduler:
     def _weavable_stop(self, tracked: _Tracked) -> int:
         """Where the last part ends of which something is stored; vLLM computes what follows itself.
 
-        What is captured is computed where attention can be looked at, so that it is woven though nothing is stored. A
-        method that reuses nothing means vLLM's own prefill.
+        With an exact method it is the last one of the exact path: vLLM computes sooner what no weave makes fewer. What
+        is captured is computed where attention can be looked at, so that it is woven though nothing is stored. A method
+        that reuses nothing means vLLM's own prefill.
         """
         request = tracked.request
         if reuses_nothing(request.method, request.reuse) or not self._weaves:
             return 0
-        captures = request.kept.profiles
-        return max((part.span.stop for part in tracked.parts if captures or part.id in self._stored), default=0)
+        if request.kept.profiles:
+            return tracked.parts[-1].span.stop
+        stored = [one in self._stored for one in tracked.wanted]
+        if request.method in EXACT_METHODS:
+            stored = list(takewhile(bool, stored))
+        return max((part.span.stop for part, there in zip(tracked.parts, stored, strict=False) if there), default=0)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

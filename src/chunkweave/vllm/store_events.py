@@ -6,14 +6,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from chunkweave.chunking.prompt import Prompt
-from chunkweave.store.index import ChunkChanges
-from chunkweave.types import ChunkId
+from chunkweave.store.index import StoreChanges
+from chunkweave.types import ChunkId, SegmentId
 
 if TYPE_CHECKING:  # they need vLLM
     from chunkweave.vllm.scheduler import LookupOrder, StepResults
 
-MOST_CHUNKS = 4096
-"""Most changed chunks in the results of one step: the rest follows in the next."""
+MOST_CHANGES = 4096
+"""Most changed chunks and segments in the results of one step: the rest follows in the next."""
 
 _THREADS = 4
 
@@ -66,11 +66,11 @@ class StoreEvents:
     """
 
     def __init__(
-        self, changed: Callable[[int], ChunkChanges], answered: Callable[[], set[str]], most: int = MOST_CHUNKS
+        self, changed: Callable[[int], StoreChanges], answered: Callable[[], set[str]], most: int = MOST_CHANGES
     ) -> None:
-        """`changed` takes the changes of at most so many chunks, `answered` the requests whose lookup has ended.
+        """`changed` takes at most so many changes, `answered` the requests whose lookup has ended.
 
-        What a lookup found is in `changed` once it is in `answered`. At most `most` chunks are sent in a step.
+        What a lookup found is in `changed` once it is in `answered`. At most `most` changes are sent in a step.
         """
         self._changed = changed
         self._answered = answered
@@ -89,29 +89,29 @@ class StoreEvents:
 
 
 class StoredMirror:
-    """The scheduler's side: on how many ranks something of a chunk is stored. It can be used if it is on all.
+    """The scheduler's side: on how many ranks something of a chunk, or an exact segment, is stored.
 
-    Ranks report changes at different times, so they are counted, not compared.
+    It can be used if it is on all. Ranks report changes at different times, so they are counted, not compared.
     """
 
     def __init__(self, ranks: int = 1) -> None:
         """`ranks` is how many workers each have a share of the heads."""
         self._ranks = ranks
-        self._copies: dict[ChunkId, int] = {}
+        self._copies: dict[ChunkId | SegmentId, int] = {}
 
-    def __contains__(self, chunk: ChunkId | None) -> bool:
-        """Whether every rank has reported that it holds something of it."""
-        return chunk is not None and self._copies.get(chunk, 0) >= self._ranks
+    def __contains__(self, one: ChunkId | SegmentId) -> bool:
+        """Whether every rank has reported that it holds a chunk, in some context, or this exact segment."""
+        return self._copies.get(one, 0) >= self._ranks
 
-    def note(self, changes: Mapping[ChunkId, int]) -> None:
-        """So many ranks more (or fewer) hold something of these chunks."""
-        for chunk, change in changes.items():
-            copies = self._copies.get(chunk, 0) + change
+    def note(self, changes: Mapping[ChunkId | SegmentId, int]) -> None:
+        """So many ranks more (or fewer) hold these."""
+        for one, change in changes.items():
+            copies = self._copies.get(one, 0) + change
             if copies:
-                self._copies[chunk] = copies
+                self._copies[one] = copies
             else:
-                self._copies.pop(chunk, None)
+                self._copies.pop(one, None)
 
-    def add(self, chunks: Iterable[ChunkId]) -> None:
+    def add(self, stored: Iterable[ChunkId | SegmentId]) -> None:
         """One rank more holds these."""
-        self.note(dict.fromkeys(chunks, 1))
+        self.note(dict.fromkeys(stored, 1))

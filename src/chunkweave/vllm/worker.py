@@ -65,7 +65,7 @@ class ConnectorWorker:
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
-        self._follower = self._store.follow_chunks()
+        self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
         self._events = StoreEvents(self._follower.take, self._lookups.answered)
         slow = any(level.background for level in self._store.levels)
