@@ -22,7 +22,9 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
             model="tiny", hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(**text_config)
         ),
     )
-    return ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
+    made = ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
+    made.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)))
+    return made
 
 
 def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
@@ -32,6 +34,7 @@ def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
         prompt_token_ids=list(range(10)),
         cache_salt=None,
         block_hashes=[],
+        _block_hasher=None,
         update_block_hashes=lambda: None,
     )
     made.on_new_request(request)

@@ -8,6 +8,7 @@ from tests.vllm.prompts import Given, Scenario, alone, computed_alone, computed_
 from tests.vllm.serving import Ask, Got, serving
 
 NEW_TOKENS = 8
+BLOCK_SIZE = 32
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,22 @@ def test_the_prefix_method_is_exact_behind_other_start_tokens(sliced, bare):
         got = sliced.one(ids, params, NEW_TOKENS)
         close(got, bare.one(ids, None, NEW_TOKENS))
         assert got.report.get("prefix_exact_tokens", 0) == 0
+
+
+def test_exact_blocks_are_everybodys_and_woven_ones_nobodys(sliced, bare):
+    """What a plain request left in the cache is an exact one's, and is stored; a woven one shares the instruction."""
+    system, chunks = tokens(40), [tokens(count) for count in (43, 35, 50)]
+    prompt, other = Given(chunks, system=system), Given([chunks[2], chunks[0]], system=system)
+    sliced.answer(prompt.plain())
+    exact = sliced.answer(prompt.ask("prefix", None, NEW_TOKENS))[0]
+    close(exact, bare.answer(prompt.plain(NEW_TOKENS))[0])
+    assert exact.report["computed_tokens"] == len(prompt.ids) % BLOCK_SIZE
+    woven = sliced.answer(other.ask("full-reuse", None, NEW_TOKENS))[0]
+    assert (woven.report["local_tokens"], woven.report["reused_tokens"]) == (BLOCK_SIZE, 50 + 43)
+    for ask in (other.plain(NEW_TOKENS), other.ask("prefix", None, NEW_TOKENS), other.plain(NEW_TOKENS)):
+        close(sliced.answer(ask)[0], bare.answer(other.plain(NEW_TOKENS))[0])
+    again = sliced.answer(other.ask("full-reuse", None, NEW_TOKENS))[0]
+    close(again, bare.answer(other.plain(NEW_TOKENS))[0])  # all of it is stored in this very order now
 
 
 def test_a_woven_request_again_gives_the_same_answer(sliced):

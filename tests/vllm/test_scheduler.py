@@ -1,7 +1,9 @@
 """The scheduler's side against fakes: what is ordered, saved, cancelled and reported."""
 
 from collections import Counter
-from itertools import product
+from hashlib import sha256
+from itertools import product, takewhile
+from operator import eq
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,18 @@ from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepResults
 BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}
 IDS = [BOS, *range(100, 230)]
+BLOCK = 16
 BLOCKS = (7, 8, 9, 10)
 BY_GROUP = (BLOCKS,)
+
+
+def hashed(request) -> list[bytes]:
+    """What vLLM's hasher does: a chain over full blocks, on from those that have a hash."""
+    hashes = list(request.block_hashes)
+    for stop in range(BLOCK * (len(hashes) + 1), request.num_tokens + 1, BLOCK):
+        before = hashes[-1] if hashes else (request.cache_salt or "").encode()
+        hashes.append(sha256(before + repr(request.prompt_token_ids[stop - BLOCK : stop]).encode()).digest())
+    return hashes[len(request.block_hashes) :]
 
 
 class FakeRequest:
@@ -27,14 +39,23 @@ class FakeRequest:
         self.num_tokens = len(ids)
         self.cache_salt = salt
         self.lora_request = None if lora is None else SimpleNamespace(lora_name=lora)
-        self.block_hashes = ["plain"]
+        self._block_hasher = hashed
+        self.block_hashes: list[bytes] = []
+        self.update_block_hashes()
+        self.plain = list(self.block_hashes)
 
     def update_block_hashes(self) -> None:
-        assert not self.block_hashes, "hashes are added to those there are"
-        self.block_hashes.append(f"salted with {self.cache_salt}")
+        self.block_hashes.extend(self._block_hasher(self))
+
+    @property
+    def shared_blocks(self) -> int:
+        """How many of its blocks have the hashes that they have without chunks."""
+        return sum(1 for _ in takewhile(bool, map(eq, self.block_hashes, self.plain)))
 
 
 class FakeManager:
+    block_pool = SimpleNamespace(hash_block_size=BLOCK)
+
     def get_block_ids(self, request_id):
         return (list(BLOCKS),)
 
@@ -87,7 +108,7 @@ def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
 def test_a_request_without_chunks_is_left_as_it_is(side):
     for request in (FakeRequest(), FakeRequest(name="b")):
         side.add(request)
-        assert request.block_hashes == ["plain"]
+        assert request.block_hashes == request.plain
         assert request.cache_salt is None
         assert side.matched(request, 0) == 0
         side.allocated(request, FakeBlocks(), 0)
@@ -96,17 +117,49 @@ def test_a_request_without_chunks_is_left_as_it_is(side):
     assert orders.weaves == orders.saves == orders.cancelled == []
 
 
-def test_a_request_with_chunks_hashes_its_blocks_under_a_salt_of_its_own(side):
-    request = FakeRequest(CHUNKS, salt="tenant")
+def test_what_is_woven_has_its_blocks_apart_from_others(side):
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"}, salt="tenant")
     side.add(request)
     assert request.cache_salt.startswith("tenant|chunkweave-1:")
-    assert request.block_hashes == [f"salted with {request.cache_salt}"]
+    assert request.shared_blocks == 0
+    again, other = (FakeRequest({**CHUNKS, "method": one}, name=one) for one in ("cacheblend", "epic"))
+    for one in (again, other):
+        one.cache_salt = "tenant"
+        side.add(one)
+    assert again.block_hashes == request.block_hashes
+    assert not set(other.block_hashes) & set(request.block_hashes)
+
+
+@pytest.mark.parametrize("method", ["prefix", "full"])
+def test_an_exact_request_shares_all_its_blocks(side, method):
+    request = FakeRequest({**CHUNKS, "method": method}, salt="tenant")
+    side.add(request)
+    assert (request.cache_salt, request.block_hashes) == ("tenant", request.plain)
+
+
+@pytest.mark.parametrize(("stored", "exact"), [((), 1), ((0,), 41), ((1,), 1), ((0, 1), 91), ((0, 1, 2), len(IDS))])
+def test_a_woven_request_shares_the_blocks_of_the_exact_path(side, stored, exact):
+    stored_chunks(side, *stored)
+    stored_chunks(side, 0, 1, 2, exact=False)
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    order = woven(side, request)
+    assert (request.shared_blocks, order.exact) == (exact // BLOCK, exact)
+
+
+def test_what_is_exact_in_vllms_own_cache_is_saved_if_the_stores_lack_it(side):
+    stored_chunks(side, 0)
+    request = FakeRequest({**CHUNKS, "method": "prefix"})
+    side.add(request)
+    assert side.matched(request, 112) == 0
+    (save,) = side.orders(step([("a", 112, 19)])).saves
+    assert (save.saved, save.computed, save.exact) == (0, 131, True)
+    assert not side.orders(step(cached=[("a", 131, 1)])).saves
 
 
 def test_a_wrong_request_is_served_and_reported(side):
     request = FakeRequest({"chunks": []})
     side.add(request)
-    assert request.block_hashes == ["plain"]
+    assert request.block_hashes == request.plain
     assert side.matched(request, 0) == 0
     assert side.finished(request) == {"chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}}
     assert side.finished(request) is None
@@ -247,7 +300,7 @@ def test_where_blocks_leave_windows_an_approximate_request_shares_no_block(windo
         windowed.add(request)
         salts.append(request.cache_salt)
     assert salts[0] != salts[2]
-    assert salts[1] == salts[3]
+    assert salts[1] is salts[3] is None
 
 
 def test_within_a_window_all_blocks_are_there_and_a_weave_begins_behind_vllms_own_cache(windowed):
@@ -266,12 +319,13 @@ def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
     assert (save.saved, save.computed, save.exact) == (41, 131, False)
 
 
-def test_what_vllm_computes_behind_its_own_prefix_cache_is_not_exact(side):
-    request = FakeRequest(CHUNKS)
+@pytest.mark.parametrize(("method", "exact"), [("cacheblend", False), ("prefix", True)])
+def test_what_vllm_computes_behind_woven_blocks_of_its_own_cache_is_not_exact(side, method, exact):
+    request = FakeRequest({**CHUNKS, "method": method})
     side.add(request)
     side.matched(request, 32)
     (save,) = side.orders(step([("a", 32, 99)])).saves
-    assert not save.exact
+    assert save.exact is exact
 
 
 def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
@@ -385,6 +439,7 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 @pytest.mark.parametrize("weaving", [(), (0,)])
 def test_nothing_is_woven_or_captured_unless_every_worker_weaves(weaving):
     side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side.bind_kv_cache_manager(FakeManager())
     side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
     request = FakeRequest({**CHUNKS, "method": "cachecraft"})
     side.add(request)

@@ -193,6 +193,35 @@ def test_a_weave_behind_cached_blocks_chooses_what_the_whole_one_chose(side):
     assert remembered[0, 1].tolist() == [21]
 
 
+def test_a_weave_behind_exact_blocks_of_vllms_own_cache_chooses_for_itself(side):
+    hold(side)
+    for first in (0, 8, 8):
+        side.step(StepOrders(weaves=[WeaveOrder(f"from {first}", request(), BLOCKS, first, 35, exact=10)], idle=True))
+        assert not side.take_outcome()[1].failed
+    assert FakeJob.given == [None, None, None]
+    weave(side, "rest", first=16)
+    assert FakeJob.given[-1] is not None, "what the last of them chose"
+
+
+def test_nothing_approximate_is_brought_where_others_may_take_the_blocks(side):
+    """The exact segment that the scheduler knew of was evicted, and another of the same chunk is there."""
+    hold(side, context=("elsewhere",))
+    for name, exact in (("shared", 20), ("apart", 10)):
+        side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, 0, 35, exact)], idle=True))
+        arrived, results = side.take_outcome()
+        assert (arrived, bool(results.failed)) == ({name}, name == "shared")
+    assert len(FakeJob.given) == 1
+
+
+def test_what_is_stored_exactly_is_not_read_from_the_blocks_again(side, paged, caplog):
+    order = SaveOrder("a", request("prefix"), BLOCKS, 0, 40, True)
+    side.save(StepOrders(saves=[order]))
+    assert len(side._store) == 3
+    paged.broken = True
+    side.save(StepOrders(saves=[order]))
+    assert not caplog.records
+
+
 def test_a_choice_is_not_remembered_for_other_segments(side):
     hold(side)
     weave(side, "whole")
@@ -211,7 +240,8 @@ def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(
     paged.broken = False
     side.save(StepOrders(saves=[order]))
     assert len(side._store) == 3
-    assert side.take_outcome()[1].copies == {part.id: 1 for part in request().stored_parts()}
+    ids = [one for part in request().stored_parts() for one in (part.id, segment_id(part.id, part.context))]
+    assert side.take_outcome()[1].copies == dict.fromkeys(ids, 1)
 
 
 def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
@@ -293,8 +323,9 @@ def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
 
 def test_the_scheduler_gets_changes_only_and_answers(side):
     hold(side)
-    chunks = {part.id for part in list(request().stored_parts())[1:]}
-    assert side.holdings().chunks == chunks
+    parts = list(request().stored_parts())[1:]
+    stored = {one for part in parts for one in (part.id, segment_id(part.id, ()))}
+    assert side.holdings().stored == stored
     assert not side.take_outcome()[1]
     side._store.clear()
     side.step(StepOrders(lookups=[LookupOrder("waiting", request().prompt)]))
@@ -306,7 +337,7 @@ def test_the_scheduler_gets_changes_only_and_answers(side):
         if answered:
             break
         time.sleep(0.002)
-    assert (copies, answered) == (dict.fromkeys(chunks, -1), {"waiting": 1})
+    assert (copies, answered) == (dict.fromkeys(stored, -1), {"waiting": 1})
 
 
 def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):

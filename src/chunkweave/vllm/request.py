@@ -70,11 +70,12 @@ class WeaveRequest:
             if part.id is not None:
                 yield StoredPart(part.id, part.token_ids, span, context)
 
-    def salt(self, given: str | None) -> str:
-        """What keeps this request's blocks apart in vLLM's prefix cache.
+    @property
+    def salt(self) -> str:
+        """What keeps this request's woven blocks apart in vLLM's prefix cache.
 
         Woven KV depends on all chunks of the prompt and on the method, and with some methods on the question; so only a
-        request with the same of these (and the same salt of its own) may take its blocks.
+        request with the same of these may take its blocks.
         """
         digest = hashlib.blake2b(digest_size=16)
         ids = [part.id or "" for part in self.prompt.parts]
@@ -82,7 +83,7 @@ class WeaveRequest:
             ids.append(repr(self.prompt.parts[-1].token_ids))
         for text in (self.method, repr(self.reuse), *ids):
             digest.update(text.encode() + b"\0")
-        return f"{given or ''}|{FIELD}-1:{digest.hexdigest()}"
+        return f"{FIELD}-1:{digest.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)

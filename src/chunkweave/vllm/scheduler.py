@@ -7,7 +7,7 @@ tier too, a request with chunks that the mirror lacks waits until the workers ha
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -24,6 +24,7 @@ from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
+from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 
@@ -39,20 +40,24 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class WeaveOrder:
-    """Bring the KV of positions `first` to `stop` of a request into its blocks, which are given by group of layers."""
+    """Bring the KV of positions `first` to `stop` of a request into its blocks, which are given by group of layers.
+
+    Others may take the blocks below `exact`: what is in them already is exact, and what is brought must be.
+    """
 
     request_id: str
     request: WeaveRequest
     block_ids: BlockIds
     first: int
     stop: int
+    exact: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """After this step's forward the KV of positions below `computed` is in the blocks: store the parts that end there.
 
-    Those that end at `saved` or before are stored already. `exact` says that vLLM computed every position itself.
+    Those that end at `saved` or before are stored already. `exact` says that vLLM computed every position.
     `windowed` layers have lost what lies before `readable`, or may have after the next step.
     """
 
@@ -135,13 +140,14 @@ class _Tracked:
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
     `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
-    lookup has not ended. `parts` are those that can be stored, in order; `wanted` is what of each of them is of use:
-    anything of its chunk, or with an exact method its segment.
+    lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called if they are
+    exact. Blocks below position `shared` are exact, and not apart from others'.
     """
 
     request: WeaveRequest
     parts: tuple[StoredPart, ...] = field(init=False)
-    wanted: tuple[ChunkId | SegmentId, ...] = field(init=False)
+    segments: tuple[SegmentId, ...] = field(init=False)
+    shared: int = 0
     local: int = 0
     saved: int = 0
     woven: bool = False
@@ -153,14 +159,27 @@ class _Tracked:
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
-        exact = self.request.method in EXACT_METHODS
-        self.wanted = tuple(segment_id(part.id, part.context) if exact else part.id for part in self.parts)
+        self.segments = tuple(segment_id(part.id, part.context) for part in self.parts)
         self.counted = not self.request.asked
+
+    @property
+    def exact_method(self) -> bool:
+        return self.request.method in EXACT_METHODS
+
+    @property
+    def behind_exact(self) -> bool:
+        """Whether all that vLLM found in its own cache is exact."""
+        return self.local <= self.shared
+
+    @property
+    def saved_to(self) -> int:
+        """Up to where nothing is to be saved: of what is exact in vLLM's own cache the stores may have nothing."""
+        return self.saved if self.behind_exact else max(self.saved, self.local)
 
     @property
     def all_saved(self) -> bool:
         """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
-        return not self.request.kept.kv or max(self.saved, self.local) >= self.parts[-1].span.stop
+        return not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
 
 
 class ConnectorScheduler:
@@ -195,7 +214,7 @@ class ConnectorScheduler:
         self._refused: dict[str, str] = {}
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Take the scheduler's block bookkeeping, from which block ids are read."""
+        """Take the scheduler's block bookkeeping, from which block ids are read, before the first request."""
         self._manager = manager
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
@@ -229,15 +248,20 @@ class ConnectorScheduler:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             self._refused[request.request_id] = str(error)
             return
-        request.cache_salt = woven.salt(request.cache_salt)
+        tracked = self._requests[request.request_id] = _Tracked(woven)
         # The first round of one that asks again must see no block that is finished; and where what has left a window
         # cannot be read back, a weave has to begin at 0, or its answer would depend on what vLLM's own cache held.
         long = self._weaves and self._window is not None and len(woven.prompt) > self._window
-        alone = asks_again(woven.method, woven.reuse) or (long and woven.method not in EXACT_METHODS)
-        _salt_anew(request, request.request_id if alone else "")
-        tracked = self._requests[request.request_id] = _Tracked(woven)
+        alone = asks_again(woven.method, woven.reuse) or (long and not tracked.exact_method)
+        if alone:
+            keep_apart(request, f"{woven.salt}|{request.request_id}")
+        elif tracked.exact_method:
+            tracked.shared = len(woven.prompt)
+        else:
+            tracked.shared = self._exact_stop(tracked)
+            keep_apart(request, woven.salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
         nothing = reuses_nothing(woven.method, woven.reuse)
-        if self._shared and not nothing and any(one not in self._stored for one in tracked.wanted):
+        if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
 
@@ -258,9 +282,9 @@ class ConnectorScheduler:
         if computed and self._window is not None and stop > self._window:
             # vLLM would drop of its own blocks what a weave behind them is to read: it is woven from the start, unless
             # what they lack is soon computed, and exact.
-            if tracked.request.method in EXACT_METHODS and (stop - computed) * PLACED_PER_COMPUTED <= stop:
+            if tracked.exact_method and (stop - computed) * PLACED_PER_COMPUTED <= stop:
                 return 0
-            _salt_anew(request, request.request_id)  # nobody else's, or what another one wove anew would be found next
+            keep_apart(request, request.request_id)  # nobody else's, or what another one wove anew would be found next
             return None
         return max(0, stop - computed)
 
@@ -276,7 +300,9 @@ class ConnectorScheduler:
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
-        self._orders.weaves.append(WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop))
+        self._orders.weaves.append(
+            WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, tracked.shared)
+        )
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
 
@@ -336,10 +362,19 @@ class ConnectorScheduler:
             return 0
         if request.kept.profiles:
             return tracked.parts[-1].span.stop
-        stored = [one in self._stored for one in tracked.wanted]
-        if request.method in EXACT_METHODS:
-            stored = list(takewhile(bool, stored))
-        return max((part.span.stop for part, there in zip(tracked.parts, stored, strict=False) if there), default=0)
+        if tracked.exact_method:
+            exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
+            return tracked.parts[exact - 1].span.stop if exact else 0
+        return max((part.span.stop for part in tracked.parts if part.id in self._stored), default=0)
+
+    def _exact_stop(self, tracked: _Tracked) -> int:
+        """Where the first part begins that may be reused approximately: none of the exact path is."""
+        exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
+        return tracked.parts[exact].span.start if exact < len(tracked.parts) else len(tracked.request.prompt)
+
+    def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
+        """What of each part is of use: anything of its chunk, or with an exact method its segment."""
+        return tracked.segments if tracked.exact_method else (part.id for part in tracked.parts)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -351,24 +386,15 @@ class ConnectorScheduler:
             if tracked is None or tracked.all_saved:
                 continue
             computed = start + output.num_scheduled_tokens[request_id]
-            saved_to = max(tracked.saved, tracked.local)
-            done = [part.span.stop for part in tracked.parts if saved_to < part.span.stop <= computed]
+            done = [part.span.stop for part in tracked.parts if tracked.saved_to < part.span.stop <= computed]
             windowed = self._window is not None
             if not done and not windowed:
                 continue
             blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
-            exact = not tracked.woven and not tracked.local
+            exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
             saves.append(
                 SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed)
             )
             tracked.saved = max(done, default=tracked.saved)
         return saves
-
-
-def _salt_anew(request: Any, more: str = "") -> None:
-    """Have a request's blocks found under its salt of now, with `more` at its end."""
-    if more:
-        request.cache_salt += f"|{more}"
-    request.block_hashes.clear()
-    request.update_block_hashes()

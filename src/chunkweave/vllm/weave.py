@@ -228,8 +228,8 @@ class WeaveJob:
         """`placements` are the segments of the plan with the spans that they go to.
 
         `captured` are parts that the last pass keeps for the store. `chosen` is what another job of the same chunks and
-        method, from position 0 on, chose: where this one begins later, it takes the same, so that an answer does not
-        depend on what vLLM's own cache held.
+        method chose, where this one begins behind what that wove: it takes the same, so that an answer does not depend
+        on what vLLM's own cache held.
         """
         self._plan, self._first, self._stop = plan, first, stop
         reused = flags_of(plan.spans(KVSource.REUSED), plan.prompt_tokens)
@@ -237,7 +237,7 @@ class WeaveJob:
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
         self._input = WeaveInput(layers, blocks, cache, ids, reused)
         self.captured = captured
-        self._decided: Choices = (chosen or {}) if first else {}
+        self._decided: Choices = chosen or {}
         self._passes: dict[int, RunningPass] = {}
         self._next_pass()
 

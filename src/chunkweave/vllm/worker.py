@@ -147,15 +147,20 @@ class ConnectorWorker:
         """Plan with what was found, pin it, and begin to read. From any thread.
 
         Raises:
-            NotWoven: nothing of it is stored (any more), and nothing is to be captured.
+            NotWoven: nothing of it is stored (any more), and nothing is to be captured; or what was exact is gone.
         """
         promotion, known = order.request.promotion, found
-        if order.first:  # vLLM's own cache may hold what is approximate: no exact prefix grows behind it
+        behind = order.first > order.exact  # what is approximate in vLLM's own cache: no exact prefix grows behind it
+        if behind:
             promotion = replace(promotion, continued=frozenset())
         method = PrefixGrowingMethod(make_method(order.request.method, order.request.reuse), promotion)
         while found.hits or order.request.kept.profiles:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
+            reused = [span.start for span in plan.spans(KVSource.REUSED)]
+            exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
+            if exact_to < order.exact:
+                raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
             pinned = PlanSources(self._store, plan, self._num_layers, torch.device("cpu"))
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
@@ -164,8 +169,7 @@ class ConnectorWorker:
                 continue
             if order.request.asked:
                 self._store.note_request(RequestUse.of(known, plan.segments()))
-            approximate = [0] if order.first else [span.start for span in plan.spans(KVSource.REUSED)]
-            return PreparedWeave(plan, pinned, min(approximate, default=plan.prompt_tokens))
+            return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
 
     def _count(self, asked: AskedOrder) -> None:
@@ -213,13 +217,13 @@ class ConnectorWorker:
             first=order.first,
             stop=order.stop,
             captured=captured,
-            chosen=self._choices.get(_choice_key(request, plan)),
+            chosen=self._choices.get(_choice_key(request, plan)) if order.first > order.exact else None,
         )
 
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
         plan = woven.plan
-        if not order.first:  # for requests like it of which vLLM's own cache has a part
+        if order.first <= order.exact:  # for requests like it of which vLLM's own cache has a woven part
             self._remember(_choice_key(order.request, plan), job.chosen)
         self._arrived.add(order.request_id)
         self._results.reports[order.request_id] = _report(plan, order, job, self._num_layers)
@@ -287,6 +291,8 @@ class ConnectorWorker:
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
                 continue
+            if self._is_exact(part):
+                continue
             copy = None if first == part.span.start else begun.get(part.span)
             if copy is None:  # what lies before this step may be vLLM's own, and readable yet
                 first, copy = part.span.start, PartCopy(part, self._layers)
@@ -296,6 +302,11 @@ class ConnectorWorker:
                 yield copy.segment(exact_to)
             else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
+
+    def _is_exact(self, part: StoredPart) -> bool:
+        """Whether an exact segment of a part is stored."""
+        record = self._store.record(segment_id(part.id, part.context))
+        return record is not None and record.exact
 
     def _expire(self) -> None:
         if self._expires and time.monotonic() - self._expired_s > _EXPIRE_S:
@@ -351,7 +362,7 @@ def _at_once(work: Callable[[], object]) -> None:
 
 def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
     woven_from = (part.segment for part in plan.parts if part.kv_source is KVSource.REUSED)
-    return request.salt(None), tuple(segment for segment in woven_from if segment is not None)
+    return request.salt, tuple(segment for segment in woven_from if segment is not None)
 
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:
