@@ -11,6 +11,7 @@ import torch
 from chunkweave import Chunk, StoreConfig
 from chunkweave.engine.stores import open_store
 from chunkweave.errors import RequestAbortedError, UsageError
+from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave.server.errors import HttpError
@@ -326,6 +327,38 @@ def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve
         thread.join(60)
     assert statuses == [200] * 5
     assert stats.stats.preempted == 1
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize(("asks", "stopped"), [("bolt", 1), ("acme", 0)])
+def test_a_step_is_stopped_for_a_tenant_that_asks_seldom(serve: Serve, monkeypatch, asks: str, stopped: int):
+    """acme's step hangs in its second layer until the other request has come; its own next one waits its turn."""
+    client = serve(keys=key_ring())
+    reached, gate, real, layers = threading.Event(), threading.Event(), HuggingFaceModel.qkv, []
+
+    def qkv(self, layer, hidden):
+        layers.append(layer)
+        if len(layers) == 2:
+            reached.set()
+            gate.wait(10)
+        return real(self, layer, hidden)
+
+    monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
+    statuses, batching = [], client.service.backend.batching
+
+    def ask(tenant: str) -> None:
+        statuses.append(client.ask(documents=[LONG], key=KEYS[tenant]).status_code)
+
+    first, second = (threading.Thread(target=ask, args=(tenant,)) for tenant in ("acme", asks))
+    first.start()
+    assert reached.wait(10)
+    second.start()
+    wait_until(lambda: batching.stats.pending == 2)
+    gate.set()
+    for thread in (first, second):
+        thread.join(30)
+    assert statuses == [200, 200]
+    assert batching.stats.interrupted == stopped
 
 
 @pytest.mark.backend("engine")
