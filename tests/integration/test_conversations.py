@@ -47,7 +47,7 @@ class Rows:
         self.prefilled = self.decoded = 0
         real = Runner.step
 
-        def step(runner, decoding, prefilling):
+        def step(runner, decoding, prefilling, **_):
             self.decoded += sum(len(one.token_ids) for one in decoding)
             before = {id(job): job.remaining_tokens for job, _ in prefilling}
             logits = real(runner, decoding, prefilling)

@@ -140,7 +140,7 @@ def test_nothing_of_what_users_send_or_get_is_logged(lines, monkeypatch, capsys)
             assert await ended(batching, Request("Xyzzyquestion?", [""])) is not None
             assert await ended(batching, Request("Xyzzyquestion " * 1000)) is not None
             with monkeypatch.context() as patched:
-                patched.setattr(Runner, "step", lambda *_: 1 / 0)
+                patched.setattr(Runner, "step", lambda *_, **__: 1 / 0)
                 assert await ended(batching, request()) is RequestFailedError
 
     asyncio.run(main())

@@ -177,7 +177,7 @@ def gate(monkeypatch) -> threading.Event:
     """No step ends before the gate is open."""
     gate, real = threading.Event(), Runner.step
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **_):
         gate.wait(20)
         return real(self, decoding, prefilling)
 
@@ -266,7 +266,7 @@ def test_an_engine_that_a_bug_ended_is_not_ready():
 
 
 def test_an_engine_that_fails_tells_nothing_of_itself(monkeypatch):
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **_):
         raise RuntimeError("a secret of the inside")
 
     monkeypatch.setattr(Runner, "step", step)
