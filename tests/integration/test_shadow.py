@@ -176,7 +176,7 @@ def steps(monkeypatch) -> list[tuple[int, list[bool]]]:
     """Of every step: how many decoded, and of each prefill whether it is a check's."""
     seen, real = [], Runner.step
 
-    def step(self, decoding, prefilling):
+    def step(self, decoding, prefilling, **_):
         prefilling = list(prefilling)
         seen.append((len(decoding), [not job._options.capture for job, _ in prefilling]))
         return real(self, decoding, prefilling)

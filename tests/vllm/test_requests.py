@@ -222,5 +222,5 @@ def test_the_scheduler_knows_what_the_workers_hold(observed):
     observed.one(tokens(4))
     core = observed.llm.llm_engine.engine_core.engine_core
     stored = core.scheduler.connector._scheduler._stored
-    held = set(observed.worker("chunkweave_chunks")[0])
+    held = set(observed.worker("chunkweave_stored")[0])
     assert set(stored._copies) == held

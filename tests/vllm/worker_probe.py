@@ -38,9 +38,10 @@ class WorkerProbe:
             "segments": len(side._store),
         }
 
-    def chunkweave_chunks(self) -> list[str]:
-        """Ids of the chunks in the store."""
-        return [record.chunk_id for record in get_kv_transfer_group()._worker._store.records()]
+    def chunkweave_stored(self) -> list[str]:
+        """Ids of the chunks in the store, and of its exact segments."""
+        records = get_kv_transfer_group()._worker._store.records()
+        return [record.chunk_id for record in records] + [record.id for record in records if record.exact]
 
     def chunkweave_records(self) -> dict[str, dict[str, Any]]:
         """What is stored, by id: whether it is exact, and what its tokens attended to when it was computed."""
