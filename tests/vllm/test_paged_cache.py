@@ -8,7 +8,7 @@ import torch
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.types import Geometry, Span
-from chunkweave.vllm.paged_kv import PagedCache
+from chunkweave.vllm.paged_kv import PagedCache, PagedKV
 
 LAYERS, HEADS, DIM, CAPACITY = 2, 1, 2, 20
 
@@ -159,3 +159,42 @@ def test_one_layer_is_at_hand(paged):
     made.load_layer(0, rotate)
     with pytest.raises(AssertionError):
         made.view(1, 4)
+
+
+class Backend:
+    """An attention layer whose blocks have keys by dim and values by token, or both with the tokens' halves swapped."""
+
+    num_kv_heads, head_size, tokens = 2, 4, 8
+
+    def __init__(self, *, affine: bool, by_token: bool) -> None:
+        self.impl = self
+        self.affine = affine
+        shape = (6, self.tokens, 2, 2 * self.head_size) if by_token else (6, 2, self.tokens, 2 * self.head_size)
+        self.kv_cache = torch.zeros(shape)
+        if by_token:
+            self.kv_cache = self.kv_cache.transpose(1, 2)
+
+    def do_kv_cache_update(self, _layer, keys, values, cache, slots):
+        for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
+            block, row = divmod(slot, self.tokens)
+            if self.affine:
+                by_dim = cache[block].reshape(2, 2 * self.head_size, self.tokens)
+                by_dim[:, : self.head_size, row] = key
+                cache[block] = by_dim.view(2, self.tokens, 2 * self.head_size)
+                halves = cache[block].reshape(2, 2, self.tokens, self.head_size)
+                halves[:, 1, row] = value
+                cache[block] = halves.view(2, self.tokens, 2 * self.head_size)
+            else:
+                cache[block, :, row ^ 5] = torch.cat((value, key), dim=-1)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_what_a_backend_wrote_is_read_however_it_lays_it_out(affine, by_token):
+    layers = [Backend(affine=affine, by_token=by_token) for _ in range(2)]
+    paged = PagedKV(layers, block_size=8)
+    where = torch.tensor([3, 40, 11, 12, 7])
+    keys, values = torch.randn(2, len(where), 2, 4)
+    paged.write(1, where, keys, values)
+    assert torch.equal(paged.read(1, where), torch.stack((keys, values)))
+    assert not paged.read(0, where).any()

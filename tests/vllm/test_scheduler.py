@@ -65,9 +65,10 @@ class FakeBlocks:
         return (list(BLOCKS),)
 
 
-def step(scheduled=(), cached=()):
+def step(scheduled=(), cached=(), preempted=()):
     """A scheduler output: `(request id, computed before, scheduled now)` of new and of running requests."""
     return SimpleNamespace(
+        preempted_req_ids=set(preempted),
         total_num_scheduled_tokens=sum(now for *_, now in (*scheduled, *cached)),
         num_scheduled_tokens={name: now for name, _, now in (*scheduled, *cached)},
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=before) for name, before, _ in scheduled],
@@ -112,7 +113,7 @@ def test_a_request_without_chunks_is_left_as_it_is(side):
         assert request.cache_salt is None
         assert side.matched(request, 0) == 0
         side.allocated(request, FakeBlocks(), 0)
-        assert side.finished(request) is None
+        assert side.finished(request) == (False, None)
     orders = side.orders(step([("a", 0, 20)]))
     assert orders.weaves == orders.saves == orders.cancelled == []
 
@@ -161,15 +162,17 @@ def test_a_wrong_request_is_served_and_reported(side):
     side.add(request)
     assert request.block_hashes == request.plain
     assert side.matched(request, 0) == 0
-    assert side.finished(request) == {"chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}}
-    assert side.finished(request) is None
+    assert side.finished(request)[1] == {
+        "chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}
+    }
+    assert side.finished(request) == (False, None)
 
 
 def test_parameters_that_are_no_object_are_not_ours(side):
     request = FakeRequest()
     request.kv_transfer_params = "nonsense"
     side.add(request)
-    assert side.finished(request) is None
+    assert side.finished(request) == (False, None)
 
 
 def test_nothing_is_woven_while_nothing_is_stored(side):
@@ -251,6 +254,60 @@ def test_parts_are_saved_in_the_step_that_completes_them(side):
     (save,) = side.orders(step(cached=[("a", 80, 51)])).saves
     assert (save.saved, save.computed) == (41, 131)
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
+
+
+def test_blocks_are_kept_until_every_rank_has_copied_them():
+    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side.bind_kv_cache_manager(FakeManager())
+    side.begin_with(dict.fromkeys(range(2), Holdings(frozenset(), False)))
+    numbers = {}
+    for name in "abc":
+        side.add(FakeRequest(CHUNKS, name=name))
+        side.matched(FakeRequest(CHUNKS, name=name), 0)
+        (save,) = side.orders(step([(name, 0, 131)])).saves
+        numbers[name] = save.number
+    side.note(StepResults(saved=Counter({numbers["a"]: 1, numbers["b"]: 2})), set())
+    assert [side.finished(FakeRequest(CHUNKS, name=name))[0] for name in "abc"] == [True, False, True]
+    orders = side.orders(step())
+    assert orders.held == ["a", "c"]
+    side.note(StepResults(saved=Counter({numbers["a"]: 1})), set())
+    side.note(StepResults(saved=Counter({numbers["c"]: 2})), set())
+    assert not side.orders(step()).held
+
+
+def test_preemption_takes_the_blocks_which_workers_are_told_in_that_step(side):
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    side.matched(request, 0)
+    (save,) = side.orders(step([("a", 0, 131)])).saves
+    assert side.orders(step(preempted=["a", "plain"])).preempted == {"a"}
+    assert not side.orders(step()).preempted
+    assert side.finished(request)[0] is False, "there are no blocks to be kept"
+    side.note(StepResults(saved=Counter({save.number: 1})), set())
+
+
+@pytest.mark.parametrize("method", ["prefix", "epic"])
+def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
+    """Workers copy it before they weave. What could not be stored is expected no longer."""
+    first = FakeRequest({**CHUNKS, "method": method})
+    side.add(first)
+    side.matched(first, 0)
+    (save,) = side.orders(step([("a", 0, 131)])).saves
+    for name, saved, tokens in (("b", {}, 121), ("c", {save.number: 1}, 0)):
+        side.note(StepResults(saved=Counter(saved)), set())
+        request = FakeRequest({**CHUNKS, "method": method}, name=name)
+        side.add(request)
+        assert side.matched(request, 0) == tokens
+
+
+def test_what_may_not_be_kept_is_not_expected(side):
+    first = FakeRequest({**CHUNKS, "method": "prefix", "promoted": [0]})
+    side.add(first)
+    side.matched(first, 0)
+    assert side.orders(step([("a", 0, 131)])).saves
+    request = FakeRequest({**CHUNKS, "method": "prefix"}, name="b")
+    side.add(request)
+    assert side.matched(request, 0) == 0
 
 
 @pytest.fixture
@@ -336,7 +393,9 @@ def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
     assert side.matched(request, 0) == 0
     (save,) = side.orders(step([("a", 0, 131)])).saves
     assert (save.saved, save.computed, save.exact) == (0, 131, True)
-    assert side.finished(request) == {"chunkweave": {"method": "prefix", "prompt_tokens": 131, "computed_tokens": 131}}
+    assert side.finished(request)[1] == {
+        "chunkweave": {"method": "prefix", "prompt_tokens": 131, "computed_tokens": 131}
+    }
 
 
 def test_the_workers_report_is_the_answers(side):
@@ -345,7 +404,7 @@ def test_the_workers_report_is_the_answers(side):
     woven(side, request)
     side.note(StepResults(reports={"a": {"method": "epic"}, "gone": {}}), {"a"})
     side.note(StepResults(reports={"a": {"method": "epic", "after": "preemption"}}), {"a"})
-    assert side.finished(request) == {"chunkweave": {"method": "epic"}}
+    assert side.finished(request)[1] == {"chunkweave": {"method": "epic"}}
 
 
 def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
@@ -451,7 +510,7 @@ def test_full_means_vllms_own_prefill(side):
     request = FakeRequest({**CHUNKS, "method": "full", "capture": True})
     side.add(request)
     assert side.matched(request, 0) == 0
-    report = side.finished(request)["chunkweave"]
+    report = side.finished(request)[1]["chunkweave"]
     assert report["computed_tokens"] == len(IDS)
 
 

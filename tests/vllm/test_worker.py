@@ -34,6 +34,7 @@ class FakePaged:
     dtype = torch.float32
     device = torch.device("cpu")
     groups = (0,) * LAYERS
+    num_slots = 1024
     broken = False
 
     def read(self, layer, slots):
@@ -114,6 +115,15 @@ class FakeCaptured:
 def request(method: str = "cacheblend", **more) -> WeaveRequest:
     params = {"chunks": [[10, 20], [20, 35]], "method": method, **more}
     return parse(params, IDS, fingerprint="model", salt="", start=(), defaults=Defaults())
+
+
+def whole(side: ConnectorWorker, **orders) -> None:
+    """A step, and what follows it."""
+    side.begin(StepOrders(**orders))
+    side.step(StepOrders(**orders))
+    side.save(StepOrders(**orders))
+    side.end()
+    side._between_steps.finish()
 
 
 def hold(side: ConnectorWorker, context: tuple = ()) -> None:
@@ -215,11 +225,44 @@ def test_nothing_approximate_is_brought_where_others_may_take_the_blocks(side):
 
 def test_what_is_stored_exactly_is_not_read_from_the_blocks_again(side, paged, caplog):
     order = SaveOrder("a", request("prefix"), BLOCKS, 0, 40, True)
-    side.save(StepOrders(saves=[order]))
+    whole(side, saves=[order])
     assert len(side._store) == 3
     paged.broken = True
-    side.save(StepOrders(saves=[order]))
+    whole(side, saves=[order])
     assert not caplog.records
+
+
+def saved(side: ConnectorWorker, name: str, number: int) -> None:
+    """A step that completes the request's parts, without the time that follows."""
+    side.begin(StepOrders())
+    side.save(StepOrders(saves=[SaveOrder(name, request(), BLOCKS, 0, 40, True, number=number)]))
+
+
+def test_what_is_saved_is_copied_when_the_step_is_over(side):
+    saved(side, "a", 7)
+    assert not len(side._store)
+    assert not side.take_outcome()[1].saved
+    side.step(StepOrders(held=["a"]))
+    assert not side.take_released()
+    side.end()
+    side._between_steps.finish()
+    assert len(side._store) == 3
+    assert side.take_outcome()[1].saved == {7: 1}
+    assert (side.take_released(), side.take_released()) == ({"a"}, set())
+
+
+def test_blocks_of_a_preempted_request_are_copied_before_others_get_them(side):
+    saved(side, "a", 7)
+    saved(side, "b", 8)
+    side.begin(StepOrders(preempted=frozenset("a")))
+    assert side.take_outcome()[1].saved == {7: 1}
+
+
+def test_what_a_weave_needs_is_copied_before_it(side):
+    saved(side, "a", 7)
+    side.begin(StepOrders())
+    side.step(StepOrders(weaves=[WeaveOrder("b", request("full-reuse"), BLOCKS, 0, 35)], idle=True))
+    assert side.take_outcome()[1].reports["b"]["computed_tokens"] == 5
 
 
 def test_a_choice_is_not_remembered_for_other_segments(side):
@@ -234,11 +277,11 @@ def test_a_choice_is_not_remembered_for_other_segments(side):
 def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(side, paged, caplog):
     order = SaveOrder("a", request(), BLOCKS, 0, 40, True)
     paged.broken = True
-    side.save(StepOrders(saves=[order]))
+    whole(side, saves=[order])
     assert "not stored" in caplog.text
     assert not len(side._store)
     paged.broken = False
-    side.save(StepOrders(saves=[order]))
+    whole(side, saves=[order])
     assert len(side._store) == 3
     ids = [one for part in request().stored_parts() for one in (part.id, segment_id(part.id, part.context))]
     assert side.take_outcome()[1].copies == dict.fromkeys(ids, 1)
@@ -282,7 +325,7 @@ def test_an_exact_path_is_stored_as_far_as_it_is_promoted(side):
     """CRAFT §4.2, of what vLLM computes: what is stored, and the promoted chunks that go on from there."""
 
     def save(method="prefix", **more):
-        side.save(StepOrders(saves=[SaveOrder("a", request(method, **more), BLOCKS, 0, 40, True)]))
+        whole(side, saves=[SaveOrder("a", request(method, **more), BLOCKS, 0, 40, True)])
         return stored_paths(side)
 
     assert save(promoted=[]) == {"system"}
@@ -396,11 +439,11 @@ def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(paged, si
 
     path = [segment_id(part.id, part.context) for part in request().stored_parts()]
     try:
-        side.step(StepOrders(asked=[AskedOrder(request().prompt, 0)]))
+        whole(side, asked=[AskedOrder("a", request().prompt, 0)])
         assert counts() == [(1, 1)] * 3
-        side.save(StepOrders(saves=[SaveOrder("a", request(), BLOCKS, 0, 40, True)]))
+        whole(side, saves=[SaveOrder("a", request(), BLOCKS, 0, 40, True)])
         assert counts() == [(1, 1)] * 3
-        side.step(StepOrders(asked=[AskedOrder(request().prompt, 40)]))
+        whole(side, asked=[AskedOrder("a", request().prompt, 40)])
         assert counts() == [(2, 1)] * 3
         weave(side, "b")
         assert counts() == [(3, 1)] * 3

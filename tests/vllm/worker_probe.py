@@ -23,6 +23,13 @@ class NotedBlocks(RequestBlocks):
 worker.RequestBlocks = NotedBlocks  # type: ignore[misc]
 
 
+def _store() -> Any:
+    """The store, after what waits to be copied."""
+    side: Any = get_kv_transfer_group()._worker
+    side._between_steps.finish()
+    return side._store
+
+
 class WorkerProbe:
     """Methods for `LLM.collective_rpc`."""
 
@@ -31,21 +38,22 @@ class WorkerProbe:
         side: Any = get_kv_transfer_group()._worker
         if side is None:
             return {"weaves": False}
+        store = _store()
         return {
             "weaves": True,
             "jobs": len(side._queue),
             "woven": len(side._woven),
-            "segments": len(side._store),
+            "segments": len(store),
         }
 
     def chunkweave_stored(self) -> list[str]:
         """Ids of the chunks in the store, and of its exact segments."""
-        records = get_kv_transfer_group()._worker._store.records()
+        records = _store().records()
         return [record.chunk_id for record in records] + [record.id for record in records if record.exact]
 
     def chunkweave_records(self) -> dict[str, dict[str, Any]]:
         """What is stored, by id: whether it is exact, and what its tokens attended to when it was computed."""
-        records = get_kv_transfer_group()._worker._store.records()
+        records = _store().records()
         return {
             record.id: {"exact": record.exact, "attention": record.attention and asdict(record.attention)}
             for record in records
@@ -53,21 +61,21 @@ class WorkerProbe:
 
     def chunkweave_check(self) -> bool:
         """The store's own invariants; raises if one does not hold."""
-        get_kv_transfer_group()._worker._store.check()
+        _store().check()
         return True
 
     def chunkweave_flush(self) -> bool:
         """Wait until what is stored is written to the slow tiers."""
-        return bool(get_kv_transfer_group()._worker._store.flush(30))
+        return bool(_store().flush(30))
 
     def chunkweave_forget_memory(self) -> None:
         """As after a restart, but for what the slow tiers know: nothing is in memory."""
-        store: Any = get_kv_transfer_group()._worker._store
+        store: Any = _store()
         store.levels[0].store.remove_where(lambda _: True)
 
     def chunkweave_is_of(self, segment: str, token_ids: list[int]) -> bool:
         """Whether a stored segment is of a chunk of these tokens."""
-        return get_kv_transfer_group()._worker._store.record(segment).token_ids == tuple(token_ids)
+        return _store().record(segment).token_ids == tuple(token_ids)
 
     def chunkweave_woven_blocks(self) -> list[int]:
         """Where the blocks of the latest weave began, by group of layers."""

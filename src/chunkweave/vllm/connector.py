@@ -93,9 +93,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._scheduler.note(connector_output.kv_connector_worker_meta, connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, _block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        report = self._scheduler.finished(request)
+        held, report = self._scheduler.finished(request)
         self._reports.send(request.request_id, report)
-        return False, report
+        return held, report
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -112,6 +112,10 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         ranks = RankAgreement() if self._vllm_config.parallel_config.tensor_parallel_size > 1 else Alone()
         self._worker = ConnectorWorker(layers, model_fingerprint(self._vllm_config), self._settings, ranks)
         logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if self._worker is not None:
+            self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, _forward_context: Any, **_kwargs: Any) -> None:
         if self._worker is not None:
@@ -132,8 +136,12 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             return KVConnectorTransferResults()
         self._worker.forget(finished_req_ids)
         arrived, results = self._worker.take_outcome()
+        released = self._worker.take_released()
+        self._worker.end()
         self._results = results or None
-        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=results.failed)
+        return KVConnectorTransferResults(
+            finished_sending=released, finished_recving=arrived, failed_recving=results.failed
+        )
 
     def build_connector_worker_meta(self) -> StepResults | None:
         return self._results

@@ -6,6 +6,7 @@ is learnt: a block is written with the number of each of its elements, and what 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,30 @@ if TYPE_CHECKING:
 
 _DIGIT = 128
 """Numbers are written digit by digit, each exact in bfloat16 (8 bits of significand)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """Where keys (or values) lie in a block, if that is an affine function of token, head and dim."""
+
+    origin: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def found(cls, offsets: torch.Tensor) -> "_Strided | None":
+        """From offsets in memory from a block's first element, `[tokens, kv_heads, head_dim]`."""
+        origin = offsets[0, 0, 0]
+        steps = [offsets.select(dim, min(1, size - 1))[0, 0] - origin for dim, size in enumerate(offsets.shape)]
+        axes = [torch.arange(size, device=offsets.device) for size in offsets.shape]
+        tokens, heads, dims = (axis * step for axis, step in zip(axes, steps, strict=True))
+        if not torch.equal(origin + tokens[:, None, None] + heads[:, None] + dims, offsets):
+            return None
+        return cls(int(origin), tuple(map(int, steps)))
+
+    def view(self, cache: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """They in a whole cache, `[blocks, *shape]` where `shape` is of the offsets."""
+        strides = (cache.stride(0), *self.strides)
+        return cache.as_strided((len(cache), *shape), strides, cache.storage_offset() + self.origin)
 
 
 class PagedKV:
@@ -58,6 +83,10 @@ class PagedKV:
         self.device: torch.device = cache.device
         self.num_slots = int(cache.shape[0]) * self.kernel_block
         self._places = self._learn()
+        self._strides = cache.stride()
+        at = torch.unravel_index(self._places, cache.shape[1:])
+        offsets = sum(index * stride for index, stride in zip(at, self._strides[1:], strict=True))
+        self._strided = [_Strided.found(offsets[:, one]) for one in (0, 1)]
         self._verify()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -67,11 +96,15 @@ class PagedKV:
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Rotated keys and values of `slots` `[tokens]` of one layer, `[2, tokens, kv_heads, head_dim]`, a copy."""
-        cache = self._layers[layer].kv_cache
-        blocks, rows = torch.unique(slots // self.kernel_block, return_inverse=True)
+        cache, rows = self._layers[layer].kv_cache, slots % self.kernel_block
+        keys, values = self._strided
+        if keys is not None and values is not None and cache.stride() == self._strides:
+            blocks, shape = slots // self.kernel_block, (self.kernel_block, *self.shape)
+            return torch.stack([one.view(cache, shape)[blocks, rows] for one in (keys, values)])
+        blocks, where = torch.unique(slots // self.kernel_block, return_inverse=True)
         raw = cache[blocks].reshape(len(blocks), -1)
         tokens = raw[:, self._places.view(-1)].view(len(blocks), *self._places.shape)
-        found: torch.Tensor = tokens[rows, slots % self.kernel_block].transpose(0, 1)
+        found: torch.Tensor = tokens[where, rows].transpose(0, 1)
         return found
 
     @contextmanager

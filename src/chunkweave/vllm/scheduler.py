@@ -7,9 +7,9 @@ tier too, a request with chunks that the mirror lacks waits until the workers ha
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -57,6 +57,9 @@ class WeaveOrder:
 class SaveOrder:
     """After this step's forward the KV of positions below `computed` is in the blocks: store the parts that end there.
 
+    The blocks stay as they are until the workers say that the order of this `number` is done, or the request is among
+    the preempted ones.
+
     Those that end at `saved` or before are stored already. `exact` says that vLLM computed every position.
     `windowed` layers have lost what lies before `readable`, or may have after the next step.
     """
@@ -69,6 +72,7 @@ class SaveOrder:
     exact: bool
     readable: int = 0
     windowed: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class LookupOrder:
 class AskedOrder:
     """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, it computes the others."""
 
+    request_id: str
     prompt: Prompt
     local: int
 
@@ -97,13 +102,19 @@ class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has 
 
 @dataclass(slots=True)
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
-    """Scheduler to workers. `idle`: nothing else is to be computed in this step."""
+    """Scheduler to workers. `idle`: nothing else is to be computed in this step.
+
+    Blocks of `preempted` requests are given to others in this step; those of `held` ones, which have ended, when the
+    workers have copied what they were to save.
+    """
 
     weaves: list[WeaveOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     lookups: list[LookupOrder] = field(default_factory=list)
     asked: list[AskedOrder] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    preempted: frozenset[str] = frozenset()
+    held: list[str] = field(default_factory=list)
     idle: bool = False
 
 
@@ -112,25 +123,36 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     """Workers to scheduler: what came into the stores or left them, reports of finished weaves, and failed ones.
 
     `copies` says by how many more ranks (or fewer) something of a chunk, or an exact segment, is held now. `answered`
-    says on how many ranks the remote lookup of a request has ended.
+    says on how many ranks the remote lookup of a request has ended, `saved` on how many a save of this number is done.
     """
 
     copies: Counter[ChunkId | SegmentId] = field(default_factory=Counter)
     reports: dict[str, dict[str, object]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
+    saved: Counter[int] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
         """Whether there is anything to send: most steps bring nothing."""
-        return bool(self.copies or self.reports or self.failed or self.answered)
+        return bool(self.copies or self.reports or self.failed or self.answered or self.saved)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
         """What all ranks say; their reports are the same."""
         assert isinstance(other, StepResults)
-        copies, answered = Counter(self.copies), Counter(self.answered)
+        copies, answered, saved = Counter(self.copies), Counter(self.answered), Counter(self.saved)
         copies.update(other.copies)
         answered.update(other.answered)
-        return StepResults(copies, self.reports | other.reports, self.failed | other.failed, answered)
+        saved.update(other.saved)
+        return StepResults(copies, self.reports | other.reports, self.failed | other.failed, answered, saved)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A save that was ordered: what it will store, and the ranks that have not done it."""
+
+    request_id: str
+    stored: tuple[ChunkId | SegmentId, ...]
+    ranks: int
 
 
 @dataclass(slots=True)
@@ -141,7 +163,8 @@ class _Tracked:
     that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
     `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
     lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called if they are
-    exact. Blocks below position `shared` are exact, and not apart from others'.
+    exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of saves that
+    read its blocks yet.
     """
 
     request: WeaveRequest
@@ -155,6 +178,7 @@ class _Tracked:
     failed: bool = False
     lookups: int = 0
     counted: bool = False
+    saving: set[int] = field(default_factory=set)
     report: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -207,6 +231,8 @@ class ConnectorScheduler:
         self._window = window
         self._manager: Any = None
         self._requests: dict[str, _Tracked] = {}
+        self._saving: dict[int, _Saving] = {}
+        self._save_numbers = count()
         self._stored = StoredMirror(ranks)
         self._weaves = True
         self._shared = False
@@ -296,7 +322,7 @@ class ConnectorScheduler:
         counted, tracked.counted = tracked.counted, True
         if not external_tokens:
             if not counted and self._weaves:
-                self._orders.asked.append(AskedOrder(tracked.request.prompt, tracked.local))
+                self._orders.asked.append(AskedOrder(request.request_id, tracked.request.prompt, tracked.local))
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
@@ -311,6 +337,9 @@ class ConnectorScheduler:
         orders, self._orders = self._orders, StepOrders()
         orders.idle = not scheduler_output.total_num_scheduled_tokens
         if self._requests:
+            orders.preempted = frozenset(scheduler_output.preempted_req_ids or ()) & self._requests.keys()
+            for request_id in orders.preempted:
+                self._requests[request_id].saving.clear()
             orders.saves.extend(self._saves(scheduler_output))
         return orders
 
@@ -321,6 +350,7 @@ class ConnectorScheduler:
         if results is None:
             return
         self._stored.note(results.copies)
+        self._note_saved(results.saved)
         for request_id in results.answered.keys() & self._requests.keys():
             self._requests[request_id].lookups -= results.answered[request_id]
         for request_id in results.failed & self._requests.keys():
@@ -331,19 +361,24 @@ class ConnectorScheduler:
             if tracked.report is None:  # later ones, after preemption, are of the rest only
                 tracked.report = results.reports[request_id]
 
-    def finished(self, request: Any) -> dict[str, object] | None:
-        """A request ended, whichever way; its weave is cancelled. Returns the report for its answer."""
+    def finished(self, request: Any) -> tuple[bool, dict[str, object] | None]:
+        """A request ended, whichever way; its weave is cancelled.
+
+        Returns whether its blocks are to be kept until the workers release them, and the report for its answer.
+        """
         refused = self._refused.pop(request.request_id, None)
         if refused is not None:
-            return {FIELD: {"error": refused}}
+            return False, {FIELD: {"error": refused}}
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return None
+            return False, None
         if tracked.in_flight:
             self._orders.cancelled.append(request.request_id)
+        elif tracked.saving:
+            self._orders.held.append(request.request_id)
         tokens = len(tracked.request.prompt)
         unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - tracked.local}
-        return {FIELD: tracked.report or unwoven}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or unwoven}
 
     def _key(self, request: Any) -> str:
         """The fingerprint, with the adapter if the request names one."""
@@ -386,15 +421,42 @@ class ConnectorScheduler:
             if tracked is None or tracked.all_saved:
                 continue
             computed = start + output.num_scheduled_tokens[request_id]
-            done = [part.span.stop for part in tracked.parts if tracked.saved_to < part.span.stop <= computed]
+            done = [at for at, part in enumerate(tracked.parts) if tracked.saved_to < part.span.stop <= computed]
             windowed = self._window is not None
             if not done and not windowed:
                 continue
             blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
             exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
+            number = self._expect(request_id, tracked, done, exact=exact)
             saves.append(
-                SaveOrder(request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed)
+                SaveOrder(
+                    request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
+                )
             )
-            tracked.saved = max(done, default=tracked.saved)
+            tracked.saved = max((tracked.parts[at].span.stop for at in done), default=tracked.saved)
         return saves
+
+    def _expect(self, request_id: str, tracked: _Tracked, done: Sequence[int], *, exact: bool) -> int:
+        """Note a save of the parts with these numbers; returns its own number."""
+        stored: list[ChunkId | SegmentId] = []
+        if tracked.request.promotion.kept is None:  # else they may not be kept
+            stored += [tracked.parts[at].id for at in done]
+            stored += [tracked.segments[at] for at in done if exact]
+        number = next(self._save_numbers)
+        tracked.saving.add(number)
+        self._saving[number] = _Saving(request_id, tuple(stored), self._ranks)
+        self._stored.expect(stored)
+        return number
+
+    def _note_saved(self, saved: Mapping[int, int]) -> None:
+        for number, ranks in saved.items():
+            saving = self._saving[number]
+            saving.ranks -= ranks
+            if saving.ranks:
+                continue
+            del self._saving[number]
+            self._stored.settle(saving.stored)
+            tracked = self._requests.get(saving.request_id)
+            if tracked is not None:
+                tracked.saving.discard(number)

@@ -1,6 +1,7 @@
 """What the scheduler knows of the workers' stores, and how it gets to know it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -98,10 +99,19 @@ class StoredMirror:
         """`ranks` is how many workers each have a share of the heads."""
         self._ranks = ranks
         self._copies: dict[ChunkId | SegmentId, int] = {}
+        self._coming: Counter[ChunkId | SegmentId] = Counter()
 
     def __contains__(self, one: ChunkId | SegmentId) -> bool:
-        """Whether every rank has reported that it holds a chunk, in some context, or this exact segment."""
-        return self._copies.get(one, 0) >= self._ranks
+        """Whether every rank holds a chunk, in some context, or this exact segment, or is about to."""
+        return self._copies.get(one, 0) >= self._ranks or one in self._coming
+
+    def expect(self, coming: Iterable[ChunkId | SegmentId]) -> None:
+        """Ranks were told to store these, and do so before they look for anything."""
+        self._coming.update(coming)
+
+    def settle(self, come: Iterable[ChunkId | SegmentId]) -> None:
+        """Ranks have stored what was expected, or could not."""
+        self._coming -= Counter(come)
 
     def note(self, changes: Mapping[ChunkId | SegmentId, int]) -> None:
         """So many ranks more (or fewer) hold these."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import SegmentId, Span
+from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.request import StoredPart, WeaveRequest
@@ -38,6 +39,9 @@ logger = logging.getLogger("vllm.chunkweave")
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
 
+_WAITING_SHARE = 1 / 8
+"""Of vLLM's blocks, how many may wait to be copied."""
+
 _EXPIRE_S = 60.0
 """How often the store is searched for what has outlived its time."""
 
@@ -50,6 +54,8 @@ Exact parts do not count: stored or computed, their KV is the same.
 
 class ConnectorWorker:
     """Owns store and weaves of one worker. Called from the worker's thread only.
+
+    A step goes from `begin` to `end`; between steps, what is to be saved is copied out of the blocks.
 
     Every rank of a tensor-parallel group gets the same orders in the same order, and does the same: before it uses what
     depends on its own tiers, threads or clock, `WeaveQueue` agrees on that with the other ranks.
@@ -72,6 +78,9 @@ class ConnectorWorker:
         timeout_s = settings.weave.load_timeout_s
         self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
         self._in_background: Callable[[Callable[[], object]], object] = self._lookups.run if slow else _at_once
+        self._between_steps = BackgroundWork(int(layers.paged.num_slots * _WAITING_SHARE))
+        self._held: set[str] = set()
+        """Requests that have ended, whose blocks vLLM keeps until they are copied."""
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
@@ -86,6 +95,11 @@ class ConnectorWorker:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
         return Holdings(self._follower.take().added, self._store.shared)
 
+    def begin(self, orders: StepOrders) -> None:
+        """Before vLLM gives blocks of preempted requests to others: copy what is to be kept of them."""
+        self._between_steps.begin_step()
+        self._between_steps.finish(lambda work: work.request_id in orders.preempted)
+
     def step(self, orders: StepOrders) -> None:
         """Cancel what is to be cancelled, then weave: a whole request in an idle step, else about `step_tokens`.
 
@@ -93,10 +107,13 @@ class ConnectorWorker:
         meanwhile waits no longer than without the plug-in. Nothing here waits for a slow tier: while segments of one
         request are read, another one is woven.
         """
+        self._held.update(orders.held)
         self._lookups.begin(orders.lookups)
         self._expire()
+        wanted = {part.id for order in orders.weaves for part in order.request.stored_parts()}
+        self._between_steps.finish(lambda work: not work.chunks.isdisjoint(wanted))
         for asked in orders.asked:
-            self._in_background(partial(self._count, asked))
+            self._between_steps.add(Work(self._counting(asked), asked.request_id))
         for order in orders.weaves:
             self._queue.add(order, self._woven.get(order.request_id))
         for request_id in orders.cancelled:
@@ -109,13 +126,19 @@ class ConnectorWorker:
                 return  # it is answered before the others are woven
 
     def save(self, orders: StepOrders) -> None:
-        """Store the parts whose KV this step's forward has completed."""
+        """Store the parts whose KV this step's forward has completed: between steps, or at once what leaves windows."""
         for order in orders.saves:
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
-            prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
-            with self._store.lease(prefix):  # what the request found is not evicted for what it adds
-                self._insert(order.request_id, self._completed(order, exact_to))
+            parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
+            work = Work(
+                self._completed(order, exact_to, wait_for_now(self._layers.device)),
+                order.request_id,
+                order.number,
+                frozenset(part.id for part in parts),
+                sum(len(part.span) for part in parts),
+            )
+            self._between_steps.add(work, at_once=order.windowed)
 
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
@@ -127,13 +150,25 @@ class ConnectorWorker:
 
     def take_outcome(self) -> tuple[set[str], StepResults]:
         """Requests that wait no longer, and what the scheduler gets to know: also which of them failed."""
+        self._results.saved.update(self._between_steps.take_done())
         self._events.add_to(self._results)
         outcome = self._arrived, self._results
         self._arrived, self._results = set(), StepResults()
         return outcome
 
+    def take_released(self) -> set[str]:
+        """Requests that have ended and whose blocks are needed no longer; each once."""
+        released = {request_id for request_id in self._held if not self._between_steps.reads(request_id)}
+        self._held -= released
+        return released
+
+    def end(self) -> None:
+        """The step is over: there is time to copy, until the next one begins."""
+        self._between_steps.end_step()
+
     def close(self) -> None:
         """Write what is still to be written, and close the store."""
+        self._between_steps.close()
         self._queue.close()
         self._lookups.close()
         self.forget(tuple(self._woven))
@@ -171,6 +206,9 @@ class ConnectorWorker:
                 self._store.note_request(RequestUse.of(known, plan.segments()))
             return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
+
+    def _counting(self, asked: AskedOrder) -> Iterator[object]:
+        yield self._in_background(partial(self._count, asked))
 
     def _count(self, asked: AskedOrder) -> None:
         """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
@@ -276,16 +314,19 @@ class ConnectorWorker:
         """Copies of parts in a request's blocks; those that end at `exact_to` or before are exact."""
         for part in parts:
             copy = PartCopy(part, self._layers)
-            if copy.read(blocks, part.span):
+            if copy.follows(blocks, part.span):
+                deque(copy.read(blocks, part.span), maxlen=0)
                 yield copy.segment(exact_to)
 
-    def _completed(self, order: SaveOrder, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Copies of the parts that a step has completed.
+    def _completed(self, order: SaveOrder, exact_to: int, written: Callable[[], None]) -> Iterator[None]:
+        """Store the parts that a step has completed, with a pause after each layer; begin when the KV is `written`.
 
         Where blocks leave windows, of those that it has not completed too the beginning is read now.
         """
+        written()
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
+        prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
         for part in self._kept(order.request):
             first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
@@ -296,10 +337,12 @@ class ConnectorWorker:
             copy = None if first == part.span.start else begun.get(part.span)
             if copy is None:  # what lies before this step may be vLLM's own, and readable yet
                 first, copy = part.span.start, PartCopy(part, self._layers)
-            if not copy.read(blocks, Span(first, stop)):
+            if not copy.follows(blocks, Span(first, stop)):
                 continue
+            yield from copy.read(blocks, Span(first, stop))
             if complete:
-                yield copy.segment(exact_to)
+                with self._store.lease(prefix):  # what the request found is not evicted for what it adds
+                    self._store.insert(*copy.segment(exact_to))
             else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
 
@@ -335,11 +378,13 @@ class PartCopy:
         shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
         self._kv = segment_memory(shape, layers.paged.dtype)
 
-    def read(self, blocks: RequestBlocks, piece: Span) -> bool:
-        """Read a piece; False if what lies before it was not read, or it has left the window of some layer."""
+    def follows(self, blocks: RequestBlocks, piece: Span) -> bool:
+        """Whether a piece can be read: what lies before it was, and it has not left the window of some layer."""
+        return piece.start == self._until and piece.start >= blocks.begins
+
+    def read(self, blocks: RequestBlocks, piece: Span) -> Iterator[None]:
+        """Read a piece that follows, a layer at each `next`."""
         paged = self._layers.paged
-        if piece.start != self._until or piece.start < blocks.begins:
-            return False
         self._until = piece.stop
         positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
         rows = slice(piece.start - self._part.span.start, piece.stop - self._part.span.start)
@@ -347,7 +392,7 @@ class PartCopy:
             keys, values = paged.read(layer, blocks.of(layer).slots(positions))
             self._kv[layer, 0, rows] = self._layers.rotations.inverse(layer, keys, positions)
             self._kv[layer, 1, rows] = values
-        return True
+            yield
 
     def segment(self, exact_to: int) -> tuple[SegmentRecord, SegmentKV]:
         """The part, for the store; it is exact if it ends at `exact_to` or before."""
