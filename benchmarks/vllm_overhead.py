@@ -1,126 +1,301 @@
-"""What the plug-in costs requests that do not use it: vLLM with the connector against vLLM without, in turn.
+r"""What the plug-in costs where it cannot help, and where it can: vLLM with it against vLLM without, in turn.
 
-    python benchmarks/vllm_overhead.py --out vllm-overhead.json
+    python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/vllm.md
 
-Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Every start is a process of its own; within
-one, `--repeats` batches of plain requests prefill and decode on a small model of random weights, where vLLM's own work
-per step is least and any extra weighs most.
+Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in processes of its
+own, both with vLLM's prefix caching, get the same token ids one after the other, the first of each pair in turn. With
+the plug-in requests name their chunks and ask for `prefix`, which is exact. After each request both rest for `--rest`
+seconds, in which the plug-in copies what it keeps. Cases, each `--requests` pairs but for the first of a kind:
+
+- `plain`: requests that name no chunks, all new;
+- `cold`: every chunk is new;
+- `repeated`: the instruction and all chunks but the last come again, which vLLM's own cache has;
+- `evicted`: whole prompts come again with another question, after more prompts than vLLM's cache holds;
+- `cold, no rest`: as `cold`, `BURST` requests after each other, the engines in turn; a value is the time of one burst.
+
+Every case has its own share of the pairs' quotients, time without over time with the plug-in: 1 is no difference.
 """
 
 import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from docs_tables import markdown_table, update_page
 from rich.console import Console
-from rich.table import Table
 
+from chunkweave.cli.console import progress
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.models.loading import shape_config
+from chunkweave.eval.scores import median_interval
+from chunkweave.server.vllm_backend.process import VllmFlags
 
-BATCH, TOKENS, PROMPT = 8, 64, 256
-WITHOUT, WITH = "vLLM alone", "with the plug-in"
+BURST = 8
+BLOCK = 32
+SAME_PREFIX = 4
+"""Prompts in a row that begin alike."""
+QUESTION, INSTRUCTION = 24, 24
+HEADS = ["case", "pairs", "without", "with", "quotient", "95 % interval"]
+
+Request = dict[str, Any]
+"""`ids`, and `chunks` if it names any."""
 
 
-def serve(folder: str, contender: str, repeats: int) -> list[float]:
-    """Seconds of each batch; runs in a process of its own."""
+@dataclass
+class Engine:
+    """A vLLM in a process of its own."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, request: Request) -> float:
+        """Seconds until its only token."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        while line := self.process.stdout.readline():
+            if line.startswith("took "):
+                return float(line.split()[1])
+        raise RuntimeError("vLLM has ended")
+
+
+@contextmanager
+def started(*, plugin: bool) -> Iterator[Engine]:
+    """An engine, ended afterwards."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--serve", "with" if plugin else "without"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (itself)
+    try:
+        yield Engine(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """In the process of an engine: answer requests from standard input."""
     from vllm import LLM, SamplingParams
 
-    connector = {"kv_connector": "ChunkweaveConnector", "kv_role": "kv_both"} if contender == WITH else None
+    plugin = args.serve == "with"
+    connector = {"kv_connector": "ChunkweaveConnector", "kv_role": "kv_both"} if plugin else None
     engine = LLM(
-        folder,
+        VllmFlags(args.model).source,
         skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="bfloat16",
-        max_model_len=1024,
+        dtype=args.dtype,
+        max_model_len=tokens_of(args) + 8,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
+        block_size=BLOCK,
+        num_gpu_blocks_override=args.cache_tokens // BLOCK,
         kv_transfer_config=connector,  # type: ignore[arg-type]
     )
-    rng = Random(0)
-    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
-    times = []
-    for _ in range(repeats + 2):
-        prompts: Any = [{"prompt_token_ids": [rng.randrange(10, 4000) for _ in range(PROMPT)]} for _ in range(BATCH)]
-        started = time.perf_counter()
-        engine.generate(prompts, sampling, use_tqdm=False)
-        times.append(time.perf_counter() - started)
-    return times[2:]
+    for line in sys.stdin:
+        request = json.loads(line)
+        named = {"chunks": request["chunks"], "method": "prefix"} if plugin and request["chunks"] else None
+        extra = {"kv_transfer_params": {"chunkweave": named}} if named else None
+        sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
+        begun = time.perf_counter()
+        engine.generate({"prompt_token_ids": request["ids"]}, sampling, use_tqdm=False)
+        print("took", time.perf_counter() - begun, flush=True)
 
 
-def measure(starts: int, repeats: int) -> dict[str, list[float]]:
-    """Alternating starts of both; all their batches' seconds."""
-    found: dict[str, list[float]] = {WITHOUT: [], WITH: []}
-    with tempfile.TemporaryDirectory() as folder:
-        config = shape_config("demo")
-        config.architectures = ["LlamaForCausalLM"]
-        config.save_pretrained(folder)
-        for start in range(starts):
-            for contender in sorted(found, reverse=bool(start % 2)):
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--serve",
-                    contender,
-                    "--folder",
-                    folder,
-                    "--repeats",
-                    str(repeats),
-                ]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603  (this very file)
-                found[contender] += json.loads(done.stdout.splitlines()[-1])
-    return found
+def tokens_of(args: argparse.Namespace) -> int:
+    """Of one prompt."""
+    return int(INSTRUCTION + args.chunks * args.chunk_tokens + QUESTION)
+
+
+@dataclass
+class Prompts:
+    """Prompts of random token ids."""
+
+    rng: Random
+    chunks: int
+    chunk_tokens: int
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(100, 40_000) for _ in range(count)]
+
+    def request(self, head: list[int] | None = None) -> Request:
+        """A prompt that begins with `head` (None: all of it is new)."""
+        ids = list(head or self.tokens(INSTRUCTION))
+        edges = range(INSTRUCTION, INSTRUCTION + (self.chunks + 1) * self.chunk_tokens, self.chunk_tokens)
+        ids += self.tokens(edges[-1] - len(ids) + QUESTION)
+        return {"ids": ids, "chunks": [[start, start + self.chunk_tokens] for start in edges[:-1]]}
+
+    def plain(self) -> Iterator[tuple[Request, bool]]:
+        while True:
+            yield {"ids": self.request()["ids"], "chunks": None}, True
+
+    def cold(self) -> Iterator[tuple[Request, bool]]:
+        while True:
+            yield self.request(), True
+
+    def repeated(self) -> Iterator[tuple[Request, bool]]:
+        """The first of those that begin alike does not count."""
+        while True:
+            head = self.request()["ids"][: INSTRUCTION + (self.chunks - 1) * self.chunk_tokens]
+            for place in range(SAME_PREFIX):
+                yield self.request(head), place > 0
+
+    def evicted(self, prompts: int) -> Iterator[tuple[Request, bool]]:
+        """So many prompts in turn; the first time does not count."""
+        heads = [self.request()["ids"][:-QUESTION] for _ in range(prompts)]
+        counts = False
+        while True:
+            for head in heads:
+                yield self.request(head), counts
+            counts = True
+
+
+def pairs_of(
+    without: Engine,
+    plugin: Engine,
+    requests: Iterator[tuple[Request, bool]],
+    most: int,
+    rest_s: float,
+    done: Callable[[], None],
+) -> list[tuple[float, float]]:
+    """Seconds without and with the plug-in of each request that counts."""
+    pairs: list[tuple[float, float]] = []
+    for number, (request, counts) in enumerate(requests):
+        took: dict[bool, float] = {}
+        for is_plugin in (number % 2 == 0, number % 2 == 1):
+            took[is_plugin] = (plugin if is_plugin else without).ask(request)
+            time.sleep(rest_s)
+        if counts:
+            pairs.append((took[False], took[True]))
+            done()
+        if len(pairs) == most:
+            break
+    return pairs
+
+
+def bursts_of(
+    without: Engine, plugin: Engine, prompts: Prompts, most: int, rest_s: float, done: Callable[[], None]
+) -> list[tuple[float, float]]:
+    """Seconds of each burst, without and with the plug-in."""
+    pairs = []
+    for number in range(most):
+        requests = [prompts.request() for _ in range(BURST)]
+        took = {}
+        for is_plugin in (number % 2 == 0, number % 2 == 1):
+            took[is_plugin] = sum((plugin if is_plugin else without).ask(request) for request in requests)
+            time.sleep(10 * rest_s)
+        pairs.append((took[False], took[True]))
+        done()
+    return pairs
+
+
+def row_of(case: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians of a case."""
+    quotient = median_interval([without / plugin for without, plugin in pairs])
+    return {
+        "case": case,
+        "pairs": len(pairs),
+        "without_median_s": median_interval([one for one, _ in pairs]).mean,
+        "with_median_s": median_interval([other for _, other in pairs]).mean,
+        "quotient": quotient.mean,
+        "quotient_low": quotient.low,
+        "quotient_high": quotient.high,
+        "seconds": pairs,
+    }
+
+
+def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """All cases, one after the other."""
+    prompts = Prompts(Random(args.seed), args.chunks, args.chunk_tokens)
+    over = 2 * args.cache_tokens // tokens_of(args)
+    cases = {
+        "plain": prompts.plain(),
+        "cold": prompts.cold(),
+        "repeated": prompts.repeated(),
+        "evicted": prompts.evicted(over),
+    }
+    rows: list[dict[str, Any]] = []
+    bursts = max(2, args.requests // BURST)
+    with started(plugin=False) as without, started(plugin=True) as plugin, progress("requests") as report:
+        number, total = count(1), len(cases) * args.requests + bursts
+
+        def done() -> None:
+            report(next(number), total)
+
+        for warm_up in (prompts.cold(), prompts.plain()):
+            pairs_of(without, plugin, warm_up, 3, args.rest, lambda: None)
+        for case, requests in cases.items():
+            rows.append(row_of(case, pairs_of(without, plugin, requests, args.requests, args.rest, done)))
+            keep(rows)
+        rows.append(row_of("cold, no rest", bursts_of(without, plugin, prompts, bursts, args.rest, done)))
+        keep(rows)
+    return rows
+
+
+def table_of(result: Mapping[str, Any]) -> str:
+    """The table of a result."""
+    cells = [
+        [
+            row["case"],
+            str(row["pairs"]),
+            f"{row['without_median_s']:.3f} s",
+            f"{row['with_median_s']:.3f} s",
+            f"{row['quotient']:.3f}x",
+            f"{row['quotient_low']:.3f} to {row['quotient_high']:.3f}",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown_table(HEADS, cells)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """For `docs_tables`."""
+    return {"vllm-overhead": table_of(result)}
 
 
 def main() -> None:
     """Parse the command line, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=3, help="of each")
-    parser.add_argument("--repeats", type=int, default=8, help="batches a start, after two that warm up")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=200, help="pairs of each case")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=160)
+    parser.add_argument("--cache-tokens", type=int, default=8192, help="that vLLM's KV cache holds")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds after each request")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", type=Path, help="page whose table is rewritten")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.serve:
-        print(json.dumps(serve(args.folder, args.serve, args.repeats)))
+        serve(args)
         return
     if args.out is not None:
         check_writable(args.out)
-    found = measure(args.starts, args.repeats)
-    base = statistics.median(found[WITHOUT])
-    rows = [
-        {
-            "method": name,
-            "batch_median_s": statistics.median(times),
-            "batch_min_s": min(times),
-            "over_alone": statistics.median(times) / base,
-        }
-        for name, times in found.items()
-    ]
-    table = Table(title=f"Plain requests: {BATCH} x ({PROMPT} + {TOKENS}) tokens", title_justify="left")
-    for name in ("", "median", "least", "over vLLM alone"):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(
-            row["method"], f"{row['batch_median_s']:.3f} s", f"{row['batch_min_s']:.3f} s", f"{row['over_alone']:.3f}"
-        )
-    Console().print(table)
-    if args.out is not None:
-        config = {"starts": args.starts, "repeats": args.repeats, "batch": BATCH, "tokens": TOKENS, "prompt": PROMPT}
-        command = shlex.join(["python", *sys.argv])
-        write_json(args.out, BenchmarkResult("vllm-overhead", command, 0, config, rows, {}).as_dict())
+    config = {name: value for name, value in vars(args).items() if name not in ("out", "update_docs", "serve", "seed")}
+
+    def keep(rows: list[dict[str, Any]], *, complete: bool = False) -> None:
+        if args.out is not None:
+            result = BenchmarkResult(
+                "vllm-overhead", shlex.join(["python", *sys.argv]), args.seed, config, rows, {}, complete=complete
+            )
+            write_json(args.out, result.as_dict())
+
+    rows = measure(args, keep)
+    keep(rows, complete=True)
+    Console().print(table_of({"rows": rows}))
+    if args.update_docs is not None:
+        update_page(args.update_docs, args.out)
 
 
 if __name__ == "__main__":
