@@ -177,6 +177,7 @@ def test_two_hundred_requests_with_aborts_leak_nothing(observed, reference):
     rng = Random(7)
     scenario: Scenario = computed_alone()
     scenario.precompute(observed)
+    assert nothing_is_held(observed)
     core = observed.llm.llm_engine.engine_core.engine_core
     free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     running: dict[str, Given | None] = {}
