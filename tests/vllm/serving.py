@@ -101,8 +101,12 @@ class Served:
         return self.llm.collective_rpc(method, args=args)
 
     def blocks_are_free(self) -> bool:
-        """Whether no request holds a block; forgets vLLM's own prefix cache."""
-        return bool(self.llm.reset_prefix_cache())
+        """Whether no request holds a block once what was computed is copied; forgets vLLM's own prefix cache."""
+        for _ in range(10):
+            if self.llm.reset_prefix_cache():
+                return True
+            self.one([1])  # a step, in which the scheduler hears what is copied
+        return False
 
     def metric(self, name: str) -> float:
         """Value of one of vLLM's counters or gauges."""
