@@ -12,6 +12,7 @@ import torch
 from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 
 from tests.vllm.checkpoints import VOCAB
 from tests.vllm.environment import ENVIRONMENT
@@ -25,6 +26,7 @@ class Ask:
     params: Any = None
     tokens: int = 1
     top: int | None = VOCAB
+    lora: LoRARequest | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Served:
     def answer(self, *asks: Ask) -> list[Got]:
         """All requests at once."""
         prompts = [TokensPrompt(prompt_token_ids=list(ask.ids)) for ask in asks]
-        outputs = self.llm.generate(prompts, [sampling(ask) for ask in asks], use_tqdm=False)
+        adapters = [ask.lora for ask in asks]
+        outputs = self.llm.generate(prompts, [sampling(ask) for ask in asks], lora_request=adapters, use_tqdm=False)
         return [got(output) for output in outputs]
 
     def one(self, ids: Sequence[int], params: Any = None, tokens: int = 1) -> Got:
@@ -82,7 +85,8 @@ class Served:
         """Add a request to the engine without waiting for it; returns its id."""
         self._sent += 1
         name = f"test-{self._sent}"
-        self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(ask.ids)), sampling(ask))
+        prompt = TokensPrompt(prompt_token_ids=list(ask.ids))
+        self.llm.llm_engine.add_request(name, prompt, sampling(ask), lora_request=ask.lora)
         return name
 
     def abort(self, *names: str) -> None:

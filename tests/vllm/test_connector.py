@@ -33,6 +33,7 @@ def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
         kv_transfer_params={"chunkweave": {"chunks": [[0, 8]], "method": "cacheblend", "check_layers": [layer]}},
         prompt_token_ids=list(range(10)),
         cache_salt=None,
+        lora_request=None,
         block_hashes=[],
         _block_hasher=None,
         update_block_hashes=lambda: None,

@@ -7,6 +7,7 @@ from operator import eq
 from types import SimpleNamespace
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from chunkweave.store.records import segment_id
 from chunkweave.vllm.request import Defaults
@@ -38,7 +39,7 @@ class FakeRequest:
         self.prompt_token_ids = ids
         self.num_tokens = len(ids)
         self.cache_salt = salt
-        self.lora_request = None if lora is None else SimpleNamespace(lora_name=lora)
+        self.lora_request = lora
         self._block_hasher = hashed
         self.block_hashes: list[bytes] = []
         self.update_block_hashes()
@@ -210,16 +211,19 @@ def test_one_token_is_left_for_vllm(side):
     assert side.matched(request, 0) == 120
 
 
-def test_chunks_of_another_salt_or_adapter_do_not_count(side):
+def test_chunks_of_another_salt_or_adapter_do_not_count(side, tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapter = LoRARequest("adapter", 3, str(tmp_path))
     stored_chunks(side, 0, 1, 2)
-    for request in (FakeRequest(CHUNKS, salt="tenant"), FakeRequest(CHUNKS, lora="adapter")):
+    for request in (FakeRequest(CHUNKS, salt="tenant"), FakeRequest(CHUNKS, lora=adapter)):
         side.add(request)
         assert side.matched(request, 0) == 0
         side.finished(request)
-    stored_chunks(side, 0, 1, lora="adapter")
-    request = FakeRequest(CHUNKS, lora="adapter")
-    side.add(request)
-    assert side.matched(request, 0) == 91
+    stored_chunks(side, 0, 1, lora=adapter)
+    for number in (3, 4):  # the same files under another name
+        request = FakeRequest(CHUNKS, name=str(number), lora=LoRARequest(f"adapter {number}", number, str(tmp_path)))
+        side.add(request)
+        assert side.matched(request, 0) == 91
 
 
 def test_a_chunk_that_left_the_store_does_not_count(side):

@@ -13,6 +13,7 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
+from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.scheduler import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
@@ -78,7 +79,12 @@ def side(paged, monkeypatch):
     monkeypatch.setattr(FakeJob, "given", [])
     rotations = SimpleNamespace(inverse=lambda _layer, keys, _positions: keys)
     layers = SimpleNamespace(
-        paged=paged, device=paged.device, rotations=rotations, geometry=GEOMETRY, num_layers=LAYERS
+        adapters=Adapters(SimpleNamespace()),
+        paged=paged,
+        device=paged.device,
+        rotations=rotations,
+        geometry=GEOMETRY,
+        num_layers=LAYERS,
     )
     made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
     yield made

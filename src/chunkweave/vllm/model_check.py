@@ -153,7 +153,7 @@ def _check(layers: StockLayers) -> None:
     everywhere = torch.arange(0, _TOKENS + _SHIFT, device=layers.device)
     slots = torch.cat([table.slots(everywhere) for both in tables for table in both.tables])
     ids = torch.arange(_TOKENS) * 7919 % 251 + 3
-    with layers.paged.preserved(slots), torch.inference_mode():
+    with layers.paged.preserved(slots), layers.adapters.using(0), torch.inference_mode():
         _check_all_active(layers, tables[0], ids)
         _check_shift(layers, tables, ids)
 

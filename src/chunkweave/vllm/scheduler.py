@@ -24,6 +24,7 @@ from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
+from chunkweave.vllm.adapter_keys import AdapterKeys
 from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
@@ -51,6 +52,12 @@ class WeaveOrder:
     first: int
     stop: int
     exact: int = 0
+    adapter: int = 0
+    """The LoRA adapter's number in vLLM, 0 if there is none."""
+
+
+class NotWoven(Exception):  # noqa: N818  (a signal within the worker, never seen by users)
+    """Nothing is wrong, but vLLM had better compute this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +231,7 @@ class ConnectorScheduler:
         `ranks` is how many workers share the heads, `window` the smallest one of layers whose blocks leave it.
         """
         self._fingerprint = fingerprint
+        self._adapter_keys = AdapterKeys()
         self._start = start
         self._defaults = defaults
         self._num_layers = num_layers
@@ -326,8 +334,9 @@ class ConnectorScheduler:
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
+        adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
         self._orders.weaves.append(
-            WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, tracked.shared)
+            WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, tracked.shared, adapter)
         )
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
@@ -381,9 +390,9 @@ class ConnectorScheduler:
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or unwoven}
 
     def _key(self, request: Any) -> str:
-        """The fingerprint, with the adapter if the request names one."""
-        adapter = getattr(request, "lora_request", None)
-        return self._fingerprint if adapter is None else f"{self._fingerprint}+lora:{adapter.lora_name}"
+        """The fingerprint, with the adapter's key if the request names one."""
+        lora = request.lora_request
+        return self._fingerprint if lora is None else f"{self._fingerprint}+{self._adapter_keys.of(lora)}"
 
     def _weavable_stop(self, tracked: _Tracked) -> int:
         """Where the last part ends of which something is stored; vLLM computes what follows itself.

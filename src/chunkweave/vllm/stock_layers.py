@@ -4,7 +4,7 @@ The trick that needs no kernel and no model code of ours: each run of consecutiv
 attention backend as a request of its own that shares the real block table. Its causal mask then is exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.attention import ALONE, Ranks, make_attention
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.types import Geometry
+from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.architectures import Call, architecture_of, sinks_of, windows_of
 from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.paged_kv import BlockTable, PagedKV, RequestBlocks
@@ -63,6 +64,7 @@ class StockLayers:
         architecture, anatomy = architecture_of(model, config), anatomy_of(config)
         assert architecture is not None, "a model that is not woven has no layers here"
         self._config, self._model = vllm_config, model
+        self.adapters = Adapters(model)
         self._layers = [LayerModules(block, architecture, anatomy) for block in model.model.layers]
         self.num_layers = len(self._layers)
         attentions = [layer.attention for layer in self._layers]
@@ -94,8 +96,11 @@ class StockLayers:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
-        hidden: torch.Tensor = self._model.embed_input_ids(token_ids)
-        return hidden
+        done = []
+        for rows in self._pieces(len(token_ids)):
+            self.adapters.map_rows(rows.stop - rows.start)
+            done.append(self._model.embed_input_ids(token_ids[rows]))
+        return _joined(done)
 
     def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
         """Prepare a set of positions, `[tokens]` ascending, of the request with those blocks."""
@@ -139,12 +144,17 @@ class StockLayers:
         self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh keys before RoPE and values of a layer, `[tokens, kv_heads, head_dim]`; its inputs stay as they are."""
-        _, keys, values = self._layers[layer].qkv(hidden if residual is None else hidden + residual)
+        _, keys, values = self.qkv(layer, hidden if residual is None else hidden + residual)
         return keys, values
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says."""
-        return self._layers[layer].qkv(hidden)
+        done = []
+        for rows in self._pieces(len(hidden)):
+            self.adapters.map_rows(rows.stop - rows.start)
+            done.append(self._layers[layer].qkv(hidden[rows]))
+        queries, keys, values = map(_joined, zip(*done, strict=True))
+        return queries, keys, values
 
     def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """RoPE with the table of the layer's own module."""
@@ -158,7 +168,7 @@ class StockLayers:
         for rows in self._pieces(len(hidden)):
             with self._context({}, {}, rows.stop - rows.start):
                 done.append(self._layers[layer].finish(hidden[rows], attended[rows]))
-        return done[0] if len(done) == 1 else torch.cat(done)
+        return _joined(done)
 
     def _rotary_of(self, layer: int) -> Any:
         """What a layer rotates with, None if it does not."""
@@ -175,8 +185,13 @@ class StockLayers:
     @contextmanager
     def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
         """What vLLM's modules expect around them; attention needs `metadata` and `slots` by layer name."""
+        self.adapters.map_rows(tokens)
         with set_forward_context(metadata, self._config, num_tokens=tokens, slot_mapping=slots, skip_compiled=True):
             yield
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata:

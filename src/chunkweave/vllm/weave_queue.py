@@ -19,7 +19,7 @@ from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
-from chunkweave.vllm.scheduler import WeaveOrder
+from chunkweave.vllm.scheduler import NotWoven, WeaveOrder
 from chunkweave.vllm.weave import WeaveJob
 
 AHEAD = 4
@@ -60,10 +60,6 @@ class RankAgreement(Alone):
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, what, group=self._channel)
         return found
-
-
-class NotWoven(Exception):  # noqa: N818  (a signal within the worker, never seen by users)
-    """Nothing is wrong, but vLLM had better compute this request."""
 
 
 @dataclass(frozen=True, slots=True)

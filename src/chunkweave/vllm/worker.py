@@ -27,12 +27,20 @@ from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.scheduler import AskedOrder, Holdings, SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.scheduler import (
+    AskedOrder,
+    Holdings,
+    NotWoven,
+    SaveOrder,
+    StepOrders,
+    StepResults,
+    WeaveOrder,
+)
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
-from chunkweave.vllm.weave_queue import Alone, NotWoven, PreparedWeave, QueuedWeave, WeaveQueue
+from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, WeaveQueue
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -222,10 +230,11 @@ class ConnectorWorker:
         try:
             if weave.error is not None:
                 raise weave.error
-            if weave.job is None:
-                assert weave.planned is not None
-                weave.job = self._begin(order, weave.planned)
-            done = weave.job.run(weave.layers, work)
+            with self._layers.adapters.using(order.adapter):
+                if weave.job is None:
+                    assert weave.planned is not None
+                    weave.job = self._begin(order, weave.planned)
+                done = weave.job.run(weave.layers, work)
             if weave.job.done:
                 self._queue.remove(order.request_id)
                 self._finish(order, weave.job)
