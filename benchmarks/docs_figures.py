@@ -316,7 +316,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _entry_name(entry: object, place: int) -> str:
-    names = ("method", "contender", "ordering", "part", "step", "policy", "embedder")
+    names = ("method", "way", "contender", "ordering", "part", "step", "policy", "embedder")
     return next((str(entry[name]) for name in names if isinstance(entry, Mapping) and name in entry), str(place))
 
 

@@ -21,6 +21,29 @@ Ask = Callable[[int], AsyncIterator[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one prompt as the server has counted them; `cached_tokens` of them were not computed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def reuse_of(usages: Sequence[Usage]) -> dict[str, float]:
+    """Mean tokens of a prompt, the share of all prompts' tokens that was reused, and mean tokens that were computed.
+
+    JSON-able; empty where nothing was counted.
+    """
+    if not usages:
+        return {}
+    prompts, cached = sum(one.prompt_tokens for one in usages), sum(one.cached_tokens for one in usages)
+    return {
+        "prompt_tokens_mean": prompts / len(usages),
+        "reused_share": cached / prompts,
+        "computed_tokens_mean": (prompts - cached) / len(usages),
+    }
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedRequest:
     """One request: when it was to arrive and, in seconds from then, when its first and its last tokens came.
 
@@ -43,10 +66,14 @@ class LoadedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token."""
+    """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token.
+
+    `usages` are those of the whole answers whose tokens the server has counted, in any order.
+    """
 
     requests: tuple[LoadedRequest, ...]
     duration_s: float
+    usages: tuple[Usage, ...] = ()
 
     @property
     def answered(self) -> tuple[LoadedRequest, ...]:
@@ -90,6 +117,7 @@ class LoadResult:
             "requests_per_s": self.requests_per_s,
             "tokens_per_s": self.tokens_per_s,
             "ttft_mean_s": self.ttft_mean_s if self.answered else None,
+            **reuse_of(self.usages),
         }
         several = any(one.tpot_s is not None for one in self.answered)
         for percent in (50, 90, 99):

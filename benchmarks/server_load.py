@@ -1,8 +1,11 @@
-"""TTFT, TPOT, throughput and errors of an OpenAI-compatible server under open-loop load, by reuse method.
+"""TTFT, TPOT, throughput and errors of an OpenAI-compatible server under open-loop load, by reuse method or settings.
 
     python benchmarks/server_load.py --serve "chunkweave serve --model reader --method {method} --port 8011" \
         --url http://127.0.0.1:8011 --out server-load.json --update-docs docs/benchmarks.md
     python benchmarks/server_load.py --url http://127.0.0.1:8000 --methods none
+    python benchmarks/server_load.py --serve "chunkweave serve --model smollm2 --port 8011 {way}" \
+        --url http://127.0.0.1:8011 --way "full: --method full" --way "PGDSF: --method prefix --policy pgdsf" \
+        --dataset xquad.en.json --top-k 1 3 5 --rate-shares .5 .9 1.2 --out server-load-served.json
 
 Requests are questions over documents that are popular by Zipf's law. They are sent at their times (Poisson, or those
 of `--arrivals`, stretched to the rate), whether or not earlier ones were answered. A contender is a method with its
@@ -12,10 +15,22 @@ the other (the unloaded server), the highest sustainable rate, and runs at `--ra
 the rate that the first contender sustains. With `--serve` each has a fresh server, `{method}` and `{order}` in its
 command are the contender's, so that it keeps nothing for other methods; without, they find what those before have
 stored. `none` sends no `chunkweave` field.
+
+A contender may be a `--way` instead, settings of the server that have a name: their flags stand for `{way}` in the
+command, and requests say nothing about reuse. With `--dataset` requests are its questions, popular by Zipf's law, to a
+corpus of the server that its passages are uploaded to first; the server retrieves, and each contender is measured for
+each `--top-k`. Rates, and of ways the longest TTFT that counts as sustained, are those of the first contender with the
+same top-k. `limit_over_full` is how many times fewer tokens than `full` a contender computes in the runs at `--rates`,
+and `limit_rate_per_s` that many times the sustainable rate of `full`: what it could sustain if a computed token took it
+as long as `full`, and nothing else took time. Answers' tokens count for nothing there, and tokens deeper in a prompt as
+much as its first ones.
+
+With an `--out` that is there already, contenders that are in it are kept, and only the others are measured.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
 import signal
@@ -23,28 +38,43 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import httpx
-from docs_tables import markdown_table, update_page
-from load_generator import LoadResult, run_load, sustainable_rate
+from docs_tables import markdown_table, read_result, update_page
+from load_generator import LoadResult, reuse_of, sustainable_rate
 from rich.console import Console
 from rich.table import Table
-from server_load_client import FAILURES, Asker
-from server_load_workload import Workload, arrival_times, read_arrivals
+from server_load_client import Asker, server_counts, upload
+from server_load_workload import (
+    CORPUS,
+    NONE,
+    Choice,
+    CorpusWorkload,
+    Way,
+    Workload,
+    arrival_times,
+    choices,
+    read_arrivals,
+)
 from server_process import serving
 
-from chunkweave.config import ReuseConfig
-from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.planning.method import reuses_nothing
+from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.eval.results import (
+    BenchmarkResult,
+    check_writable,
+    commit,
+    refuse_other_settings,
+    to_json,
+    write_json,
+)
 
 METHODS = ["full", "prefix", "cacheblend", "cachecraft"]
 ORDERS = ["fixed", "free"]
-RATE_SHARES = (0.5, 1.0, 2.0)
+RATE_SHARES = [0.5, 1.0, 2.0]
 WITHIN = 5.0
 """RAGCache §7.1: a rate is sustained if the mean TTFT is at most so many times that of the unloaded server."""
 HEADS = ["method", "rate/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "requests/s", "tokens/s", "errors"]
@@ -54,7 +84,8 @@ OVER = {
     "over_prefix_free": ("over prefix, free", ("prefix", "free")),
 }
 """Whose sustainable rate each one's is divided by: the key, the table's head, method and order."""
-NONE = "none"
+FULL = "full"
+"""The way whose rate those of others are divided by."""
 
 console = Console(stderr=True)
 
@@ -80,44 +111,21 @@ class Target:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A method, and whether chunks may be reordered; no method of ours (`none`) has no order."""
+def contenders_of(arguments: argparse.Namespace) -> list[Choice | Way]:
+    """All that are to be measured, top-k by top-k.
 
-    method: str
-    order: str | None
-
-    @property
-    def label(self) -> str:
-        """The name of its rows."""
-        return label_of({"method": self.method, "order": self.order})
-
-    @property
-    def field(self) -> dict[str, str] | None:
-        """What its requests say to the server about reuse."""
-        return None if self.order is None else {"method": self.method, "order": self.order}
-
-    def command(self, serve: str) -> str:
-        """The command of its server."""
-        return serve.replace("{method}", self.method).replace("{order}", self.order or "fixed")
-
-
-def choices(methods: Sequence[str], orders: Sequence[str]) -> list[Choice]:
-    """Every method in every order; in one order only where nothing is reused, and the order changes nothing."""
-    found: list[Choice] = []
-    for method in methods:
-        if method == NONE:
-            found.append(Choice(method, None))
-        elif reuses_nothing(method, ReuseConfig()):
-            found.append(Choice(method, "fixed"))
-        else:
-            found += [Choice(method, order) for order in orders]
-    return found
+    Raises:
+        UsageError: as `Way.of`.
+    """
+    named = [Way.of(text) for text in arguments.way] or choices(arguments.methods, arguments.orders)
+    return [replace(one, top_k=top_k) for top_k in arguments.top_k or [None] for one in named]
 
 
 def label_of(row: Mapping[str, Any]) -> str:
     """What a row is called: files of before have no order."""
-    return row["method"] if row.get("order") is None else f"{row['method']}, {row['order']}"
+    name = row["way"] if "way" in row else row["method"]
+    parts = (name, row.get("order"), f"top-{row['top_k']}" if "top_k" in row else None)
+    return ", ".join(part for part in parts if part is not None)
 
 
 class Contender:
@@ -145,7 +153,7 @@ class Contender:
         """A run under load."""
         self._runs += 1
         times = arrival_times(requests, rate_per_s, self._target.trace, self._target.seed + self._runs)
-        result = await run_load(self._asker(requests), times, timeout_s=self._target.timeout_s, errors=FAILURES)
+        result = await self._asker(requests).at_times(times, self._target.timeout_s)
         figures = f"TTFT {result.ttft_mean_s:.3f} s, errors {result.error_rate:.0%}"
         console.print(f"{self.label} at {rate_per_s:.3g}/s: {figures}")
         return result
@@ -154,27 +162,39 @@ class Contender:
         return Asker(self._client, self._target.path, list(islice(self._bodies, requests)))
 
 
-async def measure(arguments: argparse.Namespace, target: Target, choice: Choice, rates: list[float]) -> dict[str, Any]:
-    """All runs of one contender; `rates` are filled in by the first one if they are empty."""
+async def measure(
+    arguments: argparse.Namespace, target: Target, choice: Choice | Way, first: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """All runs of one contender; `first` is the row of the first one with its top-k, None if it is that itself."""
     workload = workload_of(arguments)
     async with target.client() as client:
-        contender = Contender(choice.label, target, client, workload.bodies(choice.field))
+        if isinstance(workload, CorpusWorkload):
+            await upload(client, CORPUS, workload.passages())
+        contender = Contender(label_of(choice.keys), target, client, workload.bodies(choice.field))
         await contender.in_turn(arguments.warm)
         unloaded = await contender.in_turn(arguments.unloaded)
         guess = 1 / unloaded.ttft_mean_s
+        objective_s = WITHIN * unloaded.ttft_mean_s
+        if first is not None and isinstance(choice, Way):
+            objective_s = first["objective_s"]  # one of its own would hold a faster way to a stricter one
         found = await sustainable_rate(
-            lambda rate: contender.at_rate(rate, arguments.requests),
-            WITHIN * unloaded.ttft_mean_s,
+            lambda rate: contender.at_rate(rate, arguments.trial_requests or arguments.requests),
+            objective_s,
             low_per_s=0.0,
             high_per_s=guess,
             trials=arguments.trials,
         )
-        if not rates:
-            rates += [share * (found.rate_per_s or guess) for share in RATE_SHARES]
+        rates = arguments.rates or [share * (found.rate_per_s or guess) for share in arguments.rate_shares]
+        if first is not None:
+            rates = [run["rate_per_s"] for run in first["runs"]]
         runs = [await contender.at_rate(rate, arguments.requests) for rate in rates]
+        counts = await server_counts(client)
     return {
-        "method": choice.method,
-        "order": choice.order,
+        **choice.keys,
+        **reuse_of(list(chain.from_iterable(run.usages for run in runs))),
+        "server": counts,
+        "commit": commit(),
+        "objective_s": objective_s,
         "sustainable_rate_per_s": found.rate_per_s,
         "sustainable_rate_bounded": found.bounded,
         "unloaded": unloaded.as_dict(),
@@ -189,8 +209,10 @@ def _errors(result: LoadResult) -> dict[str, int]:
     return dict(Counter(request.error for request in result.requests if request.error is not None))
 
 
-def workload_of(arguments: argparse.Namespace) -> Workload:
+def workload_of(arguments: argparse.Namespace) -> Workload | CorpusWorkload:
     """What is asked for."""
+    if arguments.dataset is not None:
+        return CorpusWorkload(arguments.dataset, arguments.zipf, arguments.new_tokens, arguments.seed)
     return Workload(
         chunks=arguments.chunks,
         zipf=arguments.zipf,
@@ -202,13 +224,35 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their sustainable rate over that of `full` and of `prefix` in either order, as far as measured."""
-    measured = {(row["method"], row["order"]): row["sustainable_rate_per_s"] for row in rows}
-    others = {key: measured.get(other) for key, (_, other) in OVER.items()}
-    return [
-        {**row, **{key: row["sustainable_rate_per_s"] / rate if rate else None for key, rate in others.items()}}
-        for row in rows
-    ]
+    """Rows with their sustainable rate over that of `full` and of `prefix` in either order, as far as measured.
+
+    Ways have that over `full`, and the limits that computed tokens set. Only rows of one top-k are compared.
+    """
+    measured = {_compared_as(row): row for row in rows}
+    return [{**row, **(_way_ratios if "way" in row else _method_ratios)(row, measured)} for row in rows]
+
+
+def _compared_as(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (row["way"] if "way" in row else (row["method"], row["order"]), row.get("top_k"))
+
+
+def _method_ratios(row: Mapping[str, Any], measured: Mapping[Any, Mapping[str, Any]]) -> dict[str, float | None]:
+    others = {key: measured.get((other, row.get("top_k"))) for key, (_, other) in OVER.items()}
+    return {key: _over(row, other, "sustainable_rate_per_s") for key, other in others.items()}
+
+
+def _way_ratios(row: Mapping[str, Any], measured: Mapping[Any, Mapping[str, Any]]) -> dict[str, float | None]:
+    full = measured.get((FULL, row.get("top_k")))
+    limit = None if full is None else _over(full, row, "computed_tokens_mean")
+    return {
+        "over_full": _over(row, full, "sustainable_rate_per_s"),
+        "limit_over_full": limit,
+        "limit_rate_per_s": None if full is None or limit is None else limit * full["sustainable_rate_per_s"],
+    }
+
+
+def _over(row: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) -> float | None:
+    return row[key] / other[key] if other is not None and row.get(key) and other.get(key) else None
 
 
 def run_table(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -243,37 +287,66 @@ def summary_table(rows: list[dict[str, Any]]) -> list[list[str]]:
         [
             label_of(row),
             _milliseconds(row["unloaded"]["ttft_mean_s"]),
-            ("" if row["sustainable_rate_bounded"] else "at least ") + f"{row['sustainable_rate_per_s']:.3g}",
+            _sustained(row),
             *("" if row[key] is None else f"{row[key]:.2f}x" for key in OVER if key in row),
         ]
         for row in rows
     ]
 
 
+def way_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line for each way of one top-k: what it sustains, and its TTFT at each rate."""
+    heads = ["", "unloaded TTFT", "sustainable rate/s", "over full", "limit"]
+    for run in rows[0]["runs"]:
+        heads += [f"p50 at {run['rate_per_s']:.3g}/s", "p99"]
+    lines = [
+        [
+            row["way"],
+            _milliseconds(row["unloaded"]["ttft_mean_s"]),
+            _sustained(row),
+            *("" if row[key] is None else f"{row[key]:.2f}x" for key in ("over_full", "limit_over_full")),
+            *(_milliseconds(run[key]) for run in row["runs"] for key in ("ttft_p50_s", "ttft_p99_s")),
+            f"{row['reused_share']:.0%}" if "reused_share" in row else "",
+        ]
+        for row in rows
+    ]
+    return markdown_table([*heads, "reused"], lines)
+
+
 def main() -> None:
-    """Measure, print, write."""
+    """Measure what is missing, print, write."""
     arguments = _parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a server started here is stopped
     trace = None if arguments.arrivals is None else tuple(read_arrivals(arguments.arrivals))
     key = os.environ.get(arguments.api_key_variable, "")
     target = Target(arguments.url.rstrip("/"), arguments.path, key, arguments.timeout, trace, arguments.seed)
-    rates: list[float] = list(arguments.rates)
-    rows: list[dict[str, Any]] = []
-    contenders = choices(arguments.methods, arguments.orders)
+    contenders = contenders_of(arguments)
+    rows = finished_rows(arguments, contenders)
     for choice in contenders:
+        if _is_measured(choice, rows):
+            console.print(f"{label_of(choice.keys)}: measured before")
+            continue
+        first = next((row for row in rows if row.get("top_k") == choice.top_k), None)
         server = nullcontext() if arguments.serve is None else _server(arguments, target, choice)
         with server:
-            rows.append(asyncio.run(measure(arguments, target, choice, rates)))
-        finished = with_ratios(rows)
-        _write(arguments, finished, complete=choice == contenders[-1])
-    _show(finished)
+            rows.append(asyncio.run(measure(arguments, target, choice, first)))
+        rows = with_ratios(rows)
+        write_result(arguments, rows, contenders)
+    write_result(arguments, rows, contenders)
+    _show(rows)
     if arguments.update_docs is not None:
         update_page(arguments.update_docs, arguments.out)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of a result for the documentation, as one."""
+    """The tables of a result for the documentation: of methods as one, of ways one for each top-k."""
     rows = result["rows"]
+    if "way" in rows[0]:
+        by_top_k = {top_k: [row for row in rows if row.get("top_k") == top_k] for top_k in _top_ks(rows)}
+        return {
+            "server-load-ways" + ("" if top_k is None else f"-{top_k}"): way_table(some)
+            for top_k, some in by_top_k.items()
+        }
     both = (markdown_table(summary_heads(rows), summary_table(rows)), markdown_table(HEADS, run_table(rows)))
     return {"server-load": "\n\n".join(both)}
 
@@ -288,15 +361,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ready-path", default="/ready", help="answers with 200 once --serve is ready (vLLM: /health)")
     parser.add_argument("--server-log", type=Path, default=Path("server-load.log"))
     parser.add_argument("--api-key-variable", default="OPENAI_API_KEY", metavar="NAME", help="where the key is")
+    parser.add_argument("--way", action="append", default=[], metavar="NAME: FLAGS", help="repeatable; no methods then")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="each method is measured in each")
     parser.add_argument("--rates", type=float, nargs="+", default=[], metavar="PER_S")
+    parser.add_argument(
+        "--rate-shares", type=float, nargs="+", default=RATE_SHARES, help="of what the first contender sustains"
+    )
     parser.add_argument("--arrivals", type=Path, metavar="CSV", help="arrival times (column TIMESTAMP), else Poisson")
     parser.add_argument("--requests", type=int, default=100, help="of each run")
     parser.add_argument("--warm", type=int, default=60, help="requests before anything is measured")
     parser.add_argument("--unloaded", type=int, default=20, help="requests one after the other")
     parser.add_argument("--trials", type=int, default=7, help="runs to find the sustainable rate")
+    parser.add_argument("--trial-requests", type=int, help="of each of them, if other than --requests")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request has failed")
+    parser.add_argument("--dataset", type=Path, metavar="FILE", help="questions to a corpus, as `chunkweave bench` has")
+    parser.add_argument(
+        "--top-k", type=int, nargs="+", default=[], help="chunks that the server retrieves; with --dataset"
+    )
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--passages", type=int, default=1, help="of each document")
     parser.add_argument("--worlds", type=int, default=0, help="generated worlds instead of the bundled corpus")
@@ -306,33 +388,82 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     arguments = parser.parse_args()
-    if NONE in arguments.methods and "{method}" in (arguments.serve or ""):
+    if len(arguments.way) > 1 and "{way}" not in (arguments.serve or ""):
+        parser.error("several ways need --serve with {way} in it")
+    if arguments.top_k and arguments.dataset is None:
+        parser.error("--top-k is for the questions of a --dataset")
+    if not arguments.way and NONE in arguments.methods and "{method}" in (arguments.serve or ""):
         parser.error("`none` is no method that a server could be started with: leave {method} out of --serve")
     if arguments.out is not None:
         check_writable(arguments.out)
     return arguments
 
 
-def _server(arguments: argparse.Namespace, target: Target, choice: Choice) -> Any:
+def _server(arguments: argparse.Namespace, target: Target, choice: Choice | Way) -> Any:
     return serving(
         choice.command(arguments.serve), target.url, ready_path=arguments.ready_path, log=arguments.server_log
     )
 
 
-def _write(arguments: argparse.Namespace, rows: list[dict[str, Any]], *, complete: bool) -> None:
-    """After every method, so that an interrupted run leaves what it has."""
-    if arguments.out is None:
-        return
+def finished_rows(arguments: argparse.Namespace, contenders: Sequence[Choice | Way]) -> list[dict[str, Any]]:
+    """What `--out` has already.
+
+    Raises:
+        UsageError: it was measured under other settings, by method instead of by way or the other way round, or one
+            of the ways had other flags.
+        DocumentError: it cannot be read.
+    """
+    if arguments.out is None or not arguments.out.is_file():
+        return []
+    before = read_result(arguments.out)
+    settings = [
+        {key: value for key, value in {**config, "seed": seed}.items() if key not in _WHO}
+        for config, seed in (
+            (before.get("config", {}), before.get("seed")),
+            (json.loads(to_json(_config(arguments))), arguments.seed),
+        )
+    ]
+    refuse_other_settings(arguments.out, *settings)
+    rows: list[dict[str, Any]] = before["rows"]
+    if any(("way" in row) != bool(arguments.way) for row in rows):
+        raise UsageError(f"{arguments.out} cannot hold methods and ways at once; name another file")
+    for one in contenders:
+        if isinstance(one, Way) and any(row.get("way") == one.name and row["flags"] != one.flags for row in rows):
+            raise UsageError(f"{arguments.out} has the way {one.name!r} with other flags; give it another name")
+    return rows
+
+
+def _is_measured(choice: Choice | Way, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(choice.keys.items() <= row.items() and row.get("top_k") == choice.top_k for row in rows)
+
+
+_WHO = ("way", "methods", "orders", "top_k")
+"""Settings that say which contenders there are: others may join those of before."""
+
+
+def _config(arguments: argparse.Namespace) -> dict[str, Any]:
     left_out = ("out", "update_docs", "seed", "server_log")
     config = {key: value for key, value in vars(arguments).items() if key not in left_out}
     config["arrivals"] = "poisson" if arguments.arrivals is None else arguments.arrivals.name
-    config["workload"] = asdict(workload_of(arguments))
+    config["dataset"] = None if arguments.dataset is None else arguments.dataset.name
+    config["workload"] = workload_of(arguments).settings()
+    return config
+
+
+def write_result(arguments: argparse.Namespace, rows: list[dict[str, Any]], contenders: Sequence[Choice | Way]) -> None:
+    """After every contender, so that an interrupted run leaves what it has."""
+    if arguments.out is None:
+        return
+    complete = all(_is_measured(one, rows) for one in contenders)
     command = shlex.join(["python", "benchmarks/server_load.py", *sys.argv[1:]])
-    result = BenchmarkResult("server-load", command, arguments.seed, config, rows, {}, complete)
+    result = BenchmarkResult("server-load", command, arguments.seed, _config(arguments), rows, {}, complete)
     write_json(arguments.out, result.as_dict())
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    if "way" in rows[0]:
+        print("\n\n".join(tables({"rows": rows}).values()))
+        return
     for title, heads, lines in (
         ("under load", HEADS, run_table(rows)),
         ("sustained", summary_heads(rows), summary_table(rows)),
@@ -343,6 +474,14 @@ def _show(rows: list[dict[str, Any]]) -> None:
         for line in lines:
             table.add_row(*line)
         Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def _top_ks(rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    return sorted({row.get("top_k") for row in rows}, key=lambda top_k: top_k or 0)
+
+
+def _sustained(row: Mapping[str, Any]) -> str:
+    return ("" if row["sustainable_rate_bounded"] else "at least ") + f"{row['sustainable_rate_per_s']:.3g}"
 
 
 def _milliseconds(seconds: float | None) -> str:

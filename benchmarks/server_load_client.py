@@ -1,11 +1,14 @@
 """Requests to an OpenAI-compatible server as `load_generator.run_load` makes them: tokens as their events come in."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
-from load_generator import LoadResult, run_load
+from load_generator import LoadResult, Usage, run_load
 
 from chunkweave.errors import ChunkweaveError
 
@@ -13,14 +16,23 @@ FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError)
 """What counts as a failed request."""
 
 
+_METRIC = re.compile(r"^chunkweave:(?:store_)?(evictions|speculations)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_AT_A_TIME = 64
+"""Documents of one request that uploads them."""
+
+
 class RefusedError(ChunkweaveError):
     """The server answered with an error, at once or in mid-stream."""
 
 
 class Asker:
-    """Sends one of `bodies` (streamed chat or plain completions) for each number, and yields its tokens."""
+    """Sends one of `bodies` (streamed chat or plain completions) for each number, and yields its tokens.
+
+    `usages` are those of whole answers so far, as far as the server tells them.
+    """
 
     def __init__(self, client: httpx.AsyncClient, path: str, bodies: Sequence[dict[str, Any]]) -> None:
+        self.usages: list[Usage] = []
         self._client = client
         self._path = path
         self._bodies = bodies
@@ -31,7 +43,7 @@ class Asker:
         Raises:
             RefusedError: the server says so.
         """
-        seen, counted = 0, 0
+        seen, usage = 0, dict[str, Any]()
         async with self._client.stream("POST", self._path, json=self._bodies[number]) as response:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
@@ -39,21 +51,63 @@ class Asker:
             async for event in _events(response):
                 if "error" in event:
                     raise RefusedError(str(event["error"].get("type", "error")))
-                counted = (event.get("usage") or {}).get("completion_tokens", counted)
+                usage = event.get("usage") or usage
                 if _has_text(event):
                     seen += 1
                     yield 1
-        yield max(counted - seen, 0 if seen else 1)  # an answer without text has at least the token that ended it
+        if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
+            self.usages.append(Usage(usage["prompt_tokens"], cached))
+        # An answer without text has at least the token that ended it.
+        yield max(usage.get("completion_tokens", 0) - seen, 0 if seen else 1)
+
+    async def at_times(self, arrivals: Sequence[float], timeout_s: float) -> LoadResult:
+        """Every body at its time, with what the server has counted."""
+        result = await run_load(self, arrivals, timeout_s=timeout_s, errors=FAILURES)
+        return replace(result, usages=tuple(self.usages))
 
     async def in_turn(self) -> LoadResult:
         """Every body, each when the one before has been answered: what an idle server does."""
         results = [await run_load(self._at(number), [0.0], errors=FAILURES) for number in range(len(self._bodies))]
-        return LoadResult(
-            tuple(one for result in results for one in result.requests), sum(r.duration_s for r in results)
-        )
+        requests = tuple(one for result in results for one in result.requests)
+        return LoadResult(requests, sum(result.duration_s for result in results), tuple(self.usages))
 
     def _at(self, offset: int) -> "Asker":
-        return Asker(self._client, self._path, self._bodies[offset:])
+        asker = Asker(self._client, self._path, self._bodies[offset:])
+        asker.usages = self.usages
+        return asker
+
+
+async def upload(client: httpx.AsyncClient, corpus: str, texts: Sequence[str]) -> None:
+    """Make a corpus of the server with a document for each text; what is there already is passed over.
+
+    Raises:
+        RefusedError: the server says so.
+    """
+    made = await client.post("/v1/corpora", json={"name": corpus})
+    if made.status_code not in (httpx.codes.CREATED, httpx.codes.CONFLICT):
+        raise RefusedError(f"no corpus {corpus}: status {made.status_code}")
+    documents = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+    for start in range(0, len(documents), _AT_A_TIME):
+        some = {"documents": documents[start : start + _AT_A_TIME]}
+        added = await client.post(f"/v1/corpora/{corpus}/documents", json=some)
+        if added.is_error:
+            raise RefusedError(f"documents for the corpus {corpus}: status {added.status_code}")
+
+
+async def server_counts(client: httpx.AsyncClient) -> dict[str, int]:
+    """What a chunkweave server has counted since it started: `evictions`, and speculations by what happened to them.
+
+    Empty where there are no such metrics.
+    """
+    try:
+        response = await client.get("/metrics")
+    except httpx.HTTPError:
+        return {}
+    counts: Counter[str] = Counter()
+    for name, labels, value in _METRIC.findall(response.text if response.is_success else ""):
+        label = re.search(r'event="(\w+)"', labels)
+        counts[f"speculations_{label[1]}" if label else name] += int(float(value))
+    return dict(counts)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

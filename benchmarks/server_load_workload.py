@@ -1,8 +1,9 @@
-"""Who asks when, and for what: arrival times, and questions over documents that are popular by Zipf's law."""
+"""Who asks when, for what and how: arrival times, questions over popular documents, and the contenders."""
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -12,9 +13,94 @@ from typing import Any
 from load_generator import poisson_arrivals
 from world_corpus import make_corpus
 
-from chunkweave.errors import DocumentError
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import DocumentError, UsageError
+from chunkweave.eval.datasets import digest_of, load_dataset
 from chunkweave.eval.worlds.world import bundled_corpus
+from chunkweave.planning.method import reuses_nothing
 from chunkweave.types import Chunk
+
+CORPUS = "load"
+"""The name of the server's corpus that a data set's passages are in."""
+
+NONE = "none"
+"""No method of ours: requests do not mention reuse."""
+_WAY = re.compile(r"\s*([\w+.%][\w+.% -]*?)\s*:(.*)", re.DOTALL)
+"""A name that figures of the documentation can have in their paths, and flags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A method, and whether chunks may be reordered; no method of ours (`none`) has no order."""
+
+    method: str
+    order: str | None
+    top_k: int | None = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What its row is known by."""
+        return {"method": self.method, "order": self.order, **_top_k(self.top_k)}
+
+    @property
+    def field(self) -> dict[str, Any] | None:
+        """What its requests say to the server about reuse."""
+        return None if self.order is None else self.keys
+
+    def command(self, serve: str) -> str:
+        """The command of its server."""
+        return serve.replace("{method}", self.method).replace("{order}", self.order or "fixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Settings of the server under a name; its requests say nothing about reuse."""
+
+    name: str
+    flags: str
+    top_k: int | None = None
+
+    @staticmethod
+    def of(text: str) -> "Way":
+        """From `NAME: FLAGS`.
+
+        Raises:
+            UsageError: it is not that, or the name has other than letters, digits, spaces and `_ + . % -`.
+        """
+        if (found := _WAY.fullmatch(text)) is None:
+            raise UsageError(f"{text!r} is no NAME: FLAGS; a name has letters, digits, spaces and _ + . % - only")
+        return Way(found[1], found[2].strip())
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What its row is known by."""
+        return {"way": self.name, "flags": self.flags, **_top_k(self.top_k)}
+
+    @property
+    def field(self) -> dict[str, Any] | None:
+        """What its requests say to the server about reuse."""
+        return _top_k(self.top_k) or None
+
+    def command(self, serve: str) -> str:
+        """The command of its server."""
+        return serve.replace("{way}", self.flags)
+
+
+def _top_k(top_k: int | None) -> dict[str, int]:
+    return {} if top_k is None else {"top_k": top_k}
+
+
+def choices(methods: Sequence[str], orders: Sequence[str]) -> list[Choice]:
+    """Every method in every order; in one order only where nothing is reused, and the order changes nothing."""
+    found: list[Choice] = []
+    for method in methods:
+        if method == NONE:
+            found.append(Choice(method, None))
+        elif reuses_nothing(method, ReuseConfig()):
+            found.append(Choice(method, "fixed"))
+        else:
+            found += [Choice(method, order) for order in orders]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +125,14 @@ class Workload:
         Random(f"popularity {self.seed}").shuffle(documents)
         return documents
 
-    def bodies(self, reuse: Mapping[str, str] | None) -> Iterator[dict[str, Any]]:
+    def settings(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+    def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Bodies of streamed chat requests without end: the same for all but for the field `chunkweave`, `reuse`."""
         documents = self.documents()
-        weights = list(accumulate((rank + 1) ** -self.zipf for rank in range(len(documents))))
+        weights = _zipf_weights(len(documents), self.zipf)
         rng = Random(f"requests {self.seed}")
         while True:
             chosen: dict[int, None] = {}
@@ -50,14 +140,62 @@ class Workload:
                 chosen[rng.choices(range(len(documents)), cum_weights=weights)[0]] = None
             picked = [documents[number] for number in rng.sample(list(chosen), len(chosen))]
             body = {
-                "messages": [{"role": "user", "content": f"What do they say about {rng.choice(picked).source}?"}],
+                **_body(f"What do they say about {rng.choice(picked).source}?", self.new_tokens),
                 "documents": [{"title": chunk.source, "text": chunk.text} for chunk in picked],
-                "max_tokens": self.new_tokens,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
             }
             yield body if reuse is None else {**body, "chunkweave": dict(reuse)}
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusWorkload:
+    """Questions of a data set, drawn by Zipf's law, to a corpus of the server that holds the data set's passages.
+
+    The server retrieves: what a question's own passages are is not told.
+    """
+
+    dataset: Path
+    zipf: float = 1.0
+    new_tokens: int = 16
+    seed: int = 0
+
+    def passages(self) -> list[str]:
+        """The text of every passage, once, in the data set's order.
+
+        Raises:
+            DocumentError: as `load_dataset`.
+        """
+        return list(dict.fromkeys(chunk.text for example in load_dataset(self.dataset) for chunk in example.chunks))
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able: the data set by its name and contents, not by where it lies."""
+        examples = load_dataset(self.dataset)
+        found = {"questions": len(examples), "passages": len(self.passages()), "digest": digest_of(examples)}
+        return {**asdict(self), "dataset": self.dataset.name, **found}
+
+    def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """Bodies of streamed chat requests without end: the same for all but for `reuse` in the field `chunkweave`."""
+        questions = [example.question for example in load_dataset(self.dataset)]
+        Random(f"popularity {self.seed}").shuffle(questions)
+        weights = _zipf_weights(len(questions), self.zipf)
+        rng = Random(f"requests {self.seed}")
+        while True:
+            [question] = rng.choices(questions, cum_weights=weights)
+            yield {**_body(question, self.new_tokens), "chunkweave": {"corpus": CORPUS, **(reuse or {})}}
+
+
+def _zipf_weights(count: int, exponent: float) -> list[float]:
+    """Cumulative, the most popular first."""
+    return list(accumulate((rank + 1) ** -exponent for rank in range(count)))
+
+
+def _body(question: str, new_tokens: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def arrival_times(count: int, rate_per_s: float, trace: Sequence[float] | None, seed: int) -> list[float]:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections import Counter
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -11,24 +12,36 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chunkweave.errors import ChunkweaveError, DocumentError
+from chunkweave.errors import ChunkweaveError, DocumentError, UsageError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from load_generator import LoadedRequest, LoadResult, run_load  # noqa: E402
+from docs_figures import evaluate  # noqa: E402
+from load_generator import LoadedRequest, LoadResult, Usage, run_load  # noqa: E402
 from server_load import (  # noqa: E402
-    Choice,
     Target,
-    choices,
+    contenders_of,
+    finished_rows,
+    label_of,
     measure,
     run_table,
     summary_heads,
     summary_table,
+    tables,
     with_ratios,
+    write_result,
 )
-from server_load_client import FAILURES, Asker  # noqa: E402
-from server_load_workload import Workload, arrival_times, read_arrivals  # noqa: E402
+from server_load_client import FAILURES, Asker, RefusedError, server_counts, upload  # noqa: E402
+from server_load_workload import (  # noqa: E402
+    Choice,
+    CorpusWorkload,
+    Way,
+    Workload,
+    arrival_times,
+    choices,
+    read_arrivals,
+)
 from server_process import serving  # noqa: E402
 
 PATH = "/v1/chat/completions"
@@ -59,6 +72,21 @@ async def fake_server(answer):
     port = server.sockets[0].getsockname()[1]
     async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
         yield client
+
+
+def options(**given):
+    """What the command line gives, as far as these tests need it."""
+    usual = {
+        "way": [],
+        "methods": ["full"],
+        "orders": ["fixed"],
+        "top_k": [],
+        "rates": [],
+        "rate_shares": [0.5, 1.0, 2.0],
+    }
+    load = {"arrivals": None, "requests": 24, "trial_requests": None, "trials": 4, "warm": 1, "unloaded": 2}
+    asked = {"dataset": None, "chunks": 6, "zipf": 1.0, "worlds": 0, "passages": 1, "new_tokens": 16, "seed": 0}
+    return argparse.Namespace(**{**usual, **load, **asked, "out": None, **given})
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -163,20 +191,18 @@ def test_an_answer_without_text_is_an_answer():
 @pytest.mark.slow
 def test_a_contender_finds_where_a_server_no_longer_keeps_up(capsys):
     """One prefill at a time: twenty requests a second at most, and a little more until the mean wait is five times."""
-    arguments = argparse.Namespace(
-        chunks=1, zipf=1.0, worlds=0, passages=1, new_tokens=1, seed=0, warm=1, unloaded=2, requests=24, trials=4
-    )
+    arguments = options(chunks=1, new_tokens=1, warm=1, unloaded=2, requests=24, trials=4)
 
     async def main():
         async with fake_server(one_at_a_time()) as client:
             target = Target(str(client.base_url), PATH, "", 30.0, None, 0)
-            return await measure(arguments, target, Choice("prefix", "fixed"), rates)
+            return await measure(arguments, target, Choice("prefix", "fixed"), None)
 
-    rates: list[float] = []
     row = asyncio.run(main())
     limit = 1 / PREFILL_S
     assert row["sustainable_rate_bounded"]
     assert 0.3 * limit < row["sustainable_rate_per_s"] < 2 * limit
+    rates = [run["rate_per_s"] for run in row["runs"]]
     assert rates == [share * row["sustainable_rate_per_s"] for share in (0.5, 1.0, 2.0)]
     means = [run["ttft_mean_s"] for run in row["runs"]]
     assert means[0] < means[2]
@@ -225,7 +251,7 @@ def test_arrivals_have_the_rate_that_was_asked_for(tmp_path):
 def test_each_method_is_measured_in_each_order_where_the_order_matters():
     found = choices(["none", "full", "prefix", "cacheblend"], ["fixed", "free"])
     labels = ["none", "full, fixed", "prefix, fixed", "prefix, free", "cacheblend, fixed", "cacheblend, free"]
-    assert [choice.label for choice in found] == labels
+    assert [label_of(choice.keys) for choice in found] == labels
     assert [choice.field for choice in found[:2]] == [None, {"method": "full", "order": "fixed"}]
     assert found[3].command("serve --method {method} --order {order}") == "serve --method prefix --order free"
 
@@ -260,6 +286,160 @@ def test_ratios_are_over_full_and_prefix():
     assert summary_heads([before]) == heads[:-1]
     assert summary_table([before]) == [["full", "100 ms", "2", "1.00x", "0.50x"]]
     assert run_table([before])[0][0] == "full"
+
+
+QUESTIONS = [
+    {"question": f"Question {n}?", "answers": ["a"], "chunks": [f"Passage {n}.", f"Passage {n + 1}."]}
+    for n in range(30)
+]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in QUESTIONS))
+    return path
+
+
+def test_questions_of_a_data_set_go_to_a_corpus_and_popular_ones_come_back(dataset):
+    workload = CorpusWorkload(dataset, zipf=1.2)
+    assert sorted(workload.passages()) == sorted(f"Passage {n}." for n in range(31))
+    full, named = (list(islice(workload.bodies(one), 200)) for one in ({"top_k": 3}, None))
+    assert all(body["chunkweave"] == {"corpus": "load", "top_k": 3} for body in full)
+    assert all(body["chunkweave"] == {"corpus": "load"} and "documents" not in body for body in named)
+    assert [body["messages"] for body in full] == [body["messages"] for body in named]
+    counts = sorted(Counter(body["messages"][0]["content"] for body in full).values())
+    assert counts[-1] > 40 > 5 * counts[0]
+    settings = workload.settings()
+    assert (settings["dataset"], settings["questions"], settings["passages"]) == ("questions.jsonl", 30, 31)
+
+
+def test_what_the_server_counts_is_kept_with_a_run():
+    async def answer(body, send):
+        await send(OK)
+        await send({"choices": [{"delta": {"content": "x"}}]})
+        usage = {
+            "prompt_tokens": 100,
+            "completion_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": body["cached"]},
+        }
+        await send({"choices": [], "usage": usage})
+
+    async def main():
+        async with fake_server(answer) as client:
+            bodies = [{"cached": 20}, {"cached": 60}]
+            turns = await Asker(client, PATH, bodies).in_turn()
+            return turns, await Asker(client, PATH, bodies).at_times([0.0, 0.1], 10.0)
+
+    for result in asyncio.run(main()):
+        assert result.usages == (Usage(100, 20), Usage(100, 60))
+        shown = result.as_dict()
+        assert (shown["prompt_tokens_mean"], shown["computed_tokens_mean"]) == (100.0, 60.0)
+        assert shown["reused_share"] == pytest.approx(0.4)
+    assert "reused_share" not in LoadResult((LoadedRequest(0.0, 0.1, 0.4, 4),), 0.4).as_dict()
+
+
+def test_passages_are_uploaded_and_what_the_server_counted_is_read():
+    sent = []
+    metrics = """# HELP chunkweave:store_evictions_total segments
+chunkweave:store_evictions_total{model_name="reader",tier="host"} 12.0
+chunkweave:store_evictions_total{model_name="reader",tier="disk"} 1.0
+chunkweave:speculations_total{event="started",model_name="reader"} 5.0
+chunkweave:store_inserts_total{model_name="reader",tier="host"} 90.0
+"""
+
+    def handle(request):
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=metrics)
+        sent.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(403 if "refused" in request.url.path else 201)
+
+    async def main():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://server") as client:
+            await upload(client, "load", [f"text {n}" for n in range(70)])
+            with pytest.raises(RefusedError, match="403"):
+                await upload(client, "refused", ["text"])
+            return await server_counts(client)
+
+    assert asyncio.run(main()) == {"evictions": 13, "speculations_started": 5}
+    assert sent[0] == ("/v1/corpora", {"name": "load"})
+    documents = [one for path, body in sent[1:3] for one in body["documents"]]
+    assert documents == [{"id": str(n), "text": f"text {n}"} for n in range(70)]
+
+
+def test_a_way_is_flags_under_a_name():
+    ways = ["full: --method full", "prefix LRU: --method prefix --policy lru", "usual:"]
+    found = contenders_of(options(way=ways, top_k=[1, 3]))
+    assert [one.keys for one in found[:2]] == [
+        {"way": "full", "flags": "--method full", "top_k": 1},
+        {"way": "prefix LRU", "flags": "--method prefix --policy lru", "top_k": 1},
+    ]
+    assert [one.top_k for one in found] == [1, 1, 1, 3, 3, 3]
+    assert (found[3].field, Way.of(ways[0]).field) == ({"top_k": 3}, None)
+    assert found[1].command("serve {way} --port 1") == "serve --method prefix --policy lru --port 1"
+    assert contenders_of(options(methods=["full"], top_k=[2]))[0].field == {
+        "method": "full",
+        "order": "fixed",
+        "top_k": 2,
+    }
+    for wrong in ("no flags", "a/b: --method full", "a, b: --method full", ": --method full"):
+        with pytest.raises(UsageError, match="NAME: FLAGS"):
+            Way.of(wrong)
+
+
+def way_row(name, top_k, rate, computed):
+    run = LoadResult((LoadedRequest(0.0, 0.1, 0.4, 4),), 0.4, (Usage(100, 100 - computed),)).as_dict()
+    return {
+        **Way(name, f"--flags-of {name}", top_k).keys,
+        "reused_share": 1 - computed / 100,
+        "computed_tokens_mean": computed,
+        "sustainable_rate_per_s": rate,
+        "sustainable_rate_bounded": True,
+        "unloaded": run,
+        "runs": [{"rate_per_s": 1.0, **run}, {"rate_per_s": 2.0, **run}],
+    }
+
+
+def test_ways_are_compared_within_a_top_k_and_their_figures_have_names():
+    rows = [way_row("full", 3, 2.0, 100), way_row("tree", 3, 3.0, 50), way_row("tree", 1, 9.0, 25)]
+    rows = with_ratios(rows)
+    keys = ("over_full", "limit_over_full", "limit_rate_per_s")
+    assert [tuple(row[key] for key in keys) for row in rows] == [(1.0, 1.0, 2.0), (1.5, 2.0, 4.0), (None, None, None)]
+    made = tables({"rows": rows})
+    assert list(made) == ["server-load-ways-1", "server-load-ways-3"]
+    assert made["server-load-ways-3"].splitlines()[0].count("p99") == 2
+    lines = made["server-load-ways-3"].splitlines()
+    assert lines[-1] == "| tree | 100 ms | 3 | 1.50x | 2.00x | 100 ms | 100 ms | 100 ms | 100 ms | 50% |"
+    result = {"served": {"rows": rows}}
+    assert evaluate("served: rows/tree,top_k=1/sustainable_rate_per_s", result) == 9.0
+    assert evaluate("served: rows/tree,top_k=3/runs/rate_per_s=2.0/ttft_p50_s", result) == 0.1
+
+
+def test_a_file_goes_on_with_what_is_missing_under_the_same_settings_only(tmp_path, dataset):
+    arguments = options(way=["full: --flags-of full"], top_k=[3], dataset=dataset, out=tmp_path / "out.json")
+    assert finished_rows(arguments, contenders_of(arguments)) == []
+    rows = with_ratios([way_row("full", 3, 2.0, 100)])
+    write_result(arguments, rows, contenders_of(arguments))
+    written = json.loads(arguments.out.read_text())
+    assert written["complete"]
+    assert str(tmp_path) not in json.dumps(written["config"])
+    more = options(way=[*arguments.way, "tree: --flags"], top_k=[3, 1], dataset=dataset, out=arguments.out)
+    assert finished_rows(more, contenders_of(more)) == rows
+    write_result(more, rows, contenders_of(more))
+    assert not json.loads(arguments.out.read_text())["complete"]
+    for other in ({"requests": 5}, {"seed": 1}, {"zipf": 2.0}):
+        changed = argparse.Namespace(**{**vars(arguments), **other})
+        with pytest.raises(UsageError, match=rf"other settings \(.*{next(iter(other))}"):
+            finished_rows(changed, contenders_of(changed))
+    renamed = argparse.Namespace(**{**vars(arguments), "way": ["full: --other"]})
+    with pytest.raises(UsageError, match="other flags"):
+        finished_rows(renamed, contenders_of(renamed))
+    methods = argparse.Namespace(**{**vars(arguments), "way": []})
+    with pytest.raises(UsageError, match="methods and ways"):
+        finished_rows(methods, contenders_of(methods))
+    usual = argparse.Namespace(**{**vars(arguments), "top_k": []})
+    write_result(usual, rows, contenders_of(usual))
+    assert not json.loads(arguments.out.read_text())["complete"], "the server's own top-k is another than 3"
 
 
 SLOW_START = """

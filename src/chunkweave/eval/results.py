@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,6 +110,18 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"cannot write {path}: there is no folder {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UsageError(f"cannot write {path}: no permission")
+
+
+def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Keep a measurement from going on in a file that was begun under other settings; both as JSON has them.
+
+    Raises:
+        UsageError: they differ; the message names what.
+    """
+    differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    if differ:
+        named = ", ".join(differ)
+        raise UsageError(f"{path} was measured under other settings ({named}); delete it, or name another file")
 
 
 def write_json(path: Path, data: object) -> None:
@@ -232,10 +244,7 @@ class QuestionLog:
             before, found = (first["settings"], first["found"]) if first else (self._settings, None)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} does not hold finished questions ({error}); name another file") from error
-        if before != self._settings:
-            differ = sorted(key for key in {*before, *self._settings} if before.get(key) != self._settings.get(key))
-            named = ", ".join(differ)
-            raise UsageError(f"{path} was measured under other settings ({named}); delete it, or name another file")
+        refuse_other_settings(path, before, self._settings)
         self.found, self._lines = found, lines
         if cut_off:
             path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
