@@ -48,7 +48,7 @@ class Asker:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
                 raise RefusedError(f"status {response.status_code}")
-            async for event in _events(response):
+            async for event in events(response):
                 if "error" in event:
                     raise RefusedError(str(event["error"].get("type", "error")))
                 usage = event.get("usage") or usage
@@ -110,7 +110,8 @@ async def server_counts(client: httpx.AsyncClient) -> dict[str, int]:
     return dict(counts)
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed answer, without the mark of its end."""
     async for line in response.aiter_lines():
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":

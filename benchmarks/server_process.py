@@ -22,10 +22,10 @@ def api_keys(*tenants: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(command: str, url: str, *, ready_path: str, log: Path, timeout_s: float = 600.0) -> Iterator[None]:
+def serving(command: str, url: str, *, ready_path: str, log: Path, timeout_s: float = 600.0) -> Iterator[int]:
     """Run `command` until the end of the block; inside, `url` plus `ready_path` has answered with 200.
 
-    What it prints goes to `log`. It is stopped by its id, at first politely.
+    The block gets its id, by which it is stopped, at first politely. What it prints goes to `log`.
 
     Raises:
         ChunkweaveError: somebody else answers there already, or it ended, or took too long, before it was ready.
@@ -36,7 +36,7 @@ def serving(command: str, url: str, *, ready_path: str, log: Path, timeout_s: fl
         process = subprocess.Popen(shlex.split(command), stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - the user's own
         try:
             _wait_until_ready(process, url + ready_path, log, timeout_s)
-            yield
+            yield process.pid
         finally:
             _stop(process)
 
@@ -65,3 +65,22 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Most physical memory that a process and those that it started ever held, each counted by itself (Linux)."""
+    parents: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # it has ended
+            continue
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        child = int(status.parent.name)
+        parents[child] = int(fields["PPid"])
+        peaks[child] = int(fields.get("VmHWM", "0").split()[0]) * 1024
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(peaks.get(one, 0) for one in family)
