@@ -2,9 +2,9 @@ r"""What the plug-in costs where it cannot help, and where it can: vLLM with it 
 
     python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/vllm.md
 
-Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in processes of its
-own, both with vLLM's prefix caching, get the same token ids one after the other, the first of each pair in turn. With
-the plug-in requests name their chunks and ask for `prefix`, which is exact. After each request both rest for `--rest`
+Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
+own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the
+same token ids one after the other, the first of each pair in turn. With the plug-in requests name their chunks and ask for `prefix`, which is exact. After each request both rest for `--rest`
 seconds, in which the plug-in copies what it keeps. Cases, each `--requests` pairs but for the first of a kind:
 
 - `plain`: requests that name no chunks, all new;
@@ -273,6 +273,7 @@ def main() -> None:
     parser.add_argument("--update-docs", type=Path, help="page whose table is rewritten")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
