@@ -4,8 +4,9 @@ r"""What the plug-in costs where it cannot help, and where it can: vLLM with it 
 
 Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
 own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the
-same token ids one after the other, the first of each pair in turn. With the plug-in requests name their chunks and ask for `prefix`, which is exact. After each request both rest for `--rest`
-seconds, in which the plug-in copies what it keeps. Cases, each `--requests` pairs but for the first of a kind:
+same token ids one after the other, the first of each pair in turn. With the plug-in requests name their chunks and ask
+for `prefix`, which is exact. After each request both rest for `--rest` seconds, in which the plug-in copies what it
+keeps. Cases, each `--requests` pairs but for the first of a kind:
 
 - `plain`: requests that name no chunks, all new;
 - `cold`: every chunk is new;
