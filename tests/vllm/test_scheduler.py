@@ -500,13 +500,15 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 
 
 @pytest.mark.parametrize("weaving", [(), (0,)])
-def test_nothing_is_woven_or_captured_unless_every_worker_weaves(weaving):
+def test_nothing_is_woven_captured_or_saved_unless_every_worker_weaves(weaving):
     side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     side.bind_kv_cache_manager(FakeManager())
     side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
     request = FakeRequest({**CHUNKS, "method": "cachecraft"})
     side.add(request)
     assert side.matched(request, 0) == 0
+    assert not side.orders(step([("a", 0, 131)])).saves
+    assert not side.finished(request)[0], "nobody would say that its blocks are copied"
 
 
 def test_full_means_vllms_own_prefill(side):

@@ -345,7 +345,7 @@ class ConnectorScheduler:
         """What the workers are to do in this step; call it once a step."""
         orders, self._orders = self._orders, StepOrders()
         orders.idle = not scheduler_output.total_num_scheduled_tokens
-        if self._requests:
+        if self._requests and self._weaves:
             orders.preempted = frozenset(scheduler_output.preempted_req_ids or ()) & self._requests.keys()
             for request_id in orders.preempted:
                 self._requests[request_id].saving.clear()
