@@ -186,7 +186,7 @@ def answers_ahead(
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
-        TopKError: there are fewer chunks than asked for.
+        TopKError: the corpus is empty.
     """
     from chunkweave.engine.async_engine import AsyncEngine
     from chunkweave.retrieval.pipeline import AsyncRagPipeline

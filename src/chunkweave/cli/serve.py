@@ -15,7 +15,7 @@ from rich.table import Table
 from chunkweave.cli.console import Json, Out, Output, stderr
 from chunkweave.cli.options import as_command, given_options, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.server.settings import (
     FILE_VARIABLE,
     GROUPS,
@@ -100,9 +100,9 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     vllm = settings.model.backend is Backend.VLLM
     if missing := [name for name in _NEEDED[settings.model.backend] if find_spec(name) is None]:
         extras = "server,vllm" if vllm else "server"
-        raise UsageError(f"{', '.join(missing)} is not installed: pip install 'chunkweave[{extras}]'")
+        raise UsageError(f"{', '.join(missing)} is not installed: {install_extra(extras)}")
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
-        raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
+        raise UsageError(f"vLLM is not installed here: {install_extra('vllm')}, or give --upstream URL")
     from chunkweave.server.app import listening_socket, run
     from chunkweave.server.auth import read_keys
     from chunkweave.server.backend import Stage
