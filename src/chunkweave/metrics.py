@@ -35,9 +35,9 @@ class ReuseReport:
     is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
     included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
     contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`), `parameters` with which value, that of the loading controller if it raised it. `lost_segments` were
-    broken, gone or late when they were read, so that the prompt was planned again without them. `order` is the ordering
-    of the chunks; `original` is the caller's.
+    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` with which value, that of the loading controller
+    if it raised it. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again
+    without them. `order` is the ordering of the chunks; `original` is the caller's.
 
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.

@@ -101,6 +101,11 @@ def test_pipelined_rag(monkeypatch, capsys):
     assert "SpeculationCounts(stages=" in shown
 
 
+def test_ask_without_documents_says_that_nothing_is_woven():
+    shown = invoke("ask", "--shape", "demo", "--max-new-tokens", 2, "Why?")
+    assert "no documents: there is nothing to weave; give --docs or --corpus" in shown.stderr
+
+
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
     result = invoke("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
     assert result.exit_code == 0, result.output

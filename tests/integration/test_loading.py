@@ -49,6 +49,13 @@ def test_a_saved_checkpoint_answers_like_the_model_it_was_saved_from(family, tmp
     assert loaded.model_name == family
 
 
+def test_no_bars_where_there_is_no_terminal(tmp_path, capfd):
+    folder = save_checkpoint(tmp_path / "a")
+    capfd.readouterr()
+    Engine.load(folder)
+    assert capfd.readouterr().err == ""
+
+
 def test_the_fingerprint_follows_content_not_place(tmp_path):
     here = save_checkpoint(tmp_path / "a")
     copy = Path(shutil.copytree(here, tmp_path / "b"))

@@ -120,6 +120,8 @@ class FakeVllm:
         found = [chunk for chunk in chunks if chunk in self.stored]
         self.stored |= set(chunks)
         report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
+        if params["method"] != "prefix":
+            report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
             again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0

@@ -50,7 +50,8 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
 
 
 def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
-    front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+    first = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
+    assert (first["method"], first["why"]) == ("prefix", "cacheblend: nothing stored yet")
     told = front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()
     report = told["chunkweave"]
     assert report["recomputed_tokens"] > 0

@@ -30,6 +30,9 @@ def test_flags_go_to_vllm_as_they_are():
     command = list(flags.command(8001, {"host_budget": "1GiB"}))
     place = command.index("--max-model-len")
     assert command[place : place + 5] == list(flags.flags)
+    assert "--no-use-tqdm-on-load" in command, "its lines go to a log"
+    kept = VllmFlags("some/model", ("--use-tqdm-on-load",)).command(8001, {})
+    assert "--no-use-tqdm-on-load" not in kept
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"] == {"host_budget": "1GiB"}
     assert command[command.index("--served-model-name") + 1] == "some/model"

@@ -402,6 +402,14 @@ def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
     }
 
 
+def test_a_report_says_that_nothing_was_stored(side):
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    side.add(request)
+    assert side.matched(request, 0) == 0
+    report = side.finished(request)[1]["chunkweave"]
+    assert (report["method"], report["why"]) == ("prefix", "cacheblend: nothing stored yet")
+
+
 def test_the_workers_report_is_the_answers(side):
     stored_chunks(side, 0)
     request = FakeRequest(CHUNKS)

@@ -27,6 +27,7 @@ from chunkweave.server.settings import (
     unused_variables,
 )
 from chunkweave.settings import settings_of
+from chunkweave.store.shared_folder import require_writable
 
 ConfigFile = Annotated[
     Path | None,
@@ -98,6 +99,8 @@ def _vllm_serve(
 
 def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     vllm = settings.model.backend is Backend.VLLM
+    if (folder := settings.store.cache_dir) is not None and not settings.fleet.upstream:
+        require_writable(folder.expanduser() if vllm else folder)
     if missing := [name for name in _NEEDED[settings.model.backend] if find_spec(name) is None]:
         extras = "server,vllm" if vllm else "server"
         raise UsageError(f"{', '.join(missing)} is not installed: {install_extra(extras)}")
@@ -118,12 +121,14 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     host, port = sock.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
+
     def show(stage: Stage, seconds: float) -> None:
+        if stage is Stage.OPENING_CORPORA:  # the model is loaded
+            console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
         console.print(f"{seconds:7.2f} s  {stage}" + (f": {where}/v1" if stage is Stage.READY else ""), soft_wrap=True)
 
     service.on_stage = show
-    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
-    console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
     configure_logging(settings.watch.log_form, settings.watch.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     run(service, sock)

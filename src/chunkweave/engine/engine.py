@@ -32,6 +32,7 @@ from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id
+from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
 
@@ -187,16 +188,16 @@ class Engine:
 
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
-            UsageError: no such order, the store's remote URL cannot be used, a record of another model, a quality
-                target without a record (the message says how to make one), neutral passages that cannot be read, or a
-                kernel that does not run here.
+            UsageError: no such order, the store's remote URL cannot be used or its folder not be written, a record of
+                another model, a quality target without a record (the message says how to make one), neutral passages
+                that cannot be read, or a kernel that does not run here.
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
         ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # refused now, not after a store is open
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
-        cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
+        cache_dir = _cache_dir(store)
         self._chooser = open_chooser(
             loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
         )
@@ -244,7 +245,7 @@ class Engine:
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
-        refuse_unknown(options.get("method"), options.get("quality"))
+        _refuse_early(options)
         loaded = load_folder(model, device=device, dtype=dtype)
         return cls(loaded, **options)
 
@@ -266,7 +267,7 @@ class Engine:
             UnknownMethodError: no such shape, method or ordering.
             UsageError: no such quality or order, or the quality needs a calibration.
         """
-        refuse_unknown(options.get("method"), options.get("quality"))
+        _refuse_early(options)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
         return cls(loaded, **options)
 
@@ -434,6 +435,29 @@ class Engine:
             core.close()
             for one in prepared:
                 self.preparer.abandon(one)
+
+
+def _cache_dir(store: StoreConfig | TieredStore[SegmentSource] | None) -> Path | None:
+    """The folder that a store which is still to be opened keeps segments in, if it keeps any on disk.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    folder = store.cache_dir if isinstance(store, StoreConfig) else None
+    if folder is not None:
+        require_writable(folder)
+    return folder
+
+
+def _refuse_early(options: EngineOptions) -> None:
+    """What is wrong whatever the model is, before one is loaded.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: no such quality, or a cache directory that cannot be written.
+    """
+    refuse_unknown(options.get("method"), options.get("quality"))
+    _cache_dir(options.get("store"))
 
 
 def _segment_of_last(prompt: Prompt) -> SegmentId:

@@ -1,8 +1,11 @@
 """From a name to a model that can be driven: a checkpoint folder, or a shape with random weights."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -66,13 +69,14 @@ def load_folder(model: str | Path, *, device: str = "auto", dtype: str = "auto",
     dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        weights: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=own_attention(config),
-            local_files_only=True,
-        )
+        with _bars_at_a_terminal():
+            weights: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=own_attention(config),
+                local_files_only=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
     driven = HuggingFaceModel(weights.to(device).eval())
@@ -100,6 +104,20 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
     """The byte-level tokenizer that comes with the package."""
     folder = Path(str(files("chunkweave") / "assets" / "tokenizer"))
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+@contextmanager
+def _bars_at_a_terminal() -> Iterator[None]:
+    """Without transformers' progress bars where stderr is no terminal: they would fill a log."""
+    bars: Any = import_module("transformers.utils.logging")
+    hidden = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            bars.enable_progress_bar()
 
 
 def _read_config(path: Path) -> Any:

@@ -138,6 +138,11 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
+def _woven(report: Report) -> bool:
+    """Whether it is of a weave; else vLLM computed the request, and `why` says what kept it from being woven."""
+    return "reused_tokens" in report
+
+
 def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
     """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
 
@@ -145,7 +150,7 @@ def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: in
     requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
     found of the same prompt are among those that it reuses.
     """
-    if report is None or "reused_tokens" not in report:
+    if report is None or not _woven(report):
         computed = report.get("computed_tokens") if report is not None else None
         cached = local_tokens if computed is None else prompt_tokens - int(computed)
         return cached, 0, 0, prompt_tokens - cached
@@ -194,7 +199,7 @@ def reuse_report(
         new_tokens=new_tokens,
         prefill_flops=0.0,
         full_prefill_flops=0.0,
-        why=str(choice.why),
+        why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
         parameters=choice.parameters,
         order=placed.arranged.ordering,
         history_tokens=0 if content is None else content.history_tokens,
