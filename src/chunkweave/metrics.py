@@ -42,6 +42,9 @@ class ReuseReport:
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.
 
+    `looked_up_tokens` are those of the parts that can be stored: instructions, chunks, turns. Of these, `hits` were
+    found, by tier; `vllm` is vLLM's own prefix cache.
+
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
     """
@@ -72,6 +75,8 @@ class ReuseReport:
     turns_cut: int = 0
     lost_segments: int = 0
     loaded_fraction: float = 1.0
+    looked_up_tokens: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def flops_limit(self) -> float:
