@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from math import gcd
 from typing import Any
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult, Tier, bounds_of, simulate
 from chunkweave.eval.simulator.trace import Arrival, Trace, at_times, build_trace, poisson_times
 from chunkweave.planning.cost import CostModel
@@ -184,7 +184,7 @@ def reference_hits(policy: str, trace: Trace, budget_bytes: int) -> ReferenceRes
 
 def _open(policy: str, room: int) -> tuple[Any, Any]:
     if not installed():
-        raise UsageError("libcachesim is not installed: pip install 'chunkweave[reference]'")
+        raise UsageError(f"libcachesim is not installed: {install_extra('reference')}")
     import libcachesim
 
     request = libcachesim.Request()

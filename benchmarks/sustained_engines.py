@@ -3,23 +3,28 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import exp, log
 from typing import Any, Protocol
 
 import torch
+from transformers import AutoConfig
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.fingerprint import fingerprint_shape
+from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
+from chunkweave.server.vllm_backend.process import VllmFlags
 
 FULL = "full"
+TOP = 20
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -33,16 +38,39 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Seconds to the first token, and how many tokens of documents were not computed from nothing."""
+    """Seconds to the first token, how many tokens of documents were not computed from nothing, and what it may be.
+
+    `likeliest` are the log-probabilities of the `TOP` likeliest ones.
+    """
 
     ttft_s: float
     stored_tokens: int
+    likeliest: Mapping[int, float]
+
+    def differs(self, full: "FirstToken") -> float:
+        """KL divergence from full prefill's, in nats: of its likeliest tokens, all others counted as one.
+
+        It is a lower bound where one of them is not among the likeliest here: it counts with the least of these.
+        """
+        least = min(self.likeliest.values())
+        pairs = [(theirs, self.likeliest.get(token, least)) for token, theirs in full.likeliest.items()]
+        rest = [log(max(1e-9, 1 - sum(exp(one) for one in side))) for side in zip(*pairs, strict=True)]
+        return sum(exp(theirs) * (theirs - own) for theirs, own in [*pairs, (rest[0], rest[1])])
+
+    @property
+    def token(self) -> int:
+        """The likeliest."""
+        return max(self.likeliest, key=self.likeliest.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The model: a published geometry cut to `layers`, random weights of `seed`, and the bytes for segments."""
+    """The model and the bytes for segments.
 
+    The model is pretrained, or has a published geometry cut to `layers` and random weights of `seed`.
+    """
+
+    model: str | None
     shape: str
     layers: int
     dtype: str
@@ -50,17 +78,18 @@ class Sizes:
     seed: int
 
     def config(self) -> Any:
-        """The Hugging Face configuration of the cut model."""
+        """The Hugging Face configuration."""
+        if self.model is not None:
+            return AutoConfig.from_pretrained(checkpoint_folder(self.model))
         config = shape_config(self.shape)
         config.num_hidden_layers = self.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: self.layers]
         return config
 
-
-def bytes_per_token(shape: str, layers: int, dtype: str) -> int:
-    """KV bytes of one token of the cut model."""
-    return geometry_of(Sizes(shape, layers, dtype, 0, 0).config()).kv_elements_per_token() * _BYTES[dtype]
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token."""
+        return geometry_of(self.config()).kv_elements_per_token() * _BYTES[self.dtype]
 
 
 class Served(Protocol):
@@ -74,11 +103,15 @@ class OwnEngine:
     """chunkweave's own engine."""
 
     def __init__(self, sizes: Sizes, recompute_ratio: float) -> None:
-        config = sizes.config()
-        model = random_model(config, dtype=getattr(torch, sizes.dtype), device="cpu", seed=sizes.seed)
-        self._fingerprint = fingerprint_shape(config, sizes.dtype, sizes.seed)
-        loaded = LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), self._fingerprint, sizes.shape)
-        self._engine = Engine(loaded, store=StoreConfig(sizes.budget_bytes))
+        store = StoreConfig(sizes.budget_bytes)
+        if sizes.model is not None:
+            self._engine = Engine.load(sizes.model, dtype=sizes.dtype, store=store)
+        else:
+            config = sizes.config()
+            model = random_model(config, dtype=getattr(torch, sizes.dtype), device="cpu", seed=sizes.seed)
+            fingerprint = fingerprint_shape(config, sizes.dtype, sizes.seed)
+            loaded = LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, sizes.shape)
+            self._engine = Engine(loaded, store=store)
         self._reuse = ReuseConfig(recompute_ratio=recompute_ratio)
 
     def first_token(self, query: Query, method: str) -> FirstToken:
@@ -87,10 +120,12 @@ class OwnEngine:
         prefilled = self._engine.runner.prefill(prompt, make_method(method, self._reuse), capture=method != FULL)
         int(prefilled.logits.argmax())
         ttft_s = time.perf_counter() - started
+        logs, tokens = prefilled.logits.float().flatten().log_softmax(-1).topk(TOP)
         if method != FULL:
             self._engine.runner.store_new(prefilled)
         plan = prefilled.plan
-        return FirstToken(ttft_s, plan.tokens(KVSource.EXACT) + plan.tokens(KVSource.REUSED))
+        stored = plan.tokens(KVSource.EXACT) + plan.tokens(KVSource.REUSED)
+        return FirstToken(ttft_s, stored, dict(zip(tokens.tolist(), logs.tolist(), strict=True)))
 
     def close(self) -> None:
         """Audit the store, and give it up."""
@@ -98,7 +133,7 @@ class OwnEngine:
         self._engine.close()
 
     def _prompt(self, query: Query) -> Prompt:
-        documents = [PromptPart(PartKind.CHUNK, ids, chunk_id(self._fingerprint, "", ids)) for ids in query.documents]
+        documents = [PromptPart(PartKind.CHUNK, ids, chunk_id("sustained", "", ids)) for ids in query.documents]
         return Prompt((*documents, PromptPart(PartKind.QUESTION, query.question)))
 
 
@@ -118,7 +153,7 @@ class VllmEngine:
                 AsyncEngineArgs(
                     model=folder,
                     skip_tokenizer_init=True,
-                    load_format="dummy",
+                    load_format="dummy" if sizes.model is None else "auto",
                     seed=sizes.seed,
                     dtype=sizes.dtype,
                     max_model_len=max_tokens,
@@ -152,16 +187,20 @@ class VllmEngine:
         else:
             params: dict[str, Any] = {"chunks": spans, "method": method, "recompute_ratio": self._ratio}
             extra = {"kv_transfer_params": {"chunkweave": params}}
-        sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, logprobs=TOP, extra_args=extra
+        )
         started, ended, answer = time.perf_counter(), 0.0, None
         async for output in self._engine.generate(prompt, sampling, f"r{self._sent}"):
             ended = ended or time.perf_counter()
             answer = output
-        report = ((answer.kv_transfer_params if answer is not None else None) or {}).get("chunkweave", {})
+        assert answer is not None
+        report = (answer.kv_transfer_params or {}).get("chunkweave", {})
         if "error" in report:
             raise RuntimeError(report["error"])
         found = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens")
-        return FirstToken(ended - started, sum(report.get(name, 0) for name in found))
+        likeliest = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+        return FirstToken(ended - started, sum(report.get(name, 0) for name in found), likeliest)
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -178,9 +217,12 @@ def opened(engine: str, sizes: Sizes, max_tokens: int, recompute_ratio: float) -
         own.close()
         return
     with tempfile.TemporaryDirectory() as folder:
-        config = sizes.config()
-        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(folder)
+        if sizes.model is not None:
+            folder = VllmFlags(sizes.model).source
+        else:
+            config = sizes.config()
+            config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+            config.save_pretrained(folder)
         vllm = VllmEngine(folder, sizes, max_tokens, recompute_ratio)
         try:
             yield vllm

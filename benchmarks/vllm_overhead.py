@@ -2,16 +2,19 @@ r"""What the plug-in costs where it cannot help, and where it can: vLLM with it 
 
     python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/vllm.md
 
-Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in processes of its
-own, both with vLLM's prefix caching, get the same token ids one after the other, the first of each pair in turn. With
-the plug-in requests name their chunks and ask for `prefix`, which is exact. After each request both rest for `--rest`
-seconds, in which the plug-in copies what it keeps. Cases, each `--requests` pairs but for the first of a kind:
+Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
+own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the
+same token ids one after the other, the first of each pair in turn. With the plug-in requests name their chunks and ask
+for `prefix`, which is exact. After each request both rest for `--rest` seconds, in which the plug-in copies what it
+keeps. The plug-in's usual method is `prefix` too: one that reads what chunks attend to would have every request noted
+(`capture`). Cases, each `--requests` pairs but for the first of a kind:
 
 - `plain`: requests that name no chunks, all new;
 - `cold`: every chunk is new;
+- `cold, noted`: as `cold`, and what the chunks attend to is kept (`capture`);
 - `repeated`: the instruction and all chunks but the last come again, which vLLM's own cache has;
 - `evicted`: whole prompts come again with another question, after more prompts than vLLM's cache holds;
-- `cold, no rest`: as `cold`, `BURST` requests after each other, the engines in turn; a value is the time of one burst.
+- `no rest`: as `cold`, `BURST` requests after each other, the engines in turn; a value is the time of one burst.
 
 Every case has its own share of the pairs' quotients, time without over time with the plug-in: 1 is no difference.
 """
@@ -47,7 +50,8 @@ QUESTION, INSTRUCTION = 24, 24
 HEADS = ["case", "pairs", "without", "with", "quotient", "95 % interval"]
 
 Request = dict[str, Any]
-"""`ids`, and `chunks` if it names any."""
+"""`ids`, `chunks` if it names any, and whether it is `noted`."""
+CASES = ("plain", "cold", "cold, noted", "repeated", "evicted", "no rest")
 
 
 @dataclass
@@ -85,7 +89,11 @@ def serve(args: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
     plugin = args.serve == "with"
-    connector = {"kv_connector": "ChunkweaveConnector", "kv_role": "kv_both"} if plugin else None
+    connector = {
+        "kv_connector": "ChunkweaveConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"method": "prefix"},
+    }
     engine = LLM(
         VllmFlags(args.model).source,
         skip_tokenizer_init=True,
@@ -95,11 +103,11 @@ def serve(args: argparse.Namespace) -> None:
         enable_prefix_caching=True,
         block_size=BLOCK,
         num_gpu_blocks_override=args.cache_tokens // BLOCK,
-        kv_transfer_config=connector,  # type: ignore[arg-type]
+        kv_transfer_config=connector if plugin else None,  # type: ignore[arg-type]
     )
     for line in sys.stdin:
         request = json.loads(line)
-        named = {"chunks": request["chunks"], "method": "prefix"} if plugin and request["chunks"] else None
+        named = {"chunks": request["chunks"], "capture": request["noted"]} if plugin and request["chunks"] else None
         extra = {"kv_transfer_params": {"chunkweave": named}} if named else None
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
         begun = time.perf_counter()
@@ -123,20 +131,20 @@ class Prompts:
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(100, 40_000) for _ in range(count)]
 
-    def request(self, head: list[int] | None = None) -> Request:
+    def request(self, head: list[int] | None = None, *, noted: bool = False) -> Request:
         """A prompt that begins with `head` (None: all of it is new)."""
         ids = list(head or self.tokens(INSTRUCTION))
         edges = range(INSTRUCTION, INSTRUCTION + (self.chunks + 1) * self.chunk_tokens, self.chunk_tokens)
         ids += self.tokens(edges[-1] - len(ids) + QUESTION)
-        return {"ids": ids, "chunks": [[start, start + self.chunk_tokens] for start in edges[:-1]]}
+        return {"ids": ids, "chunks": [[start, start + self.chunk_tokens] for start in edges[:-1]], "noted": noted}
 
     def plain(self) -> Iterator[tuple[Request, bool]]:
         while True:
             yield {"ids": self.request()["ids"], "chunks": None}, True
 
-    def cold(self) -> Iterator[tuple[Request, bool]]:
+    def cold(self, *, noted: bool = False) -> Iterator[tuple[Request, bool]]:
         while True:
-            yield self.request(), True
+            yield self.request(noted=noted), True
 
     def repeated(self) -> Iterator[tuple[Request, bool]]:
         """The first of those that begin alike does not count."""
@@ -216,24 +224,26 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
     cases = {
         "plain": prompts.plain(),
         "cold": prompts.cold(),
+        "cold, noted": prompts.cold(noted=True),
         "repeated": prompts.repeated(),
         "evicted": prompts.evicted(over),
     }
     rows: list[dict[str, Any]] = []
     bursts = max(2, args.requests // BURST)
     with started(plugin=False) as without, started(plugin=True) as plugin, progress("requests") as report:
-        number, total = count(1), len(cases) * args.requests + bursts
+        number, total = count(1), sum(bursts if case == "no rest" else args.requests for case in args.cases)
 
         def done() -> None:
             report(next(number), total)
 
         for warm_up in (prompts.cold(), prompts.plain()):
             pairs_of(without, plugin, warm_up, 3, args.rest, lambda: None)
-        for case, requests in cases.items():
-            rows.append(row_of(case, pairs_of(without, plugin, requests, args.requests, args.rest, done)))
+        for case in args.cases:
+            if case == "no rest":
+                rows.append(row_of(case, bursts_of(without, plugin, prompts, bursts, args.rest, done)))
+            else:
+                rows.append(row_of(case, pairs_of(without, plugin, cases[case], args.requests, args.rest, done)))
             keep(rows)
-        rows.append(row_of("cold, no rest", bursts_of(without, plugin, prompts, bursts, args.rest, done)))
-        keep(rows)
     return rows
 
 
@@ -263,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--requests", type=int, default=200, help="pairs of each case")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=160)
@@ -273,6 +284,7 @@ def main() -> None:
     parser.add_argument("--update-docs", type=Path, help="page whose table is rewritten")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

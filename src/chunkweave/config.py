@@ -1,5 +1,6 @@
 """Small frozen configurations, checked when they are made, and the pure functions that resolve "auto"."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, isfinite
@@ -17,6 +18,18 @@ DEFAULT_MAX_VARIANTS = 5
 
 _OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
 """Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether a model is named as on the Hugging Face hub, `MAKER/NAME`: a folder of that name here comes first.
+
+    >>> is_hub_name("Qwen/Qwen2.5-0.5B-Instruct"), is_hub_name("./models/qwen"), is_hub_name("models/qwen.gguf")
+    (True, False, False)
+    """
+    return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
 
 
 class Backend(StrEnum):
@@ -40,7 +53,7 @@ class ModelConfig:
 
     model: str | None = setting(
         None,
-        "Checkpoint folder in Hugging Face format, GGUF file, `smollm2`, or `reader`, the bundled model.",
+        "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or the bundled `reader`.",
         places=_OWN_ENGINE | {Place.VLLM},
     )
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
@@ -51,7 +64,7 @@ class ModelConfig:
     )
     served_model_name: str | None = setting(
         None,
-        "What /v1/models calls the model; its folder's name if left out.",
+        "What /v1/models calls the model; its folder's or hub name if left out.",
         places=frozenset({Place.ENGINE}),
         old=("served_name",),
     )
@@ -62,8 +75,11 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model; never a path."""
-        return self.served_model_name or self.shape or Path(self.model or "").resolve().name
+        """What clients call the model: a name that was given, a hub name, or a folder's name; never a path."""
+        if name := self.served_model_name or self.shape:
+            return name
+        model = self.model or ""
+        return model if is_hub_name(model) else Path(model).resolve().name
 
 
 @configuration(REQUESTS)

@@ -33,6 +33,15 @@ A cache miss is not an error, and neither is a segment that cannot be stored.
 from collections.abc import Sequence
 
 
+def install_extra(name: str) -> str:
+    """How to get an extra's packages, for messages. No package index has chunkweave yet, so it is from a checkout.
+
+    >>> install_extra("server")
+    "pip install -e '.[server]' in a checkout of chunkweave"
+    """
+    return f"pip install -e '.[{name}]' in a checkout of chunkweave"
+
+
 class ChunkweaveError(Exception):
     """Root of everything that chunkweave raises on purpose."""
 

@@ -35,12 +35,15 @@ class ReuseReport:
     is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
     included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
     contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`), `parameters` with which value, that of the loading controller if it raised it. `lost_segments` were
-    broken, gone or late when they were read, so that the prompt was planned again without them. `order` is the ordering
-    of the chunks; `original` is the caller's.
+    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` with which value, that of the loading controller
+    if it raised it. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again
+    without them. `order` is the ordering of the chunks; `original` is the caller's.
 
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.
+
+    `looked_up_tokens` are those of the parts that can be stored: instructions, chunks, turns. Of these, `hits` were
+    found, by tier; `vllm` is vLLM's own prefix cache.
 
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
@@ -72,6 +75,8 @@ class ReuseReport:
     turns_cut: int = 0
     lost_segments: int = 0
     loaded_fraction: float = 1.0
+    looked_up_tokens: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def flops_limit(self) -> float:

@@ -1,8 +1,11 @@
 """The examples and the README's snippet run as they are written, on a toy checkpoint."""
 
 import json
+import re
 import runpy
+import shlex
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from shutil import copytree
@@ -50,6 +53,32 @@ def test_the_readme_shows_the_example_that_is_tested():
     assert f"```python\n{body}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+QUICK = {"bench": ["--questions", "1", "--chunk-tokens", "64", "--no-hf-reference"], "ask": ["--max-new-tokens", "2"]}
+"""What keeps a command of the README short here."""
+
+
+def readme_commands() -> Iterator[list[str]]:
+    """The README's own command lines that end by themselves, in order; those of `smollm2` take too long."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^    chunkweave (.*)$", text, re.MULTILINE):
+        words = shlex.split(line)
+        if words[0] != "serve" and "smollm2" not in words:
+            yield words
+
+
+def test_the_readmes_commands_run(tmp_path, monkeypatch):
+    (tmp_path / "NOTES").mkdir()
+    for number in range(2):
+        (tmp_path / "NOTES" / f"{number}.md").write_text(f"The net loft {number} burned down.", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    commands = list(readme_commands())
+    assert {words[0] for words in commands} == {"ask", "bench", "ingest"}
+    for words in commands:
+        given = [word.replace("FOLDER", "reader") for word in words]
+        result = invoke(*given, *QUICK.get(words[0], []))
+        assert result.exit_code == 0, (words, result.output)
+
+
 def test_streaming(checkpoint, monkeypatch, capsys, tmp_path):
     document = tmp_path / "note.md"
     document.write_text("The harbour is deep.", encoding="utf-8")
@@ -70,6 +99,11 @@ def test_pipelined_rag(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.count("first token after") == 2
     assert "SpeculationCounts(stages=" in shown
+
+
+def test_ask_without_documents_says_that_nothing_is_woven():
+    shown = invoke("ask", "--shape", "demo", "--max-new-tokens", 2, "Why?")
+    assert "no documents: there is nothing to weave; give --docs or --corpus" in shown.stderr
 
 
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):

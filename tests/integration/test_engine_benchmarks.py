@@ -112,4 +112,6 @@ def test_sustained_reuse(monkeypatch, tmp_path):
     assert len(row["ttft_s"]) == 200
     assert len(row["full_ttft_s"]) == 10
     assert 0.2 < row["reuse"] <= told["belady_hit_rate"] < 1.0
+    assert len(row["agreement"]) == 10
+    assert min(row["kl"]) >= 0
     assert "`query`" in page.read_text(encoding="utf-8")

@@ -49,6 +49,13 @@ def test_a_saved_checkpoint_answers_like_the_model_it_was_saved_from(family, tmp
     assert loaded.model_name == family
 
 
+def test_no_bars_where_there_is_no_terminal(tmp_path, capfd):
+    folder = save_checkpoint(tmp_path / "a")
+    capfd.readouterr()
+    Engine.load(folder)
+    assert capfd.readouterr().err == ""
+
+
 def test_the_fingerprint_follows_content_not_place(tmp_path):
     here = save_checkpoint(tmp_path / "a")
     copy = Path(shutil.copytree(here, tmp_path / "b"))
@@ -66,6 +73,16 @@ def test_changed_weights_of_the_same_size_change_the_fingerprint(tmp_path):
     before = Engine.load(folder).loaded.fingerprint
     save_checkpoint(folder, seed=5)
     assert Engine.load(folder).loaded.fingerprint != before
+
+
+def test_a_hub_name_loads_from_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--maker--tiny"
+    folder = save_checkpoint(repo / "snapshots" / ("c" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("c" * 40, encoding="utf-8")
+    engine = Engine.load("maker/tiny")
+    assert (engine.model_name, engine.loaded.folder) == ("tiny", folder)
 
 
 def test_a_missing_folder(tmp_path):

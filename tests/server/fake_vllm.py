@@ -25,8 +25,8 @@ Behave = Callable[[dict[str, Any]], Response | None]
 class FakeVllm:
     """Answers `max_tokens` tokens, the piece ` w<number>` each, and reports what its store would have reused.
 
-    `behave` may answer in its place; `gate` holds answers back until it is set; `break_after` tokens it drops the
-    connection.
+    `behave` may answer in its place; `cached` tokens it says that it found in its own cache; `gate` holds answers back
+    until it is set; `break_after` tokens it drops the connection.
     """
 
     report_to: str | None = None
@@ -35,6 +35,7 @@ class FakeVllm:
     seen: list[dict[str, Any]] = field(default_factory=list)
     paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     aborted: int = 0
+    cached: int = 0
     stored: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
 
@@ -63,6 +64,10 @@ class FakeVllm:
         self._thread.join()
         self._sender.close()
 
+    def send_counts(self, source: str, counts: dict[str, Any]) -> None:
+        """Say what the store of a worker counts, as the plug-in does now and then."""
+        self._sender.send_counts(source, counts)
+
     def _app(self) -> Starlette:
         return Starlette(
             routes=[
@@ -81,6 +86,10 @@ class FakeVllm:
         return PlainTextResponse(
             "# HELP vllm:requests Requests.\n# TYPE vllm:requests counter\n"
             f'vllm:requests{{model_name="m"}} {len(self.seen)}\n'
+            "# TYPE vllm:kv_cache_usage_perc gauge\n"
+            'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
+            "# TYPE vllm:num_preemptions counter\n"
+            'vllm:num_preemptions_total{engine="0",model_name="m"} 0.0\n'
         )
 
     async def _models(self, _: Request) -> Response:
@@ -120,6 +129,8 @@ class FakeVllm:
         found = [chunk for chunk in chunks if chunk in self.stored]
         self.stored |= set(chunks)
         report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
+        if params["method"] != "prefix":
+            report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
             again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0
@@ -131,6 +142,7 @@ class FakeVllm:
                 "recomputed_tokens": again,
                 "computed_tokens": total - reused,
                 "recompute_fraction": 0.2,
+                "hits": {"host": reused},
                 "local_tokens": 0,
                 "recomputed": list(range(again)),
             }
@@ -149,7 +161,7 @@ class FakeVllm:
                     yield _event(body, index, number, last=last)
                 await asyncio.sleep(0.002)
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count, "total_tokens": 0}
-            yield _data({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}})
+            yield _data({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": self.cached}}})
             yield b"data: [DONE]\n\n"
             ended = True
         finally:

@@ -1,6 +1,7 @@
 """The front before servers that look like vLLM: what is sent, what comes back, and what happens when one goes."""
 
 import json
+import re
 import threading
 
 import openai
@@ -50,7 +51,8 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
 
 
 def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
-    front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+    first = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
+    assert (first["method"], first["why"]) == ("prefix", "cacheblend: nothing stored yet")
     told = front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()
     report = told["chunkweave"]
     assert report["recomputed_tokens"] > 0
@@ -364,6 +366,35 @@ def test_metrics_of_all_servers_stand_beside_ours(two):
         assert f'vllm:requests{{replica="{name}",model_name="m"}}' in text
         assert f'chunkweave:replica_up{{model_name="m",replica="{name}"}} 1.0' in text
     assert 'chunkweave:prompt_tokens_by_source_total{kv_source="computed"' in text
+
+
+def counted(front, name: str, **labels: str) -> float:
+    """The value of one of the server's own counters now; 0 if it does not stand there."""
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted({**labels, "model_name": "m"}.items()))
+    found = re.search(
+        rf"^chunkweave:{name}_total{{{re.escape(inside)}}} (.*)$", front.get("/metrics").text, re.MULTILINE
+    )
+    return float(found[1]) if found else 0.0
+
+
+def test_what_was_looked_up_and_found_is_counted_by_tier(front):
+    for number in range(2):
+        report = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
+        stored = counted(front, "cache_queries")
+        assert report["looked_up_tokens"] > 0
+        assert stored == (number + 1) * report["looked_up_tokens"]
+    assert report["hits"] == {"host": report["reused_tokens"] + report["recomputed_tokens"]}
+    assert counted(front, "cache_hits", tier="host") == report["hits"]["host"]
+    assert "_created" not in front.get("/metrics").text
+
+
+def test_what_vllms_own_prefix_cache_found_is_a_tier_of_its_own(front, vllm):
+    vllm.cached = 32
+    report = front.ask(documents=DOCUMENTS, chunkweave={"method": "full"}).json()["chunkweave"]
+    assert report["prefix_exact_tokens"] == 32
+    begins = len(front.service.backend.context.preparer.builder.build("x", DOCUMENTS).parts[0])
+    assert report["hits"] == {"vllm": 32 - begins}
+    assert counted(front, "cache_hits", tier="vllm") == 32 - begins
 
 
 def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(tmp_path):

@@ -113,6 +113,20 @@ def test_a_missing_model_ends_with_a_line(tmp_path):
         server.__exit__()
     assert "no model folder" in "".join(server.log)
     assert "Traceback" not in "".join(server.log)
+    assert "chunkweave serves" not in "".join(server.log), "it serves nothing"
+
+
+@pytest.mark.parametrize(
+    "command", [("serve", "--shape", "demo"), ("vllm-serve", "reader"), ("ask", "--shape", "demo", "Why?")]
+)
+def test_a_cache_directory_that_cannot_be_written_is_refused_at_the_start(command, tmp_path):
+    (tmp_path / "file").touch()
+    where = tmp_path / "file" / "cache"
+    flags = ("--port", 0) if "serve" in command[0] else ()
+    refused = invoke(*command, *flags, "--cache-dir", where)
+    assert refused.exit_code == 2
+    said = f"error: the cache directory {where} cannot be written: Not a directory"
+    assert refused.stderr.strip().splitlines() == [said]
 
 
 def test_a_taken_port_is_refused_before_anything_is_loaded():

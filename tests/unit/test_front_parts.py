@@ -20,7 +20,7 @@ from chunkweave.server.vllm_backend.fleet import labelled
 from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
 from chunkweave.server.vllm_backend.shadow import compare
-from chunkweave.vllm.report_socket import ReportSender
+from chunkweave.vllm.report_socket import CountsSender, ReportSender
 
 ID = "0123456789abcdef" * 2
 
@@ -30,6 +30,9 @@ def test_flags_go_to_vllm_as_they_are():
     command = list(flags.command(8001, {"host_budget": "1GiB"}))
     place = command.index("--max-model-len")
     assert command[place : place + 5] == list(flags.flags)
+    assert "--no-use-tqdm-on-load" in command, "its lines go to a log"
+    kept = VllmFlags("some/model", ("--use-tqdm-on-load",)).command(8001, {})
+    assert "--no-use-tqdm-on-load" not in kept
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"] == {"host_budget": "1GiB"}
     assert command[command.index("--served-model-name") + 1] == "some/model"
@@ -137,6 +140,31 @@ def test_reports_are_found_by_the_fronts_own_id(tmp_path):
         return first, found, missing
 
     assert asyncio.run(exchange()) == ({"method": "prefix"}, {"method": "epic"}, None)
+
+
+def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
+    async def exchange():
+        inbox = ReportInbox(tmp_path / "reports")
+        await inbox.open()
+        assert inbox.store_counts() is None
+        monkeypatch.setenv("CHUNKWEAVE_REPORT_SOCKET", inbox.path)
+        monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
+        counts = [{"hits": number, "tiers": {"host": {"failures": 1, "available": number == 1}}} for number in (1, 2)]
+        senders = [CountsSender(rank, lambda rank=rank: counts[rank], every_s=0.01) for rank in range(2)]
+        await asyncio.sleep(0.05)
+        counts[1] = {**counts[1], "hits": 5}  # the last word is sent when they are closed
+        for sender in senders:
+            await asyncio.to_thread(sender.close)
+        await asyncio.sleep(0.05)
+        inbox.close()
+        return inbox.store_counts()
+
+    assert asyncio.run(exchange()) == {"hits": 6, "tiers": {"host": {"failures": 2, "available": False}}}
+
+
+def test_nothing_is_counted_for_nobody(monkeypatch):
+    monkeypatch.delenv("CHUNKWEAVE_REPORT_SOCKET", raising=False)
+    CountsSender(0, lambda: pytest.fail("nobody asked")).close()
 
 
 def test_a_socket_that_a_killed_server_left_is_taken_over_and_one_in_use_is_not(tmp_path):

@@ -104,6 +104,18 @@ def test_decisions_and_command_line_load_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_hint_names_a_package_that_no_index_has():
+    root = Path(chunkweave.__file__).parents[2]
+    places = [
+        *(root / "src").rglob("*.py"),
+        *(root / "docs").glob("*.md"),
+        *(root / "benchmarks").glob("*.py"),
+        root / "README.md",
+    ]
+    assert len(places) > 100
+    assert [str(place) for place in places if "chunkweave[" in place.read_text(encoding="utf-8")] == []
+
+
 def test_every_module_says_what_it_is():
     without = []
     for module in walk_packages(chunkweave.__path__, "chunkweave."):

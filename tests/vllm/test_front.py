@@ -81,6 +81,23 @@ def test_with_a_free_order_exact_paths_grow_over_what_comes_back(client):
     assert exact[1] < exact[3], exact
 
 
+def test_what_vllm_alone_can_do_it_does_over_documents(client):
+    choices = ["in Halvik", "by the river"]
+    told = ask(client, PASSAGES[::-1], structured_outputs={"choice": choices}, max_tokens=64)
+    assert told.choices[0].message.content in choices
+    assert told.model_extra["chunkweave"]["reused_tokens"] > 0
+
+    two = ask(client, PASSAGES[::-1], n=2, temperature=1.0, top_k=1, logprobs=True, top_logprobs=2)
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].message.content == two.choices[1].message.content
+    assert all(len(choice.logprobs.content[0].top_logprobs) == 2 for choice in two.choices)
+    assert two.usage.completion_tokens == 2 * len(two.choices[0].logprobs.content)
+
+    events = list(ask(client, PASSAGES, stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage.completion_tokens > 0
+    assert not events[-1].choices
+
+
 def test_a_conversation_goes_on(client):
     reuse = {"conversation_id": "c", "order": "fixed", "method": "prefix"}
     first = ask(client, PASSAGES[:2], reuse=reuse)

@@ -402,6 +402,14 @@ def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
     }
 
 
+def test_a_report_says_that_nothing_was_stored(side):
+    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    side.add(request)
+    assert side.matched(request, 0) == 0
+    report = side.finished(request)[1]["chunkweave"]
+    assert (report["method"], report["why"]) == ("prefix", "cacheblend: nothing stored yet")
+
+
 def test_the_workers_report_is_the_answers(side):
     stored_chunks(side, 0)
     request = FakeRequest(CHUNKS)
@@ -500,13 +508,15 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 
 
 @pytest.mark.parametrize("weaving", [(), (0,)])
-def test_nothing_is_woven_or_captured_unless_every_worker_weaves(weaving):
+def test_nothing_is_woven_captured_or_saved_unless_every_worker_weaves(weaving):
     side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
     side.bind_kv_cache_manager(FakeManager())
     side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
     request = FakeRequest({**CHUNKS, "method": "cachecraft"})
     side.add(request)
     assert side.matched(request, 0) == 0
+    assert not side.orders(step([("a", 0, 131)])).saves
+    assert not side.finished(request)[0], "nobody would say that its blocks are copied"
 
 
 def test_full_means_vllms_own_prefill(side):

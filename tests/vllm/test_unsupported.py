@@ -26,6 +26,7 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
         got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
         captured = served.answer(scenario.prompt.ask("cachecraft"))[0]
         assert served.worker("chunkweave_state") == [{"weaves": False}]
+        assert served.blocks_are_free()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         logits = model(torch.tensor([scenario.prompt.ids])).logits[0, -1]

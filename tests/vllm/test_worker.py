@@ -357,7 +357,11 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
     hold(side)
     order = WeaveOrder("a", request(continued=[0]), BLOCKS, first, 35)
     side.step(StepOrders(weaves=[order], idle=True))
-    assert side.take_outcome()[1].reports["a"]["reused_tokens"] == (14 if grown else 24)
+    report = side.take_outcome()[1].reports["a"]
+    assert report["reused_tokens"] == (14 if grown else 24)
+    assert report["hits"] == {
+        "host": report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
+    }
     assert stored_paths(side) == grown
     records = (side._store.record(segment_id(part.id, part.context)) for part in request().stored_parts())
     assert all(record.exact for record in records if record is not None)

@@ -20,6 +20,7 @@ from chunkweave.cli.options import (
     MethodOptions,
     ModelOptions,
     OrderOptions,
+    warn,
     with_blocks,
 )
 from chunkweave.config import SamplingParams, StoreConfig
@@ -87,6 +88,8 @@ def ask(
         chunks = documents.chunks(engine, read)
         if not output.json or model.random_weights:
             _hint(engine, model, how)
+            if corpus is None and not chunks:
+                warn("no documents: there is nothing to weave; give --docs or --corpus")
         base = Request("", (), system, sampling, order=order)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
@@ -186,7 +189,7 @@ def answers_ahead(
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
-        TopKError: there are fewer chunks than asked for.
+        TopKError: the corpus is empty.
     """
     from chunkweave.engine.async_engine import AsyncEngine
     from chunkweave.retrieval.pipeline import AsyncRagPipeline

@@ -1,9 +1,11 @@
 """What commands print: results on stdout, everything else on stderr, JSON where it is asked for."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,6 +23,9 @@ RowT = TypeVar("RowT")
 
 _PIPE_WIDTH = 150
 """Columns of a table that goes to a file or a pipe: wide enough that none is cut."""
+
+_LINE_S = 30.0
+"""Seconds between two lines of progress in a log."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON to this file.")]
@@ -79,8 +84,11 @@ class Output:
 
 @contextmanager
 def progress(description: str) -> Iterator[Report]:
-    """A bar with the time that remains, gone when it is done; nothing where stderr is no terminal."""
+    """A bar with the time that remains, gone when it is done; where stderr is no terminal, a line each half minute."""
     console = stderr()
+    if not console.is_terminal:
+        yield _lines(description)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -89,9 +97,28 @@ def progress(description: str) -> Iterator[Report]:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(description: str) -> Report:
+    """For logs: how far it is, each `_LINE_S` seconds. What is done sooner leaves no line."""
+    begun = said = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _LINE_S and done:
+            said = now
+            left = f", {_clock((now - begun) * (total - done) / done)} left" if total else ""
+            stderr().print(f"{description}: {done} of {total or '?'}, {_clock(now - begun)} gone{left}", soft_wrap=True)
+
+    return report
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.console import Output, progress, seconds, status, table_of
+from chunkweave.cli.console import Output, progress, seconds, status, stderr, table_of
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import DuplicateDocumentError, UsageError
 
@@ -30,7 +30,7 @@ CorpusFolder = Annotated[Path, typer.Argument(metavar="CORPUS", help="Folder tha
 
 
 TopK = Annotated[
-    int | None, typer.Option("--top-k", min=1, help="Chunks from the corpus for each question.", show_default="6")
+    int | None, typer.Option("--top-k", min=1, help="Most chunks from the corpus for each question.", show_default="6")
 ]
 
 
@@ -52,18 +52,27 @@ def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
-        TopKError: there are fewer chunks than asked for.
+        TopKError: the corpus is empty.
     """
     corpus = open_corpus(folder)
+    k = how_many(corpus, top_k)
     with status("searching"):
-        return [corpus.search(question, how_many(corpus, top_k)) for question in questions]
+        return [corpus.search(question, k) for question in questions]
 
 
 def how_many(corpus: "Corpus", top_k: int | None) -> int:
-    """How many chunks to take: without `top_k` six, or all there are."""
+    """How many chunks to take: `top_k`, else six; all there are where that is fewer, said on stderr if `top_k` is more.
+
+    At least 1, so that searching an empty corpus says that it is empty.
+    """
     from chunkweave.retrieval.indexes import usual_top_k
 
-    return max(1, usual_top_k(len(corpus))) if top_k is None else top_k
+    chunks = len(corpus)
+    if top_k is None:
+        return max(1, usual_top_k(chunks))
+    if 0 < chunks < top_k:
+        stderr().print(f"the corpus has {chunks} chunk{'s' if chunks > 1 else ''}: all are taken", soft_wrap=True)
+    return max(1, min(top_k, chunks))
 
 
 def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
@@ -117,8 +126,9 @@ def search(
 ) -> None:
     """Show the chunks that are nearest to a question."""
     corpus = open_corpus(folder)
+    k = how_many(corpus, top_k)
     with status("searching"):
-        found = list(corpus.search_stages(question, how_many(corpus, top_k)))
+        found = list(corpus.search_stages(question, k))
     for stage in found if stages else found[-1:]:
         if stages:
             cost = f"{stage.distances} distances, {stage.extra_distances} of them extra"

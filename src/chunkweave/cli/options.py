@@ -17,9 +17,18 @@ from rich.markup import escape
 
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import progress, status, stderr
-from chunkweave.config import CaptureConfig, ComputeConfig, ModelConfig, RequestDefaults, ReuseConfig, StoreConfig
+from chunkweave.config import (
+    CaptureConfig,
+    ComputeConfig,
+    ModelConfig,
+    RequestDefaults,
+    ReuseConfig,
+    StoreConfig,
+    is_hub_name,
+)
 from chunkweave.errors import UsageError
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
+from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.plugins import plugin_names
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
@@ -289,6 +298,7 @@ class ModelOptions:
     def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
         if self.model.model is not None:
+            download_once(self.model.model)
             dequantize_once(self.model.model)
         with status(f"loading {self.name}"):
             _quiet_transformers()
@@ -298,6 +308,18 @@ class ModelOptions:
             if self.model.model is not None:
                 return Engine.load(self.model.model, **where, **options)
             return Engine.load_shape(self.model.shape or "", **where, seed=self.weights_seed, **options)
+
+
+def download_once(model: str) -> None:
+    """Download the model that a hub name stands for, unless the hub's cache has it.
+
+    Raises:
+        ModelNotFoundError: it cannot be downloaded.
+    """
+    if not is_hub_name(model) or cached_folder(model) is not None:
+        return
+    stderr().print(escape(f"downloading {model}, once: it is kept in {cache_folder()}"), soft_wrap=True)
+    hub_folder(model)
 
 
 def dequantize_once(model: str) -> None:

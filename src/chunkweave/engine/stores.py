@@ -1,7 +1,9 @@
 """Opens the hierarchy of tiers that a configuration asks for."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -56,6 +58,18 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
     )
     store.expire()
     return store
+
+
+def store_counts(store: TieredStore[SegmentSource]) -> dict[str, Any]:
+    """What a store holds and has counted, JSON-able, for metrics: of its tiers too, and of remotes among them."""
+    from chunkweave.tiers.remote import RemoteTier
+
+    remotes = {level.name: tier for level in store.levels if isinstance(tier := level.store.tier, RemoteTier)}
+    return {
+        **asdict(store.stats),
+        "tiers": {level.name: {"failures": level.failures, "available": level.available} for level in store.levels},
+        "remotes": {name: {**asdict(tier.stats), "opens": tier.breaker.times_opened} for name, tier in remotes.items()},
+    }
 
 
 def _memory(

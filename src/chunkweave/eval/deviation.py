@@ -13,7 +13,7 @@ import torch
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.eval.fidelity import FULL_REUSE, REFERENCE
 from chunkweave.eval.scores import mean_interval, ratio_interval
 from chunkweave.eval.ttft import Progress
@@ -307,6 +307,6 @@ def _spearman(one: torch.Tensor, two: torch.Tensor) -> float | None:
     try:
         from scipy.stats import spearmanr
     except ImportError as error:
-        raise UsageError("rank correlation needs scipy: pip install 'chunkweave[bench]'") from error
+        raise UsageError(f"rank correlation needs scipy: {install_extra('bench')}") from error
     correlation = float(spearmanr(one[moved].numpy(), two[moved].numpy()).statistic)
     return correlation if correlation == correlation else None  # NaN: one of them is constant

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.eval.summaries import FidelityRow, QualityRow
 
 
@@ -95,7 +95,7 @@ def _figure(panels: int = 1) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("plots need matplotlib: pip install 'chunkweave[bench]'") from error
+        raise UsageError(f"plots need matplotlib: {install_extra('bench')}") from error
     figure = Figure(figsize=(7.2 if panels == 1 else 4.8 * panels, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, panels)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -83,7 +83,7 @@ def _rouge_scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise UsageError("ROUGE-L needs the package rouge-score: pip install 'chunkweave[bench]'") from error
+        raise UsageError(f"ROUGE-L needs the package rouge-score: {install_extra('bench')}") from error
     return RougeScorer(["rougeL"])
 
 

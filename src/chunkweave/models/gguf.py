@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import ModelNotFoundError
+from chunkweave.errors import ModelNotFoundError, install_extra
 from chunkweave.models.fingerprint import cache_root, content_hash
 from chunkweave.store.shared_folder import locked_folder, sync_folder
 
@@ -107,7 +107,7 @@ def dequantize(file: Path, progress: Progress | None = None) -> Path:
         UnsupportedModelError: no family that can be driven.
     """
     if find_spec("gguf") is None:
-        raise ModelNotFoundError(f"to read {file.name}: pip install 'chunkweave[gguf]'")
+        raise ModelNotFoundError(f"to read {file.name}: {install_extra('gguf')}")
     from chunkweave.models.gguf_checkpoint import write_checkpoint
 
     folder = _folder_of(file)

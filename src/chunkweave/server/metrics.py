@@ -79,27 +79,54 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
 
 def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
     """What is stored by tier, what came and went, and which faults were survived."""
-    stats = store.stats
+    from chunkweave.engine.stores import store_counts
+
+    yield from counted_samples(store_counts(store))
+
+
+def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
+    """The same from what `engine.stores.store_counts` says of a store, here or in another process."""
+    levels, tiers, remotes = (counts.get(name) or {} for name in ("levels", "tiers", "remotes"))
+
+    def by_tier(
+        name: str, field: str, meaning: str, of: Mapping[str, Mapping[str, Any]], *, counter: bool = True
+    ) -> MetricSample:
+        values = {tier: float(one.get(field, 0)) for tier, one in of.items()}
+        return MetricSample(name, meaning, values, "tier", counter)
+
+    yield by_tier("store_bytes", "bytes", "Bytes of KV stored.", levels, counter=False)
+    yield by_tier("store_segments", "segments", "Segments stored.", levels, counter=False)
     for name, field, meaning in (
-        ("bytes", "bytes", "Bytes of KV stored."),
-        ("segments", "segments", "Segments stored."),
         ("inserts", "inserts", "Segments that came into the tier."),
         ("evictions", "evictions", "Segments that had to leave the tier to make room."),
         ("rejections", "rejected", "Segments that did not fit the tier's budget."),
         ("lost_segments", "lost", "Segments that the tier no longer had or that were broken."),
     ):
-        values = {tier: getattr(one, field) for tier, one in stats.levels.items()}
-        yield MetricSample(f"store_{name}", meaning, values, "tier", counter=name not in ("bytes", "segments"))
-    yield _counter("store_promotions", "Segments copied to a faster tier.", stats.promotions)
-    yield _counter("store_demotions", "Segments that left memory for a slower tier.", stats.demotions)
-    yield _counter("store_expirations", "Segments that outlived their time.", stats.expired)
-    lookups = {"hit": stats.hits, "miss": stats.misses}
+        yield by_tier(f"store_{name}", field, meaning, levels)
+    for name, field, meaning in (
+        ("promotions", "promotions", "Segments copied to a faster tier."),
+        ("demotions", "demotions", "Segments that left memory for a slower tier."),
+        ("expirations", "expired", "Segments that outlived their time."),
+    ):
+        yield _counter(f"store_{name}", meaning, counts.get(field, 0))
+    lookups = {"hit": counts.get("hits", 0), "miss": counts.get("misses", 0)}
     yield MetricSample(
         "store_lookups", "Prompt parts looked up, by whether anything was stored.", lookups, "result", True
     )
-    writes = {result: getattr(stats, f"writes_{result}") for result in ("done", "skipped", "rejected", "failed")}
+    writes = {result: counts.get(f"writes_{result}", 0) for result in ("done", "skipped", "rejected", "failed")}
     yield MetricSample("store_writes", "Writes to slow tiers in the background.", writes, "result", True)
-    yield from _tier_faults(store)
+    yield by_tier("tier_failures", "failures", "Reads and writes that the tier failed with an error.", tiers)
+    meaning = "1, or 0 while the tier is left alone after failures."
+    yield by_tier("tier_available", "available", meaning, tiers, counter=False)
+    if not remotes:
+        return
+    yield by_tier("breaker_opens", "opens", "How often requests to a remote stopped because it failed.", remotes)
+    for field, meaning in (
+        ("unavailable", "Reads that the remote did not answer."),
+        ("garbage", "Reads that the remote answered with something broken."),
+        ("failed_puts", "Segments that the remote did not take."),
+    ):
+        yield by_tier(f"remote_{field}", field, meaning, remotes)
 
 
 def shadow_samples(monitor: ShadowMonitor) -> Iterator[MetricSample]:
@@ -124,29 +151,6 @@ def speculation_samples(counts: SpeculationCounts) -> Iterator[MetricSample]:
     names = ("started", "terminated", "deferred", "matched", "regenerated", "late")
     events = {name: getattr(counts, name) for name in names}
     yield MetricSample("speculations", "Speculative prefills and requests by what happened.", events, "event", True)
-
-
-def _tier_faults(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
-    from chunkweave.tiers.remote import RemoteTier
-
-    failures = {level.name: level.failures for level in store.levels}
-    available = {level.name: float(level.available) for level in store.levels}
-    yield MetricSample("tier_failures", "Reads and writes that the tier failed with an error.", failures, "tier", True)
-    yield MetricSample("tier_available", "1, or 0 while the tier is left alone after failures.", available, "tier")
-    remotes = {level.name: tier for level in store.levels if isinstance(tier := level.store.tier, RemoteTier)}
-    if not remotes:
-        return
-    opened = {name: tier.breaker.times_opened for name, tier in remotes.items()}
-    yield MetricSample(
-        "breaker_opens", "How often requests to a remote stopped because it failed.", opened, "tier", True
-    )
-    for field, meaning in (
-        ("unavailable", "Reads that the remote did not answer."),
-        ("garbage", "Reads that the remote answered with something broken."),
-        ("failed_puts", "Segments that the remote did not take."),
-    ):
-        values = {name: getattr(tier.stats, field) for name, tier in remotes.items()}
-        yield MetricSample(f"remote_{field}", meaning, values, "tier", True)
 
 
 def _gauge(name: str, meaning: str, value: float) -> MetricSample:
@@ -222,6 +226,19 @@ def outcome_of(error: BaseException) -> Outcome:
     return Outcome.REJECTED if isinstance(error, QueueFullError | UsageError) else Outcome.FAILED
 
 
+class _WithoutCreated(Collector):
+    """A registry's metrics without `_created`: prometheus_client can leave it out for all of a process only."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric as it is now."""
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class ServerMetrics:
     """The metrics of one server, in a registry of its own. Thread-safe.
 
@@ -283,10 +300,9 @@ class ServerMetrics:
         self._count("generation_tokens", answer_tokens, tenant=tenant)
         self._count("request_success", 1, finished_reason=finish_reason)
         self._count("request_lost_segments", report.lost_segments)
-        self._count("cache_queries", sum(chunk.tokens for chunk in report.chunks))
-        for chunk in report.chunks:
-            if chunk.tier is not None:
-                self._count("cache_hits", chunk.tokens, tier=chunk.tier)
+        self._count("cache_queries", report.looked_up_tokens)
+        for tier, tokens in report.hits.items():
+            self._count("cache_hits", tokens, tier=tier)
         self.ended(Outcome.FINISHED, tenant=tenant)
 
     def ended(self, outcome: Outcome, *, tenant: str = "") -> None:
@@ -295,7 +311,7 @@ class ServerMetrics:
 
     def exposition(self) -> bytes:
         """All metrics as `CONTENT_TYPE`. Looks at every stored segment: call it in a thread, not in the event loop."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutCreated(self.registry))
 
     def _observe(self, name: str, value: float, **labels: str) -> None:
         self._histograms[name].labels(**self._values(labels)).observe(value)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
+from chunkweave.errors import install_extra
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
@@ -214,7 +215,7 @@ def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> 
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        logger.warning("no traces are sent, a package is missing (pip install 'chunkweave[otel]'): %s", error)
+        logger.warning("no traces are sent, a package is missing (%s): %s", install_extra("otel"), error)
         return None
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

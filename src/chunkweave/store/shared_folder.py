@@ -1,17 +1,19 @@
 """Files that several processes share: changing a folder so that it lasts, pins, and what was removed in vain."""
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import DocumentError
+from chunkweave.errors import DocumentError, UsageError
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, SegmentId
 
@@ -32,6 +34,24 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def require_writable(folder: Path) -> None:
+    """Make the cache directory if it is not there, and write into it once.
+
+    A full disk is no reason to refuse it: what is stored can be read, and evicted.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            why = error.strerror or error
+            raise UsageError(f"the cache directory {folder} cannot be written: {why}") from error
 
 
 @contextmanager

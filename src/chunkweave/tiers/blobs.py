@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def without_secrets(url: str) -> str:
 
 def missing_package(name: str) -> UsageError:
     """The error for a client package that is not installed."""
-    return UsageError(f"a remote store of this kind needs {name}: pip install 'chunkweave[remote]'")
+    return UsageError(f"a remote store of this kind needs {name}: {install_extra('remote')}")
 
 
 @contextmanager

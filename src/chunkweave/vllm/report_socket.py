@@ -1,8 +1,8 @@
 """Reports on their way out of vLLM: datagrams to a socket that the process which started vLLM has bound.
 
 vLLM carries a connector's report only in answers that are not streamed and that no stop string ended. Over the socket
-all reports come, just before the end of the answer, or right after it where the client's side ended it. It belongs to
-the user who started both processes.
+all reports come, just before the end of the answer, or right after it where the client's side ended it; workers say now
+and then what their stores count. It belongs to the user who started both processes.
 """
 
 import errno
@@ -10,13 +10,20 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 logger = logging.getLogger("vllm.chunkweave")
 
 VARIABLE = "CHUNKWEAVE_REPORT_SOCKET"
 """Environment variable with the path of a Unix datagram socket; unset, nothing is sent."""
+
+REPLICA = "CHUNKWEAVE_REPLICA"
+"""Environment variable with the name that a server's counts are kept under, apart from those of other servers."""
+
+_COUNTS_S = 10.0
+"""Prometheus commonly scrapes every 15 s."""
 
 _TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS)
 
@@ -43,6 +50,15 @@ class ReportSender:
         except OSError as error:
             logger.debug("the report of %s was not sent: %s", request_id, error)
 
+    def send_counts(self, source: str, counts: Mapping[str, Any]) -> None:
+        """Send what a store has counted so far; `source` is the worker that has it."""
+        if not self._path:
+            return
+        try:
+            self._send_message({"source": source, "store": counts})
+        except OSError as error:
+            logger.debug("what the store counts was not sent: %s", error)
+
     def close(self) -> None:
         """Send nothing more."""
         self._path = None
@@ -51,11 +67,47 @@ class ReportSender:
             self._socket = None
 
     def _send(self, request_id: str, report: Mapping[str, Any]) -> None:
+        self._send_message({"request_id": request_id, "report": report})
+
+    def _send_message(self, message: Mapping[str, Any]) -> None:
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
-        message = {"request_id": request_id, "report": report}
         self._socket.sendto(json.dumps(message, separators=(",", ":")).encode(), str(self._path))
+
+
+class CountsSender:
+    """Sends what a worker's store counts: at once, then every few seconds on a thread of its own, and at the end.
+
+    Nothing is read, and there is no thread, where nobody asks for reports.
+    """
+
+    def __init__(self, rank: int, counts: Callable[[], Mapping[str, Any]], every_s: float = _COUNTS_S) -> None:
+        self._source = f"{os.environ.get(REPLICA, 'vllm')}/{rank}"
+        self._counts = counts
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if os.environ.get(VARIABLE):
+            self._thread = threading.Thread(target=self._run, name="store counts", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Send once more, then no more; call it before the store is closed."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        sender = ReportSender()
+        while True:
+            ended = self._ended.is_set()
+            sender.send_counts(self._source, self._counts())
+            if ended:
+                break
+            self._ended.wait(self._every_s)
+        sender.close()
 
 
 def _without_lists(report: Mapping[str, Any]) -> dict[str, Any]:

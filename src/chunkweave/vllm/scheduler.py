@@ -167,7 +167,8 @@ class _Tracked:
     """One request with chunks, from its arrival until it is finished.
 
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
-    that need no saving (any more). `in_flight` means that workers write into its blocks, `failed` that they could not.
+    that need no saving (any more). `unstored` says that it could not be woven because nothing of it was stored then.
+    `in_flight` means that workers write into its blocks, `failed` that they could not.
     `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
     lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called if they are
     exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of saves that
@@ -181,6 +182,7 @@ class _Tracked:
     local: int = 0
     saved: int = 0
     woven: bool = False
+    unstored: bool = False
     in_flight: bool = False
     failed: bool = False
     lookups: int = 0
@@ -312,7 +314,9 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
-        stop: int = min(self._weavable_stop(tracked), request.num_tokens - 1)
+        weavable = self._weavable_stop(tracked)
+        tracked.unstored = self._weaves and not tracked.exact_method and not weavable
+        stop: int = min(weavable, request.num_tokens - 1)
         if computed and self._window is not None and stop > self._window:
             # vLLM would drop of its own blocks what a weave behind them is to read: it is woven from the start, unless
             # what they lack is soon computed, and exact.
@@ -345,7 +349,7 @@ class ConnectorScheduler:
         """What the workers are to do in this step; call it once a step."""
         orders, self._orders = self._orders, StepOrders()
         orders.idle = not scheduler_output.total_num_scheduled_tokens
-        if self._requests:
+        if self._requests and self._weaves:
             orders.preempted = frozenset(scheduler_output.preempted_req_ids or ()) & self._requests.keys()
             for request_id in orders.preempted:
                 self._requests[request_id].saving.clear()
@@ -387,6 +391,8 @@ class ConnectorScheduler:
             self._orders.held.append(request.request_id)
         tokens = len(tracked.request.prompt)
         unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - tracked.local}
+        if tracked.unstored:
+            unwoven["why"] = f"{tracked.request.method}: nothing stored yet"
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or unwoven}
 
     def _key(self, request: Any) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources
-from chunkweave.engine.stores import open_store
+from chunkweave.engine.stores import open_store, store_counts
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, segment_memory
 from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
 from chunkweave.planning.method import make_method, without
@@ -26,6 +26,7 @@ from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.scheduler import (
     AskedOrder,
@@ -98,6 +99,7 @@ class ConnectorWorker:
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
+        self._counts = CountsSender(ranks.rank, partial(store_counts, self._store))
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
@@ -177,6 +179,7 @@ class ConnectorWorker:
     def close(self) -> None:
         """Write what is still to be written, and close the store."""
         self._between_steps.close()
+        self._counts.close()
         self._queue.close()
         self._lookups.close()
         self.forget(tuple(self._woven))
@@ -217,6 +220,14 @@ class ConnectorWorker:
 
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))
+
+    def _hits(self, plan: Plan) -> dict[str, int]:
+        """Tokens of the parts that a plan takes from the store, by the tier that has them."""
+        hits: Counter[str] = Counter()
+        for part in plan.parts:
+            if part.segment is not None:
+                hits[self._store.tier_of(part.segment) or "host"] += len(part.span)
+        return dict(hits)
 
     def _count(self, asked: AskedOrder) -> None:
         """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
@@ -273,7 +284,8 @@ class ConnectorWorker:
         if order.first <= order.exact:  # for requests like it of which vLLM's own cache has a woven part
             self._remember(_choice_key(order.request, plan), job.chosen)
         self._arrived.add(order.request_id)
-        self._results.reports[order.request_id] = _report(plan, order, job, self._num_layers)
+        report = _report(plan, order, job, self._num_layers)
+        self._results.reports[order.request_id] = {**report, "hits": self._hits(plan)}
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
         for part in plan.parts:

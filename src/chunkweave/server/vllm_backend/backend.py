@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import BackendParts, Stage, Submission
 from chunkweave.server.errors import HttpError
+from chunkweave.server.metrics import MetricSample, counted_samples
 from chunkweave.server.requests import ChatBody, CompletionBody
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
@@ -28,7 +29,7 @@ from chunkweave.server.vllm_backend.reports import ReportInbox
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
 from chunkweave.types import Chunk
-from chunkweave.vllm.report_socket import VARIABLE
+from chunkweave.vllm.report_socket import REPLICA, VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class VllmBackend:
             self._threads,
             most_tokens,
             self.warm,
-            samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries)],
+            samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries), self._store_samples],
             more_metrics=self._metrics,
             replicas=len(fleet.replicas),
             speculate=settings.speculate,
@@ -231,6 +232,11 @@ class VllmBackend:
             raise NoReplicaError
         return self.fleet
 
+    def _store_samples(self) -> Iterator[MetricSample]:
+        """What the segment stores in vLLM's workers count, all together."""
+        counts = None if self._inbox is None else self._inbox.store_counts()
+        return iter(()) if counts is None else counted_samples(counts)
+
     async def _metrics(self) -> bytes:
         """Those of every vLLM server that answers."""
         up = [replica for replica in self._started_fleet().replicas if replica.up]
@@ -263,11 +269,11 @@ class VllmBackend:
     def _process(self, number: int, inbox: ReportInbox) -> VllmProcess:
         settings, fleet = self._settings, self._settings.fleet
         secrets = settings.connector_environment()
-        environment = {VARIABLE: inbox.path, **secrets, **fleet.environments().get(number, {})}
+        name = f"replica-{number}"
+        environment = {VARIABLE: inbox.path, REPLICA: name, **secrets, **fleet.environments().get(number, {})}
         config = settings.connector_config()
-        return VllmProcess(
-            f"replica-{number}", lambda port: self._flags.command(port, config), environment, fleet.start_timeout_s
-        )
+        command = partial(self._flags.command, connector=config)
+        return VllmProcess(name, command, environment, fleet.start_timeout_s)
 
     def _tokenizer(self) -> TextTokenizer:
         if self._given_tokenizer is not None:

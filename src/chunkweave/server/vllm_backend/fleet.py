@@ -322,6 +322,11 @@ def labelled(expositions: Mapping[str, str]) -> str:
 
 def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) -> Iterator[MetricSample]:
     """What this server knows of its replicas."""
+    for name, meaning, number in (
+        ("running", "Requests given to vLLM servers.", fleet.running),
+        ("waiting", "Requests that wait for one here.", fleet.waiting),
+    ):
+        yield MetricSample(f"num_requests_{name}", meaning, {"": number})
     for name, meaning, value in (
         ("up", "Whether a vLLM server answers.", lambda one: one.up),
         ("requests_running", "Requests given to a vLLM server.", lambda one: one.running),

@@ -10,12 +10,13 @@ from chunkweave.chunking.neutral import is_neutral
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
-from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams
+from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.models.gguf import models_folder
+from chunkweave.models.hub import hub_folder
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
@@ -165,7 +166,7 @@ def weave_params(prompt: Prompt, choice: MethodChoice, promotion: Promotion | No
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:
-    """The tokenizer of a folder or hub name, without any weights.
+    """The tokenizer of a folder or hub name, without any weights; one that is in the hub's cache needs no network.
 
     Args:
         source: folder or hub name.
@@ -176,8 +177,10 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
     """
     from transformers import AutoTokenizer, GenerationConfig
 
+    if is_hub_name(source):
+        source = str(hub_folder(source, revision=flags.get("revision"), weights=False))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=flags.get("revision") or "main")
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"the tokenizer of {source} cannot be loaded: {str(error).splitlines()[0]}") from error
     if template := flags.get("chat_template"):

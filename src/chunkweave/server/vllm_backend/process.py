@@ -104,6 +104,8 @@ class VllmFlags:
         command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
         if not self.given("--served-model-name"):
             command += ["--served-model-name", self.name]
+        if not self.given("--use-tqdm-on-load", "--no-use-tqdm-on-load"):
+            command += ["--no-use-tqdm-on-load"]  # its lines go to a log
         if not self.given("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"):
             command += ["--enable-prompt-tokens-details"]
         return command

@@ -8,10 +8,11 @@ import shutil
 import socket
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
@@ -42,6 +43,7 @@ class ReportInbox:
         self._transport: asyncio.DatagramTransport | None = None
         self._unread: OrderedDict[str, Report] = OrderedDict()
         self._awaited: dict[str, asyncio.Future[Report]] = {}
+        self._stores: dict[str, Mapping[str, Any]] = {}
 
     @property
     def path(self) -> str:
@@ -94,10 +96,18 @@ class ReportInbox:
         finally:
             del self._awaited[request_id]
 
+    def store_counts(self) -> Mapping[str, Any] | None:
+        """What all workers' stores count, together, as they said last; None if none said anything. From any thread."""
+        stores = tuple(self._stores.values())
+        return _together(stores) if stores else None
+
     def take(self, data: bytes) -> None:
         """A datagram came; what is none of ours is logged and gone."""
         try:
             message = json.loads(data)
+            if "store" in message:
+                self._stores[str(message["source"])] = dict(message["store"])
+                return
             found = _OUR_ID.search(message["request_id"])
             report = message["report"][FIELD]
         except (ValueError, KeyError, TypeError):
@@ -113,6 +123,18 @@ class ReportInbox:
         self._unread[request_id] = report
         if len(self._unread) > _MOST_UNREAD:
             self._unread.popitem(last=False)
+
+
+def _together(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums, name by name; a tier is available if it is to all."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in counts for name in one):
+        values = [one[name] for one in counts if name in one]
+        if isinstance(values[0], Mapping):
+            found[name] = _together([value for value in values if isinstance(value, Mapping)])
+        else:
+            found[name] = min(values) if name == "available" else sum(values)
+    return found
 
 
 def _remove_stale(path: Path) -> None:
@@ -138,6 +160,11 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
+def _woven(report: Report) -> bool:
+    """Whether it is of a weave; else vLLM computed the request, and `why` says what kept it from being woven."""
+    return "reused_tokens" in report
+
+
 def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
     """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
 
@@ -145,7 +172,7 @@ def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: in
     requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
     found of the same prompt are among those that it reuses.
     """
-    if report is None or "reused_tokens" not in report:
+    if report is None or not _woven(report):
         computed = report.get("computed_tokens") if report is not None else None
         cached = local_tokens if computed is None else prompt_tokens - int(computed)
         return cached, 0, 0, prompt_tokens - cached
@@ -194,14 +221,25 @@ def reuse_report(
         new_tokens=new_tokens,
         prefill_flops=0.0,
         full_prefill_flops=0.0,
-        why=str(choice.why),
+        why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
         parameters=choice.parameters,
         order=placed.arranged.ordering,
         history_tokens=0 if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
+        looked_up_tokens=sum(len(part) for part in placed.prompt.parts if part.id is not None),
+        hits=_hits(placed.prompt, reported, prefix_exact),
     )
+
+
+def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int]:
+    """Tokens of stored parts that were found, by tier; of a prompt that was not woven, vLLM's cache had the first."""
+    if reported is not None and _woven(reported):
+        return {str(tier): int(tokens) for tier, tokens in (reported.get("hits") or {}).items()}
+    stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
+    found = sum(max(0, min(span.stop, cached) - span.start) for span in stored)
+    return {"vllm": found} if found else {}
 
 
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Every panel of the Grafana board has data, behind our own engine and behind vLLM."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from chunkweave.engine.stores import open_store, store_counts
+from chunkweave.server.app import create_app
+from chunkweave.server.backend import Stage
+from chunkweave.server.service import Service, make_backend
+from chunkweave.server.settings import resolve
+from tests.server.conftest import wait_until
+from tests.server.fake_vllm import FakeVllm
+from tests.server.fronts import DOCUMENTS, running_front
+
+BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "chunkweave.json"
+ASKED = [
+    {"documents": documents, "chunkweave": {"method": "cacheblend"}, "max_tokens": 4, "temperature": 0}
+    for documents in (DOCUMENTS, DOCUMENTS[::-1])
+]
+AT_WORK = ("prompt_tokens_by_source_total", "cache_queries_total", "cache_hits_total", "store_bytes")
+"""Metrics that must be above zero once chunks were reused."""
+
+
+def targets() -> Iterator[tuple[str, list[str]]]:
+    """Each query of the board by its panel, as alternatives, any of which is enough."""
+    for panel in json.loads(BOARD.read_text(encoding="utf-8"))["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"].split(" or ")
+
+
+def assert_every_panel_has_data(text: str) -> None:
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    without = []
+    for title, alternatives in targets():
+        names = [re.findall(r"(?:chunkweave|vllm):\w+", one) for one in alternatives]
+        assert all(names)
+        if not any(samples.keys() >= set(one) for one in names):
+            without.append((title, alternatives))
+    assert without == []
+    for name in AT_WORK:
+        assert samples[f"chunkweave:{name}"] > 0, name
+    assert not [name for name in samples if name.endswith("_created")]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> dict[str, str]:
+    """A store with every tier that a machine without a GPU can have."""
+    return {"cache_dir": str(tmp_path / "cache"), "remote_url": f"file://{tmp_path / 'remote'}"}
+
+
+def test_behind_our_own_engine(stores):
+    settings = resolve({"model": "reader", "shadow_every": 1, **stores}, {}).settings
+    service = Service(settings, make_backend(settings))
+    with TestClient(create_app(service)) as client:
+        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
+        assert service.failure is None
+        for asked in ASKED:
+            body = {"messages": [{"role": "user", "content": "When does it leave?"}], **asked}
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert_every_panel_has_data(client.get("/metrics").text)
+
+
+def test_behind_vllm(stores, tmp_path):
+    settings = resolve({"model": "reader", **stores}, {}).settings
+    store = open_store(settings.store, "0" * 32, torch.device("cpu"))
+    counts = store_counts(store)
+    store.close()
+    counts["levels"]["host"]["bytes"] = 4096
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, shadow_every=1) as front:
+        for rank in range(2):
+            vllm.send_counts(f"vllm/{rank}", counts)
+        vllm.send_counts("vllm/1", counts)  # later counts take the place of earlier ones
+        for asked in ASKED:
+            assert front.ask(**asked).status_code == 200
+        wait_until(lambda: "store_bytes" in front.get("/metrics").text)
+        text = front.get("/metrics").text
+        assert_every_panel_has_data(text)
+        assert 'chunkweave:store_bytes{model_name="m",tier="host"} 8192.0' in text
+        assert 'chunkweave:tier_available{model_name="m",tier="disk"} 1.0' in text
