@@ -105,6 +105,20 @@ def test_prefix_is_exact(way, name):
     assert got.report.get("prefix_exact_tokens", 0) == exact
 
 
+def test_what_prefix_brings_back_is_vllms_own_to_the_bit(checkpoint):
+    """In bfloat16, where keys that were rotated back and forth would be rounded twice."""
+    given = Given([tokens(31), tokens(64), tokens(32)])  # with BOS they end where a block does
+    with serving(checkpoint("llama"), dtype="bfloat16") as served:
+        ask = given.ask("prefix")
+        served.answer(ask)
+        local = served.answer(ask)[0]  # by vLLM's own prefix cache
+        assert served.blocks_are_free()
+        stored = served.answer(ask)[0]
+    assert stored.report["prefix_exact_tokens"] == 127
+    assert stored.report["local_tokens"] == 0
+    assert torch.equal(stored.log_probs, local.log_probs)
+
+
 def test_several_woven_and_plain_requests_at_once(way):
     served, folder = way
     reference = Reference(folder)

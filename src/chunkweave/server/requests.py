@@ -262,9 +262,9 @@ class ChatBody(CompletionBody):
     def question(self) -> Question:
         """The system message, if there is one, is the instruction; the user's last message is the question.
 
-        Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is;
-        else they are turns of the prompt, and have to alternate: folded into the question they would make another prompt
-        than the one that was meant.
+        Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
+        Else they are turns of the prompt, and have to alternate: folded into the question they would make another
+        prompt than the one that was meant.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in ("system", "developer") else None

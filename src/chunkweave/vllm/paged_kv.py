@@ -14,7 +14,9 @@ import torch
 
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.request_cache import Placement, Rotate
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.types import Span
+from chunkweave.vllm.rotation import BEFORE_ROPE
 
 if TYPE_CHECKING:
     from chunkweave.vllm.stock_layers import StockLayers
@@ -230,6 +232,9 @@ class PagedCache:
         positions = [position for span in inside for position in span.positions()]
         self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
         """Positions of what the segments bring, ascending."""
+        keys_at = [position for segment, rows in self._sources for position in _keys_at(segment, rows)]
+        self._keys_at = torch.tensor(keys_at, dtype=torch.long, device=layers.device)
+        self._turned, self._rotated = keys_at != positions, set(keys_at) != {BEFORE_ROPE}
         self._below = torch.arange(stop, device=layers.device)
         self._first = first
         self._held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -251,10 +256,9 @@ class PagedCache:
         passive = passive[(passive >= inside.start) & (passive < inside.stop)]
         if len(passive):
             keys, values = self._gather(layer)[:, passive]
-            where = self.cached[passive]
-            self._paged.write(layer, table.slots(where), self._rotations.forward(layer, keys, where), values)
+            self._paged.write(layer, table.slots(self.cached[passive]), self._moved(layer, keys, passive), values)
 
-    def load_layer(self, layer: int, rotate: Rotate) -> None:
+    def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
         """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
@@ -262,8 +266,8 @@ class PagedCache:
         known = self._below[table.begins :] if loaded else self._below[: self._first]
         if len(known):
             row[:, table.begins : table.begins + len(known)] = self._paged.read(layer, table.slots(known))
-        self._place(layer, slice(0, inside.start if loaded else inside.stop), rotate)
-        self._place(layer, slice(inside.stop, len(self.cached)), rotate)
+        self._place(layer, slice(0, inside.start if loaded else inside.stop))
+        self._place(layer, slice(inside.stop, len(self.cached)))
         for positions, held in self._held.get(layer, ()):
             row[:, positions] = held.to(row.device, non_blocking=True)
         if not loaded and inside.stop > inside.start:
@@ -273,7 +277,12 @@ class PagedCache:
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
-        return self._gather(layer)[:, torch.searchsorted(self.cached, positions)]
+        places = torch.searchsorted(self.cached, positions)
+        found = self._gather(layer)[:, places]
+        if not self._rotated:
+            return found
+        nowhere = torch.full_like(places, BEFORE_ROPE)
+        return torch.stack((self._rotations.turn(layer, found[0], self._keys_at[places], nowhere), found[1]))
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite rows at `positions` `[tokens]`, ascending, with rotated `keys` and `values`, in row and blocks."""
@@ -307,15 +316,21 @@ class PagedCache:
             self._row = torch.zeros(shape, dtype=self._paged.dtype, device=self._paged.device)
         return self._row
 
-    def _place(self, layer: int, places: slice, rotate: Rotate) -> None:
+    def _place(self, layer: int, places: slice) -> None:
         """Lay out what the segments bring to those places in `cached`."""
         where = self.cached[places]
         if not len(where):
             return
         row = self._row_of(layer)
         keys, values = self._gather(layer)[:, places]
-        row[0].index_copy_(0, where, rotate(layer, keys, where))
+        row[0].index_copy_(0, where, self._moved(layer, keys, places))
         row[1].index_copy_(0, where, values)
+
+    def _moved(self, layer: int, keys: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:
+        """Keys of those places in `cached` as they are at their positions: untouched if all were computed there."""
+        if not self._turned:
+            return keys
+        return self._rotations.turn(layer, keys, self._keys_at[places], self.cached[places])
 
     def _inside(self, layer: int, positions: torch.Tensor) -> slice:
         """Those of the `positions`, ascending, that have blocks in a layer."""
@@ -331,9 +346,17 @@ class PagedCache:
         return self._written[group][1:]
 
     def _gather(self, layer: int) -> torch.Tensor:
-        """Keys before RoPE and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
+        """Keys as they are stored and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
         if self._raw is None or self._raw[0] != layer:
             parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
             device, dtype = self._paged.device, self._paged.dtype
             self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
         return self._raw[1]
+
+
+def _keys_at(segment: SegmentSource, rows: slice) -> Sequence[int]:
+    """The positions that the keys of some rows of a segment are stored for."""
+    count = rows.stop - rows.start
+    if segment.keys_at is None:
+        return [BEFORE_ROPE] * count
+    return range(segment.keys_at + rows.start, segment.keys_at + rows.stop)
