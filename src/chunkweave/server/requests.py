@@ -66,11 +66,27 @@ class Body(BaseModel):
 
 
 class Document(Body):
-    """A chunk of the prompt. A title becomes a line before the text; the id is for reports."""
+    """A chunk of the prompt. A title becomes a line before the text; the id is for reports.
+
+    LangChain's documents are taken as they are: `page_content`, and `metadata` that may have a title and a source.
+    """
 
     text: Text
     title: Text = ""
     id: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "page_content" not in data or "text" in data:
+            return data
+        metadata = data.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise ValueError("metadata has to be an object")
+        named = {"title": metadata.get("title"), "id": metadata.get("source")}
+        own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
+        told = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
+        return {**own, **told, "text": data["page_content"]}
 
 
 class TextPart(Body):
@@ -198,6 +214,12 @@ class CompletionBody(Body):
             HttpError: nothing, or messages that mean nothing here.
         """
         raise NotImplementedError
+
+    @property
+    def names_something(self) -> bool:
+        """Whether there is something to be woven: documents, a corpus, a conversation, earlier messages."""
+        kept = self.chunkweave.corpus or self.chunkweave.conversation_id
+        return bool(self.documents or kept or self.question.history)
 
     @property
     def answer_tokens(self) -> int | None:
