@@ -194,6 +194,20 @@ class RequestBlocks:
         return self.tables[self._groups[layer]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """What the segments bring to one group of layers, where `passive` tokens need it: worked out once for all of them.
+
+    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others.
+    """
+
+    passive: torch.Tensor
+    rows: torch.Tensor
+    at: torch.Tensor
+    to: torch.Tensor
+    slots: torch.Tensor
+
+
 class PagedCache:
     """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
 
@@ -235,6 +249,9 @@ class PagedCache:
         keys_at = [position for segment, rows in self._sources for position in _keys_at(segment, rows)]
         self._keys_at = torch.tensor(keys_at, dtype=torch.long, device=layers.device)
         self._turned, self._rotated = keys_at != positions, set(keys_at) != {BEFORE_ROPE}
+        self._where = positions
+        self._turns: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._fills: dict[int, _Fill] = {}
         self._below = torch.arange(stop, device=layers.device)
         self._first = first
         self._held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -252,11 +269,16 @@ class PagedCache:
         if self._loaded[layer]:
             return
         self._loaded[layer] = True
-        table, inside = self._blocks.of(layer), self._inside(layer, self.cached)
-        passive = passive[(passive >= inside.start) & (passive < inside.stop)]
-        if len(passive):
-            keys, values = self._gather(layer)[:, passive]
-            self._paged.write(layer, table.slots(self.cached[passive]), self._moved(layer, keys, passive), values)
+        group = self._paged.groups[layer]
+        if group not in self._fills or self._fills[group].passive is not passive:
+            inside = self._inside(layer, self.cached)
+            rows = passive[(passive >= inside.start) & (passive < inside.stop)]
+            to = self.cached[rows]
+            self._fills[group] = _Fill(passive, rows, self._keys_at[rows], to, self._blocks.of(layer).slots(to))
+        fill = self._fills[group]
+        if len(fill.rows):
+            keys, values = self._gather(layer)[:, fill.rows]
+            self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
         """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
@@ -271,9 +293,8 @@ class PagedCache:
         for positions, held in self._held.get(layer, ()):
             row[:, positions] = held.to(row.device, non_blocking=True)
         if not loaded and inside.stop > inside.start:
-            where = self.cached[inside]
-            keys, values = row[:, where]
-            self._paged.write(layer, table.slots(where), keys, values)
+            keys, values = row[:, self._rows(inside)]
+            self._paged.write(layer, table.slots(self.cached[inside]), keys, values)
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
@@ -318,19 +339,24 @@ class PagedCache:
 
     def _place(self, layer: int, places: slice) -> None:
         """Lay out what the segments bring to those places in `cached`."""
-        where = self.cached[places]
-        if not len(where):
+        if places.stop <= places.start:
             return
-        row = self._row_of(layer)
+        row, where = self._row_of(layer), self._rows(places)
+        run = (places.start, places.stop)
+        if run not in self._turns:
+            self._turns[run] = self._keys_at[places], self.cached[places]
         keys, values = self._gather(layer)[:, places]
-        row[0].index_copy_(0, where, self._moved(layer, keys, places))
-        row[1].index_copy_(0, where, values)
+        row[0, where] = self._moved(layer, keys, *self._turns[run])
+        row[1, where] = values
 
-    def _moved(self, layer: int, keys: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:
-        """Keys of those places in `cached` as they are at their positions: untouched if all were computed there."""
-        if not self._turned:
-            return keys
-        return self._rotations.turn(layer, keys, self._keys_at[places], self.cached[places])
+    def _rows(self, places: slice) -> slice | torch.Tensor:
+        """The positions of those places in `cached`: as a slice, which costs a copy less, where they are one run."""
+        first, stop = self._where[places.start], self._where[places.stop - 1] + 1
+        return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
+
+    def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Keys that are as `at` positions, as they are `to` others: untouched if all segments were computed there."""
+        return self._rotations.turn(layer, keys, at, to) if self._turned else keys
 
     def _inside(self, layer: int, positions: torch.Tensor) -> slice:
         """Those of the `positions`, ascending, that have blocks in a layer."""

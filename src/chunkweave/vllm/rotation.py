@@ -34,6 +34,7 @@ class Rotation:
         self._rotary = rotary
         self._dims = int(table.shape[1])
         self._halves = bool(getattr(rotary, "is_neox_style", True))
+        self._turned: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys before RoPE `[tokens, heads, head_dim]` -> as they are at `positions` `[tokens]`."""
@@ -52,13 +53,20 @@ class Rotation:
     def turn(self, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Keys as they are `at` -> as they are `to`, positions or `BEFORE_ROPE`, `[tokens]` each; rounded once.
 
-        Keys that stay where they are do not change: their cosine comes out as 1, their sine as 0.
+        Keys that stay where they are do not change: their cosine comes out as 1, their sine as 0. For the same two
+        tensors as the last time, a layer before, the angles are not worked out again.
         """
-        (cos_at, sin_at), (cos_to, sin_to) = self._angles_or_none(at), self._angles_or_none(to)
-        scale = cos_at * cos_at + sin_at * sin_at
-        cos, sin = (cos_to * cos_at + sin_to * sin_at) / scale, (sin_to * cos_at - cos_to * sin_at) / scale
+        if self._turned is None or self._turned[0] is not at or self._turned[1] is not to:
+            self._turned = at, to, *self._between(at, to)
+        _, _, cos, sin = self._turned
         one, two = self._split(keys)
         return self._join(one * cos - two * sin, two * cos + one * sin, keys)
+
+    def _between(self, at: torch.Tensor, to: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotation from one to the other, as `_angles` has them."""
+        (cos_at, sin_at), (cos_to, sin_to) = self._angles_or_none(at), self._angles_or_none(to)
+        scale = cos_at * cos_at + sin_at * sin_at
+        return (cos_to * cos_at + sin_to * sin_at) / scale, (sin_to * cos_at - cos_to * sin_at) / scale
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, `[tokens, 1, rotated dims / 2]`. Read each time: the module may replace its table."""
