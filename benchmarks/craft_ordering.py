@@ -29,7 +29,7 @@ from rich.console import Console
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.eval.chunk_order import ORACLE, ReplayConfig, overlap_of, replay, saving_bound
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
 from chunkweave.eval.simulator.workloads import Corpus, bundled_token_count, draw_requests

@@ -9,7 +9,8 @@ from typing import Any
 
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.datasets import Example, load_dataset
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.eval.simulator.workloads import recurring
 from chunkweave.eval.worlds.world import world_requests

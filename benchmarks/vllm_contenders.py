@@ -41,7 +41,7 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.cli.console import progress
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.scores import f1, mean_interval
 from chunkweave.models.loading import shape_config

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import QuestionKind, Split
 from chunkweave.eval.worlds.world import PASSAGES_FILE, QUESTIONS_FILE, Corpus, generate_world

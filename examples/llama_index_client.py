@@ -1,31 +1,26 @@
-"""Ask a running server from LlamaIndex: the documents go along in `extra_body`.
+"""Ask a running server from LlamaIndex: what was retrieved goes along as documents.
 
 Run: chunkweave serve --model reader, then python examples/llama_index_client.py [URL [API_KEY]]
 """
 
 import sys
 
-from llama_index.core.llms import ChatMessage
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.openai_like import OpenAILike
+
+from chunkweave.integrations.llama_index import WeavingSynthesizer
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"
-documents = [
-    {"text": "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", "id": "choir"},
-    {"text": "The Gerfern Tower has 230 steps. It is led by Paul Tirwright.", "id": "tower"},
+texts = [
+    "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
+    "The Gerfern Tower has 230 steps. It is led by Paul Tirwright.",
 ]
-llm = OpenAILike(
-    model="reader",
-    api_base=url,
-    api_key=key,
-    is_chat_model=True,
-    temperature=0,
-    max_tokens=16,
-    additional_kwargs={"extra_body": {"documents": documents, "chunkweave": {"method": "cacheblend"}}},
-)
+nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in texts]
+llm = OpenAILike(model="reader", api_base=url, api_key=key, is_chat_model=True, temperature=0, max_tokens=16)
 
-answer = llm.chat([ChatMessage(role="user", content="Who leads the Selmond Choir?")])
-print(answer.message.content)
-for piece in llm.stream_chat([ChatMessage(role="user", content="How many steps has the Gerfern Tower?")]):
-    print(piece.delta, end="", flush=True)
+print(WeavingSynthesizer(llm, reuse={"method": "cacheblend"}).synthesize("Who leads the Selmond Choir?", nodes))
+streamed = WeavingSynthesizer(llm, streaming=True).synthesize("How many steps has the Gerfern Tower?", nodes)
+for piece in streamed.response_gen:
+    print(piece, end="", flush=True)
 print()

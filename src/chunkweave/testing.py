@@ -125,6 +125,11 @@ class ThrottledSegment:
         """Bytes in memory."""
         return self._source.nbytes
 
+    @property
+    def keys_at(self) -> int | None:
+        """As the source has it."""
+        return self._source.keys_at
+
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
         """One layer, after the time that it takes on the link."""
         layer = self._source.layer(index, scratch)

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.eval.fidelity import log_probabilities
+from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import FAMILIES
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
@@ -52,6 +53,34 @@ def test_full_prefill_equals_the_models_own_forward(bench):
     bench.loaded.model.verify()
     prompt = make_prompt(SIZES, system=6)
     close(bench.log_probs(prompt, "full"), bench.own_log_probs(prompt))
+
+
+def test_keys_come_back_from_where_they_were_rotated_to(bench):
+    model = bench.loaded.model
+    if model.anatomy.norms_behind_rope:
+        pytest.skip("a norm follows")
+    keys = torch.randn(9, model.geometry.num_kv_heads, model.geometry.head_dim)
+    positions = torch.arange(40, 49)
+    for layer in range(model.geometry.num_layers):
+        close(model.unrotate_keys(layer, model.rotate_keys(layer, keys, positions), positions), keys)
+
+
+def test_segments_with_rotated_keys_are_woven_like_others(bench):
+    model = bench.loaded.model
+    if model.anatomy.norms_behind_rope:
+        pytest.skip("a norm follows")
+    prompt = make_prompt(SIZES, system=6, seed=5)
+    bench.precompute(prompt)
+    expected = bench.log_probs(prompt, "full-reuse")
+    store = bench.runner.store
+    for record in store.records():
+        kv = store.get(record.id).kv.clone()
+        positions = torch.arange(100, 100 + len(record))
+        for layer in range(model.geometry.num_layers):
+            kv[layer, 0] = model.rotate_keys(layer, kv[layer, 0], positions)
+        store.remove(record.id)
+        store.insert(record, SegmentKV(kv, keys_at=100))
+    close(bench.log_probs(prompt, "full-reuse"), expected)
 
 
 def test_decoding_goes_on_as_the_model_itself_does(bench):

@@ -12,7 +12,7 @@ from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.eval import calibration
 from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, measure
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.fidelity import make_tasks
 from chunkweave.eval.summaries import FidelitySample
 from chunkweave.eval.warming import Warmth

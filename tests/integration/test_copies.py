@@ -161,7 +161,7 @@ def test_the_host_tier_keeps_what_lies_in_its_own_memory_and_copies_what_another
 
 def test_what_is_read_from_a_slow_tier_goes_into_that_memory():
     class Lazy:
-        tokens, nbytes = 3, 192
+        tokens, nbytes, keys_at = 3, 192, None
 
         def __init__(self, kv):
             self.kv_of = kv

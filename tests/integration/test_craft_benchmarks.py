@@ -10,7 +10,7 @@ import pytest
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.chunk_order import UnlimitedCache
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.simulator.trace import Arrival, Part
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk

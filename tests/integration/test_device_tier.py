@@ -79,7 +79,7 @@ def test_segments_of_any_length_come_and_go(steps):
 
 def test_only_whole_segments_go_to_a_device():
     class Lazy:
-        tokens, nbytes = 2, 64
+        tokens, nbytes, keys_at = 2, 64, None
 
         def layer(self, index):
             raise AssertionError

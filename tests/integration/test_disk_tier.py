@@ -12,6 +12,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import Tier
+from chunkweave.tiers import segment_header
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.segment_file import layout_of, write_segment
 from chunkweave.tiers.segment_header import FileProblem, header_bytes
@@ -232,13 +233,15 @@ def test_repair_spares_what_was_replaced_meanwhile(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_neither_read_replaced_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("chunkweave.tiers.segment_header.FORMAT_VERSION", 2)
+        newer = segment_header.FORMAT_VERSION + 1
+        patch.setattr(segment_header, "FORMAT_VERSION", newer)
+        patch.setattr(segment_header.SegmentLayout, "version", newer)
         ((segment, kv),) = fill(open_tier(tmp_path), 1)
     before = path_of(tmp_path, segment).read_bytes()
     tier = open_tier(tmp_path)
     assert kinds(tier) == [FileProblem.FUTURE]
     assert tier.get(segment) is None
-    with pytest.raises(OSError, match="version 2"):
+    with pytest.raises(OSError, match=f"version {newer}"):
         tier.put(make_segment(0)[0], kv)
     tier.delete(segment)
     assert tier.repair() == ()

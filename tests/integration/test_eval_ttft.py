@@ -4,7 +4,7 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.ttft import TtftConfig, first_tokens, make_workload, measure
 from chunkweave.eval.warming import Warmth
 from chunkweave.testing import toy_model

@@ -12,7 +12,8 @@ from chunkweave import Chunk, Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.eval import fidelity
-from chunkweave.eval.datasets import Example, document_examples
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import document_examples
 from chunkweave.eval.decoding import decode_greedily
 from chunkweave.eval.fidelity import (
     REFERENCE,

@@ -1,6 +1,7 @@
 """GGUF files as models: what is read out of them, the folder that it is kept in, and what is refused."""
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chunkweave import Engine
-from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
+from chunkweave.errors import ModelNotFoundError, UnsupportedModelError, install_extra
 from chunkweave.models import gguf as gguf_models
 from chunkweave.models import gguf_checkpoint
 from chunkweave.models.gguf import (
@@ -262,7 +263,7 @@ def test_tensors_that_are_unknown_are_refused(tmp_path):
 
 def test_without_the_extra(tiny, monkeypatch):
     monkeypatch.setattr(gguf_models, "find_spec", lambda _: None)
-    with pytest.raises(ModelNotFoundError, match=r"pip install 'chunkweave\[gguf\]'"):
+    with pytest.raises(ModelNotFoundError, match=re.escape(install_extra("gguf"))):
         checkpoint_folder(tiny)
 
 
@@ -382,7 +383,8 @@ def test_vllm_is_given_the_folder(tiny):
     assert flags.source == str(dequantized_folder(tiny))
     assert flags.name == "tiny.gguf"
     assert flags.source in flags.command(8001, {})
-    assert flags.command(8001, {})[-2] == "tiny.gguf"
+    command = flags.command(8001, {})
+    assert command[command.index("--served-model-name") + 1] == "tiny.gguf"
 
 
 def test_a_folder_called_smollm2_comes_first(tmp_path, monkeypatch):

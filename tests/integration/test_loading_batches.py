@@ -51,7 +51,7 @@ class Gated:
 class GatedSegment:
     def __init__(self, gated: Gated, name: str, source) -> None:
         self._gated, self._name, self._source = gated, name, source
-        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
 
     def layer(self, index: int, scratch=None):
         self._gated.wait_for(index)

@@ -47,7 +47,7 @@ class Recording:
     def __init__(self, name, log, *, broken_at=None, gate=None):
         self.name, self.log, self.broken_at, self.gate = name, log, broken_at, gate
         self.kv = torch.randn(4, 2, 3, 1, 2)
-        self.tokens, self.nbytes = 3, self.kv.nbytes
+        self.tokens, self.nbytes, self.keys_at = 3, self.kv.nbytes, None
 
     def layer(self, index, scratch=None):
         if self.gate is not None:
@@ -63,7 +63,7 @@ class Breaking:
 
     def __init__(self, source, name):
         self._source, self._name = source, name
-        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
 
     def layer(self, index, scratch=None):
         if index == 2:

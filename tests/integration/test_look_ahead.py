@@ -45,7 +45,7 @@ class Recorded:
 
     def __init__(self, below: Below, name: str, source) -> None:
         self._below, self._name, self._source = below, name, source
-        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
 
     def layer(self, index: int, scratch=None):
         self._below.gate.wait(10)

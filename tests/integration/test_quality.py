@@ -5,7 +5,7 @@ import pytest
 from chunkweave import Chunk, Engine
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.quality import QualityConfig, measure_quality
 from chunkweave.eval.summaries import summarize_quality
 from chunkweave.eval.warming import Warmth

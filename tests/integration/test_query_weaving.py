@@ -278,7 +278,7 @@ class Watched(ThrottledTier):
 class Noting:
     def __init__(self, source, events) -> None:
         self._source, self._events = source, events
-        self.tokens, self.nbytes = source.tokens, source.nbytes
+        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
 
     def layer(self, index, scratch=None):
         layer = self._source.layer(index, scratch)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 import stat
 import sys
 import threading
@@ -13,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, install_extra
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, FsspecBlobs, RedisBlobs, open_blobs, without_secrets
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.segment_file import MemorySegment, encode_segment, write_segment
-from chunkweave.tiers.segment_header import header_size
+from chunkweave.tiers.segment_header import FORMAT_VERSION, header_size
 from chunkweave.types import ChunkId, SegmentId
 from tests.integration.redis_server import PASSWORD, Server, make_certificate
 
@@ -223,7 +224,7 @@ def test_a_newer_format_is_refused_and_stays(blobs: BlobStore) -> None:
     tier = RemoteTier(blobs, FINGERPRINT)
     tier.put(record, payload)
     key = BlobKey(FINGERPRINT, record.id)
-    newer = _with_version(blobs.get(key) or b"", 2)
+    newer = _with_version(blobs.get(key) or b"", FORMAT_VERSION + 1)
     blobs.put(key, newer)
     for _ in range(5):
         assert tier.get(record.id) is None
@@ -393,7 +394,7 @@ def test_urls_are_refused_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("package", "url"), [("redis", "redis://127.0.0.1"), ("fsspec", "memory://x")])
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, package: str, url: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=r"chunkweave\[remote\]"):
+    with pytest.raises(UsageError, match=re.escape(install_extra("remote"))):
         open_blobs(url)
 
 

@@ -16,7 +16,14 @@ from chunkweave.errors import UsageError
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
-from chunkweave.tiers.segment_file import file_bytes, layout_of, read_header, write_segment
+from chunkweave.tiers.segment_file import (
+    MemorySegment,
+    encode_segment,
+    file_bytes,
+    layout_of,
+    read_header,
+    write_segment,
+)
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
 
 from .segments import FINGERPRINT, files_under, layers_of, make_segment, open_segment
@@ -49,6 +56,34 @@ def test_what_is_written_is_read(tmp_path: Path, codec: str, dtype: torch.dtype)
     expected = torch.stack([one.decode_layer(one.encode_layer(kv.layer(i)), dtype) for i in range(3)])
     assert torch.equal(layers_of(source), expected)
     assert codec != "raw" or torch.equal(expected, kv.kv)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_keys_that_are_rotated_say_where_to(tmp_path: Path, codec: str) -> None:
+    record, kv = make_segment(1)
+    rotated = SegmentKV(kv.kv, keys_at=700)
+    path = tmp_path / f"{record.id}.safetensors"
+    head = {"codec": make_codec(codec), "fingerprint": FINGERPRINT, "created_s": 0.0}
+    written = write_segment(path, record, rotated, **head)
+    assert path.stat().st_size == file_bytes(record, rotated, make_codec(codec), FINGERPRINT)
+    assert written.layout.keys_at == open_segment(path).keys_at == 700
+    whole = encode_segment(record, rotated, **head)
+    assert whole == path.read_bytes()
+    assert MemorySegment(whole).keys_at == 700
+    write_segment(path, record, kv, **head)
+    assert open_segment(path).keys_at is None
+
+
+def test_a_reader_that_knows_no_rotated_keys_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, kv = make_segment(1)
+    path = tmp_path / f"{record.id}.safetensors"
+    for keys_at, found in ((5, FileProblem.FUTURE), (None, None)):
+        segment = SegmentKV(kv.kv, keys_at)
+        write_segment(path, record, segment, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0.0)
+        with monkeypatch.context() as older:
+            older.setattr(segment_header, "FORMAT_VERSION", 1)
+            assert found is None or refusal(path) is found
+            assert found is not None or open_segment(path).keys_at is None
 
 
 def with_profile(record: SegmentRecord, **changes) -> SegmentRecord:
@@ -358,7 +393,7 @@ def test_a_header_of_absurd_size_is_refused_before_it_is_read(tmp_path: Path, mo
 
 
 def test_a_version_from_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_header, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(segment_header.SegmentLayout, "version", segment_header.FORMAT_VERSION + 1)
     record, kv = make_segment(1)
     layout = layout_of(kv, make_codec("raw"))
     newer = header_bytes(record, FINGERPRINT, layout, 0.0, (0, 0, 0)) + bytes(kv.nbytes)

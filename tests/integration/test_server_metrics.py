@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
@@ -324,7 +325,7 @@ def everything(answers, engine) -> Samples:
     return scrape(metrics)
 
 
-def test_the_dashboard_asks_only_for_what_there_is(served, dead_remote):
+def test_dashboard_and_alerts_ask_only_for_what_there_is(served, dead_remote):
     engine, answers, _, _, _ = served
     samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
     labels: dict[str, set[str]] = {}
@@ -333,9 +334,12 @@ def test_the_dashboard_asks_only_for_what_there_is(served, dead_remote):
     board = json.loads((DEPLOY / "grafana" / "chunkweave.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     assert len(asked) > 30
-    for expression in asked:
+    (group,) = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"]
+    alerts = [rule["expr"] for rule in group["rules"]]
+    assert len(alerts) > 8
+    for expression in [*asked, *alerts]:
         names = re.findall(r"chunkweave:(\w+)", expression)
-        assert names
+        assert names or expression.startswith("up{")
         assert not set(names) - set(labels), f"{expression} asks for what no server has"
         grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
         assert grouped <= LIBRARY_LABELS.union(*(labels[name] for name in names)), expression

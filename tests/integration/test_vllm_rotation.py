@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.rotation import Rotation, Rotations, SharedRotary
+from chunkweave.vllm.rotation import BEFORE_ROPE, Rotation, Rotations, SharedRotary
 
 HEADS, DIM, POSITIONS = 3, 16, 600
 
@@ -53,6 +53,29 @@ def test_inverse_undoes_forward_even_where_the_table_is_scaled_or_rounded(keys, 
     rotation = Rotation(rotary(neox=neox, factor=factor, dtype=table))
     back = rotation.inverse(rotation.forward(keys, positions), positions)
     torch.testing.assert_close(back, keys, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 1.2772588722239782])
+@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16])
+def test_turning_goes_from_any_position_to_any_other(keys, positions, neox, factor, table):
+    rotation = Rotation(rotary(neox=neox, factor=factor, dtype=table))
+    there, none = positions.roll(7), torch.full_like(positions, BEFORE_ROPE)
+    at, to = rotation.forward(keys, positions), rotation.forward(keys, there)
+    torch.testing.assert_close(rotation.turn(at, positions, there), to, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rotation.turn(at, positions, none), keys, atol=1e-5, rtol=0)
+    assert torch.equal(rotation.turn(keys, none, there), to)
+    some = torch.where(torch.arange(len(positions)) % 3 == 0, none, positions)
+    mixed = torch.where((some == BEFORE_ROPE)[:, None, None], keys, at)
+    torch.testing.assert_close(rotation.turn(mixed, some, there), to, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16])
+def test_keys_that_stay_where_they_are_keep_every_bit(positions, dtype, table):
+    rotation = Rotation(rotary(factor=1.2772588722239782, dtype=table))
+    keys = torch.randn(50, HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert torch.equal(rotation.turn(keys, positions, positions), keys)
 
 
 @pytest.mark.parametrize("neox", [True, False])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chunkweave import Request, SamplingParams
-from chunkweave.server.replies import ReplyForm
+from chunkweave.server.replies import NOTHING_NAMED, ReplyForm, say_that_nothing_was_named
 from tests.server.conftest import Client, toy_engine
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
@@ -41,6 +41,29 @@ def test_an_answer_is_the_engines_own(client: Client):
         "total_tokens": report["prompt_tokens"] + len(expected.token_ids),
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_langchains_documents_are_taken_as_they_are(client: Client):
+    metadata = {"title": "The choir", "source": "c-1", "page": 3}
+    given = {"page_content": CHOIR, "metadata": metadata, "id": None, "type": "Document"}
+    whole = client.ask(documents=[FERRY, given]).json()
+    same = client.ask(documents=[FERRY, {"text": CHOIR, "title": "The choir", "id": "c-1"}]).json()
+    assert whole["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    sources = [[chunk["source"] for chunk in one["chunkweave"]["chunks"]] for one in (whole, same)]
+    assert sources[0] == sources[1]
+    assert client.ask(documents=[{"page_content": CHOIR, "metadata": {"source": 7}}]).status_code == 200
+    for wrong in ({"page_content": 1}, {"page_content": CHOIR, "metadata": 1}, {"page_content": CHOIR, "more": 1}):
+        assert client.ask(documents=[wrong]).status_code == 400
+
+
+def test_an_answer_over_nothing_says_so(client: Client, caplog):
+    say_that_nothing_was_named.cache_clear()
+    caplog.set_level("INFO", "chunkweave.server")
+    name, words = NOTHING_NAMED
+    for more in ({}, {"stream": True}):
+        assert client.ask(**more).headers[name] == words
+        assert name not in client.ask(documents=[FERRY], **more).headers
+    assert sum("named no documents" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.backend("engine")

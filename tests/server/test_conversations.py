@@ -61,12 +61,73 @@ def test_turns_that_the_server_has_not_are_refused(client):
     assert refused.json()["error"]["code"] == "conversation_mismatch"
 
 
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages that begin and end with the user's."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+FIRST = ("When does the ferry leave?", "At seven.")
+SECOND = ("And who boards ships?", "Pilots.")
+
+
+def test_earlier_messages_stand_in_the_prompt_without_a_conversation(client):
+    alone = report(client.ask(messages=said("And?"), documents=DOCUMENTS))
+    later = report(client.ask(messages=said(*FIRST, "And?"), documents=DOCUMENTS))
+    assert later["prompt_tokens"] - alone["prompt_tokens"] == later["history_tokens"] > 0
+    assert alone["history_tokens"] == 0
+    plain = {"messages": said(*FIRST, "And?"), "chunkweave": {"method": "full"}}
+    assert report(client.ask(**plain))["history_tokens"] == later["history_tokens"]
+
+
 @pytest.mark.backend("engine")
-def test_earlier_turns_need_a_conversation(client):
-    messages = [{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
-    refused = client.ask(messages=messages)
+def test_messages_that_were_sent_before_are_found_by_what_they_say(serve: Serve):
+    client = serve(keys=key_ring())
+    exact = {"documents": DOCUMENTS, "chunkweave": {"method": "prefix"}, "key": KEYS["acme"]}
+
+    def turns(told: dict) -> list[str]:
+        return [chunk["kv_source"] for chunk in told["chunks"] if chunk["source"] == "turn"]
+
+    assert turns(report(client.ask(messages=said(*FIRST, "And?"), **exact))) == ["computed"]
+    assert turns(report(client.ask(messages=said(*FIRST, *SECOND, "And?"), **exact))) == ["prefix-exact", "computed"]
+    other = ("When does the ferry leave?", "At eight.")
+    assert turns(report(client.ask(messages=said(*other, *SECOND, "And?"), **exact))) == ["computed", "computed"]
+    stranger = {**exact, "key": KEYS["bolt"]}
+    assert turns(report(client.ask(messages=said(*FIRST, *SECOND, "And?"), **stranger))) == ["computed", "computed"]
+
+
+@pytest.mark.backend("engine")
+def test_an_answer_behind_earlier_messages_is_that_of_full_prefill(client):
+    asked = {"messages": said(*FIRST, *SECOND, "And?"), "documents": DOCUMENTS}
+    texts = {
+        client.ask(**asked, chunkweave={"method": method}).json()["choices"][0]["message"]["content"]
+        for method in ("full", "prefix", "prefix")
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.backend("vllm")
+def test_earlier_messages_are_parts_of_their_own_before_vllm(client):
+    report(client.ask(messages=said(*FIRST, "And?"), documents=DOCUMENTS, chunkweave={"method": "cacheblend"}))
+    builder = client.service.backend.context.preparer.builder
+    prompt = builder.build("And?", DOCUMENTS, history=[FIRST])
+    kinds = [str(part.kind) for part in prompt.parts if part.kind != "start"]
+    assert kinds == ["system", "turn", "chunk", "chunk", "question"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}],
+        [{"role": "assistant", "content": "One"}, {"role": "user", "content": "Two"}],
+        [*said(*FIRST), {"role": "assistant", "content": "Again"}, {"role": "user", "content": "Two"}],
+    ],
+)
+def test_earlier_messages_are_questions_with_their_answers(client, messages):
+    refused = client.ask(messages=messages, documents=DOCUMENTS)
     assert refused.status_code == 400
-    assert "conversation_id" in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_conversation", "messages")
+    assert "alternate" in error["message"]
 
 
 def test_conversations_of_tenants_never_meet(serve: Serve):

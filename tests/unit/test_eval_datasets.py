@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import DocumentError
+from chunkweave.eval.dataset_formats import SUMMARIZE, SUMMARIZE_DIALOGUE
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.types import Chunk
 
@@ -77,6 +78,95 @@ def test_a_single_jsonl_line_in_a_json_file(tmp_path):
     assert [example.question for example in load_dataset(path)] == ["One?"]
 
 
+PASSAGE = {"title": "Ada", "text": "She wrote."}
+ENTRIES = {
+    "hotpotqa": (
+        {
+            "_id": "5a",
+            "question": "Who?",
+            "answer": "Ada",
+            "type": "bridge",
+            "context": [["Ada", ["She wrote. ", " She read."]], ["Ben", ["He sang."]]],
+            "supporting_facts": [["Ada", 0]],
+        },
+        ("Who?", ("Ada\nShe wrote. She read.", "Ben\nHe sang."), ("Ada",), "bridge"),
+    ),
+    "2wikimqa, as Hugging Face has it": (
+        {
+            "question": "Who?",
+            "answer": "Ada",
+            "type": "comparison",
+            "context": {"title": ["Ada"], "sentences": [["She wrote.", "She read."]]},
+            "supporting_facts": {"title": ["Ada"], "sent_id": [0]},
+        },
+        ("Who?", ("Ada\nShe wrote. She read.",), ("Ada",), "comparison"),
+    ),
+    "natural questions": (
+        {"question": "Who?", "answers": ["Ada", "A. L."], "positive_ctxs": [PASSAGE, PASSAGE], "negative_ctxs": []},
+        ("Who?", ("Ada\nShe wrote.",), ("Ada", "A. L."), ""),
+    ),
+    "samsum": (
+        {"id": "13", "dialogue": "Ada: Hi\nBen: Ho", "summary": "They greet."},
+        (SUMMARIZE_DIALOGUE, ("Ada: Hi\nBen: Ho",), ("They greet.",), ""),
+    ),
+    "multi-news": (
+        {"document": "One thing. ||||| Another. |||||", "summary": "Two things."},
+        (SUMMARIZE, ("One thing.", "Another."), ("Two things.",), ""),
+    ),
+    "longbench": (
+        {
+            "input": "Who?",
+            "context": "Passage 1:\nAda\nShe wrote.\nPassage 2:\nBen",
+            "answers": ["Ada"],
+            "dataset": "x",
+        },
+        ("Who?", ("Ada\nShe wrote.", "Ben"), ("Ada",), "x"),
+    ),
+    "longbench's summaries": (
+        {"input": "", "context": "A whole report.", "answers": ["Short."]},
+        (SUMMARIZE, ("A whole report.",), ("Short.",), ""),
+    ),
+    "mtrag": (
+        {
+            "input": [
+                {"speaker": "user", "text": "Hi?"},
+                {"speaker": "agent", "text": "Ho."},
+                {"speaker": "user", "text": "Who?"},
+            ],
+            "contexts": [{"document_id": "d7", "text": "She wrote."}],
+            "targets": [{"speaker": "agent", "text": "Ada"}],
+        },
+        ("Who?", ("She wrote.",), ("Ada",), ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("lines", [True, False])
+def test_published_formats_are_found_by_their_fields(tmp_path, name, lines):
+    entry, (question, chunks, answers, kind) = ENTRIES[name]
+    path = (
+        write(tmp_path, "d.jsonl", f"{json.dumps(entry)}\n" * 2) if lines else write(tmp_path, "d.json", [entry, entry])
+    )
+    examples = load_dataset(path)
+    assert len(examples) == 2
+    for one in examples:
+        assert (one.question, tuple(chunk.text for chunk in one.chunks)) == (question, chunks)
+        assert (one.answers, one.kind) == (answers, kind)
+
+
+def test_a_passage_that_answers_stands_anywhere_among_those_that_do_not(tmp_path):
+    others = [{"title": f"T{n}", "text": "Something else."} for n in range(30)]
+    entries = [
+        {"question": f"Who {n}?", "answers": ["Ada"], "positive_ctxs": [PASSAGE], "hard_negative_ctxs": others}
+        for n in range(20)
+    ]
+    examples = load_dataset(write(tmp_path, "nq.json", entries))
+    assert {len(one.chunks) for one in examples} == {10}
+    places = {[chunk.source for chunk in one.chunks].index("Ada") for one in examples}
+    assert len(places) > 3
+
+
 GOOD_LINE = json.dumps({"question": "q", "chunks": ["c"]})
 
 
@@ -94,7 +184,7 @@ GOOD_LINE = json.dumps({"question": "q", "chunks": ["c"]})
         ("d.jsonl", "", r"holds no question"),
         ("d.json", "[]", r"holds no question"),
         ("d.json", "[{]", r"d\.json:1: not JSON"),
-        ("d.json", "3", r"neither MuSiQue"),
+        ("d.json", "3", r"neither a list"),
         ("d.json", [{"question": "q", "answers": []}], r"d\.json: entry 0: no 'ctxs'"),
         ("d.json", [{"question": "q", "answers": [], "ctxs": [{"title": "t"}]}], r"entry 0: no 'text'"),
         ("d.json", {"data": [{"title": "t"}]}, r"article 0: no list 'paragraphs'"),
@@ -105,6 +195,8 @@ GOOD_LINE = json.dumps({"question": "q", "chunks": ["c"]})
             r"article 0, paragraph 0, question 0: no 'answers'",
         ),
         ("d.json", {"data": []}, r"holds no question"),
+        ("d.json", [{"document": "|||||", "summary": "s"}], r"entry 0: there are no chunks"),
+        ("d.json", [{"input": [], "contexts": [], "targets": []}], r"entry 0: nobody asks"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_place(tmp_path, name, content, said):

@@ -4,7 +4,8 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.chunking.template import PromptTemplate
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import Example, PromptMaker, alone_prompts
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import PromptMaker, alone_prompts
 from chunkweave.types import Chunk
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times, read_trace
 from chunkweave.eval.simulator.workloads import (
     Corpus,

@@ -23,7 +23,7 @@ from tests.vllm.prompts import (
     tokens,
 )
 from tests.vllm.reference import Reference, Woven
-from tests.vllm.serving import Got, serving
+from tests.vllm.serving import Ask, Got, serving
 
 TOLERANCE = 5e-4
 RATIOS = (0.0, 0.05, 0.15, 0.5, 1.0)
@@ -103,6 +103,20 @@ def test_prefix_is_exact(way, name):
     assert (got.log_probs[0] - Reference(folder).log_probs(scenario.prompt.ids)).abs().max().item() <= TOLERANCE
     exact = sum(map(len, scenario.exact))
     assert got.report.get("prefix_exact_tokens", 0) == exact
+
+
+def test_what_prefix_brings_back_is_vllms_own_to_the_bit(checkpoint):
+    """In bfloat16, where keys that were rotated back and forth would be rounded twice."""
+    ids = [BOS, *tokens(127), *tokens(9)]
+    spans = [[0, 32], [32, 96], [96, 128]]  # BOS among them, and up to where a block ends: the same is left to compute
+    ask = Ask(ids, {"chunks": spans, "start_tokens": 0, "method": "prefix"})
+    with serving(checkpoint("llama"), dtype="bfloat16") as served:
+        served.answer(ask)
+        local = served.answer(ask)[0]  # by vLLM's own prefix cache
+        assert served.blocks_are_free()
+        stored = served.answer(ask)[0]
+    assert (stored.report["prefix_exact_tokens"], stored.report["local_tokens"]) == (128, 0)
+    assert torch.equal(stored.log_probs, local.log_probs)
 
 
 def test_several_woven_and_plain_requests_at_once(way):

@@ -41,13 +41,19 @@ def rotate(_layer, states, positions):
     return turn(states, positions)
 
 
+def turn_between(_layer, states, at, to):
+    return states + (to.clamp(min=0) - at.clamp(min=0))[:, None, None]
+
+
 def slots(positions):
     return positions + 10
 
 
-def segment(tokens: int, value: float) -> SegmentKV:
-    kv = torch.full((LAYERS, 2, tokens, HEADS, DIM), value)
-    return SegmentKV(kv + torch.arange(LAYERS)[:, None, None, None, None])
+def segment(tokens: int, value: float, keys_at: int | None = None) -> SegmentKV:
+    kv = torch.full((LAYERS, 2, tokens, HEADS, DIM), value) + torch.arange(LAYERS)[:, None, None, None, None]
+    if keys_at is not None:
+        kv[:, 0] += torch.arange(keys_at, keys_at + tokens)[:, None, None]
+    return SegmentKV(kv, keys_at)
 
 
 @pytest.fixture
@@ -56,7 +62,8 @@ def paged() -> FakePaged:
 
 
 def cache(paged: FakePaged, *placements, first=0, stop=16, begins=0) -> PagedCache:
-    geometry, rotations = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY), SimpleNamespace(forward=rotate)
+    geometry = Geometry(2, HEADS * DIM, HEADS, HEADS, DIM, 4, 8, CAPACITY)
+    rotations = SimpleNamespace(turn=turn_between)
     layers = SimpleNamespace(paged=paged, geometry=geometry, rotations=rotations, device=paged.device, num_layers=2)
     table = SimpleNamespace(slots=slots, begins=begins)
     blocks = SimpleNamespace(of=lambda _layer: table, whole=not begins)
@@ -66,13 +73,21 @@ def cache(paged: FakePaged, *placements, first=0, stop=16, begins=0) -> PagedCac
 TWO = (Placement(Span(2, 8), segment(6, 100.0)), Placement(Span(10, 18), segment(8, 200.0)))
 
 
+ROTATED = (
+    Placement(Span(2, 8), segment(6, 100.0, keys_at=2)),
+    Placement(Span(10, 18), segment(8, 200.0, keys_at=30)),
+)
+"""The same; the first is where it was computed."""
+
+
 def row_of(made: PagedCache, layer: int) -> tuple[list[float], list[float]]:
     keys, values = made.view(layer, CAPACITY)
     return keys[:, 0, 0].tolist(), values[:, 0, 0].tolist()
 
 
-def test_a_layer_is_laid_out_with_keys_turned_to_their_positions(paged):
-    made = cache(paged, *TWO)
+@pytest.mark.parametrize("placements", [TWO, ROTATED, (TWO[0], ROTATED[1]), (ROTATED[0], TWO[1])])
+def test_a_layer_is_laid_out_with_keys_turned_to_their_positions(paged, placements):
+    made = cache(paged, *placements)
     made.load_layer(1, rotate)
     keys, values = row_of(made, 1)
     assert keys[2:8] == [101.0 + position for position in range(2, 8)]
@@ -82,6 +97,15 @@ def test_a_layer_is_laid_out_with_keys_turned_to_their_positions(paged):
     assert paged.kv[1, 1, 20:26, 0, 0].tolist() == [201.0] * 6
     assert (paged.kv[1, :, 26:] == -1).all()  # from `stop` on there are no blocks
     assert paged.reads == 0
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_keys_that_stay_where_they_were_computed_are_not_turned(paged, monkeypatch, first):
+    made = cache(paged, ROTATED[0], Placement(Span(10, 18), segment(8, 200.0, keys_at=10)), first=first)
+    monkeypatch.setattr(made._rotations, "turn", None)
+    made.load_layer(0, rotate)
+    made.fill(1, torch.arange(6))
+    assert row_of(made, 0)[0][10:18] == [200.0 + position for position in range(10, 18)]
 
 
 def test_what_a_pass_wrote_stays_for_the_next_one(paged):
@@ -132,17 +156,20 @@ def test_what_lies_before_the_first_position_comes_from_the_blocks(paged):
     assert (paged.kv[0, :, 12:15] == 55).all()
 
 
-def test_a_pass_that_needs_no_row_fills_what_it_does_not_compute(paged):
-    made = cache(paged, *TWO)
+@pytest.mark.parametrize("placements", [TWO, ROTATED])
+def test_a_pass_that_needs_no_row_fills_what_it_does_not_compute(paged, placements):
+    made = cache(paged, *placements)
     made.fill(0, torch.tensor([0, 1, 6, 13]))
     written = (paged.kv[0, 0, :, 0, 0] != -1).nonzero().squeeze(1).tolist()
     assert written == [12, 13, 20]  # the last place lies behind `stop`
+    assert paged.kv[0, 0, [12, 13, 20], 0, 0].tolist() == [102.0, 103.0, 210.0]
     made.fill(0, torch.tensor([2]))
     assert paged.kv[0, 0, 14, 0, 0] == -1, "a layer is filled once: a later pass must not undo an earlier one"
 
 
-def test_cached_kv_is_found_by_position(paged):
-    found = cache(paged, *TWO, first=3).cached_before_rope(1, torch.tensor([4, 12, 17]))
+@pytest.mark.parametrize("placements", [TWO, ROTATED, (TWO[0], ROTATED[1])])
+def test_cached_kv_is_found_by_position(paged, placements):
+    found = cache(paged, *placements, first=3).cached_before_rope(1, torch.tensor([4, 12, 17]))
     assert found[0, :, 0, 0].tolist() == [101.0, 201.0, 201.0]
 
 

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.weave import WeaveJob
 
 
@@ -62,3 +64,12 @@ def test_layers_that_are_not_in_memory_wait():
 @pytest.mark.parametrize(("tokens", "each"), [(640, 20), (16, 1)])
 def test_a_layer_that_computes_nothing_counts_for_what_it_places(tokens, each):
     assert job_of([0, 0, 0], tokens=tokens).run() == 3 * each
+
+
+def test_a_layer_that_is_left_no_tokens_leaves_vllms_modules_alone():
+    """What a question in vLLM's own cache chose may all lie before the rest that is woven."""
+    nothing = torch.empty(0, 12, dtype=torch.bfloat16)
+    sizes = SimpleNamespace(num_heads=6, num_kv_heads=3, head_dim=4)
+    queries, keys, values = StockLayers.qkv(SimpleNamespace(own_geometry=sizes), 1, nothing)
+    assert (queries.shape, keys.shape, values.shape) == ((0, 6, 4), (0, 3, 4), (0, 3, 4))
+    assert keys.dtype == torch.bfloat16

@@ -93,20 +93,24 @@ class PromptBuilder:
         chunks: Sequence[Chunk | str] = (),
         *,
         system: str | None = None,
+        history: Sequence[tuple[str, str]] = (),
         cache_salt: str = "",
         limit: PromptLimit | None = None,
     ) -> Prompt:
-        """START, SYSTEM, the chunks in the order given, QUESTION; parts without tokens are left out.
+        """START, SYSTEM, a TURN for each of `history`, the chunks in the order given, QUESTION.
 
-        `system=None` means the template's instruction, `system=""` none. `question=None` makes a prompt to
-        precompute. No chunks is plain generation. A `limit` refuses what is far too long before all of it is tokenized.
+        Parts without tokens are left out. `history` are earlier questions with their answers. `system=None` means the
+        template's instruction, `system=""` none. `question=None` makes a prompt to precompute. No chunks is plain
+        generation. A `limit` refuses what is far too long before all of it is tokenized.
 
         Raises:
-            UsageError: the question or a chunk is empty, or there is nothing at all.
+            UsageError: a question or a chunk is empty, there is nothing at all, or there is a `history` and the model's
+                chat template takes no second turn.
             PromptTooLongError: what the `limit` raises.
         """
         parts = [
             *self.opening(system=system, cache_salt=cache_salt, limit=limit),
+            *(self._past_turn(*one, cache_salt, limit) for one in history),
             *self.chunk_parts(chunks, cache_salt=cache_salt, limit=limit),
         ]
         if question is not None:
@@ -232,10 +236,7 @@ class PromptBuilder:
             UsageError: it is empty.
             PromptTooLongError: what the `limit` raises.
         """
-        if not question.strip():
-            raise UsageError("the question is empty")
-        text_ids = self._encode(self._template.question_text(question), "the question", limit)
-        return _counted(PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids)), limit)
+        return _counted(self._question(question, "the question", limit), limit)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """An answer as the model would write it behind a prompt, without the token that ends it."""
@@ -263,6 +264,19 @@ class PromptBuilder:
         """
         token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
         return self._stored(PartKind.TURN, token_ids, cache_salt)
+
+    def _past_turn(self, question: str, answer: str, cache_salt: str, limit: PromptLimit | None) -> PromptPart:
+        """A turn as somebody tells it; as it was generated its answer may have other tokens."""
+        asked = self._question(question, "an earlier question", limit)
+        if limit is not None:
+            limit.check(self._tokenizer, answer, "an earlier answer")
+        return _counted(self.turn_part(asked, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
+
+    def _question(self, question: str, which: str, limit: PromptLimit | None) -> PromptPart:
+        if not question.strip():
+            raise UsageError(f"{which} is empty")
+        text_ids = self._encode(self._template.question_text(question), which, limit)
+        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
 
     def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
         return PromptPart(kind, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), source)

@@ -13,7 +13,8 @@ from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, table_of
 from chunkweave.cli.options import ModelOptions, Only, warn, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig
-from chunkweave.eval.datasets import VALLEY, Example, bundled_examples
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import VALLEY, bundled_examples
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, dequantized_folder, smollm2_file

@@ -17,7 +17,8 @@ from chunkweave.cli.quality import WORLDS, generated_examples
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
-from chunkweave.eval.datasets import Example, bundled_examples, digest_of, document_examples, load_dataset, read_text
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import bundled_examples, digest_of, document_examples, load_dataset, read_text
 from chunkweave.eval.plots import plot_deviations, plot_fidelity
 from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity

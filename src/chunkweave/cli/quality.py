@@ -16,7 +16,8 @@ from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
-from chunkweave.eval.datasets import Example, load_dataset
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.results import check_writable
 from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
 from chunkweave.planning import methods as reuse_methods

@@ -15,7 +15,7 @@ from chunkweave.config import CaptureConfig
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.loop import LoopTimes, PassRun
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
-from chunkweave.kv.request_cache import Placement, RequestCache
+from chunkweave.kv.request_cache import Placement, RequestCache, before_rope
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, too_slow
@@ -587,11 +587,11 @@ class PrefillJob:
         self._lookup_s = started - self._began
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
         capacity = len(self._prompt) + options.new_tokens
-        placements = self._sources.placements
+        self._placements = before_rope(self._sources.placements, model.unrotate_keys, model.device)
         self._cache = RequestCache(
             model.geometry,
             capacity,
-            placements,
+            self._placements,
             dtype=model.dtype,
             device=model.device,
             kept_from=None if options.history is None else self._prompt.spans()[-1].start,
@@ -606,9 +606,7 @@ class PrefillJob:
             return (), None
         model, config = self._context.model, self._context.capture
         fraction = config.woven_fraction if self._options.history is None else None
-        parts = parts_to_keep(
-            self._prompt, self.plan, self._sources.placements, self._context.store, woven_fraction=fraction
-        )
+        parts = parts_to_keep(self._prompt, self.plan, self._placements, self._context.store, woven_fraction=fraction)
         captures = self._captures_of(parts)
         if not captures or not self._options.profiles:
             return captures, None
@@ -618,7 +616,7 @@ class PrefillJob:
         """For each reused part of which tokens may be recomputed: a conversation goes on from it as it is woven now."""
         if self._options.generated:
             return ()
-        sources = {placement.span: placement.segment for placement in self._sources.placements}
+        sources = {placement.span: placement.segment for placement in self._placements}
         return self._captures_of(
             (part, WovenFrom(sources[part.span], None, 0.0))
             for part in self.plan.parts

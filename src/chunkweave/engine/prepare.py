@@ -104,6 +104,7 @@ class RequestPreparer:
                 request.question,
                 request.chunks,
                 system=request.system,
+                history=request.history,
                 cache_salt=request.cache_salt,
                 limit=PromptLimit(min(context, most_tokens or context)),
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
@@ -35,7 +36,8 @@ class Request:
     reordered, `fixed` if not; None leaves it to the engine. With a `conversation_id`, one among those of the same salt,
     the question is the next turn of that conversation, or the first of a new one; `system=None` is then the
     conversation's own instruction. Who says the number of the `turn`, from 1, is refused where another one comes next.
-    Conversations are shared out by `tenant`.
+    Conversations are shared out by `tenant`. Without an id `history` are earlier questions with their answers, which
+    stand behind the instruction: nothing is kept of them but KV, which is found again by what they say.
     """
 
     question: str
@@ -47,6 +49,7 @@ class Request:
     conversation_id: str | None = None
     turn: int | None = None
     tenant: str = ""
+    history: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def make_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
         order=arranged.ordering,
-        history_tokens=0 if content is None else content.history_tokens,
+        history_tokens=_history_tokens(plan) if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
@@ -135,6 +138,11 @@ def make_report(
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
         hits=_by_tier(chunks),
     )
+
+
+def _history_tokens(plan: Plan) -> int:
+    """Tokens of earlier turns in a prompt."""
+    return sum(len(part.span) for part in plan.parts if part.part.kind is PartKind.TURN)
 
 
 def _by_tier(chunks: Sequence[ChunkReport]) -> dict[str, int]:

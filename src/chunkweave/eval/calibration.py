@@ -15,7 +15,8 @@ from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import value_of, with_settings
-from chunkweave.eval.datasets import Example, digest_of
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import digest_of
 from chunkweave.eval.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, beside, measure_fidelity, warm_by_earlier
 from chunkweave.eval.results import commit, machine, versions
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity

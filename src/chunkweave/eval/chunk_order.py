@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.eval.datasets import Example, load_dataset
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.simulator.trace import Arrival, Part, PathRecords, key_of, read_trace
 from chunkweave.eval.simulator.workloads import bundled_token_count
 from chunkweave.ordering.arrangement import AccessTable

@@ -15,36 +15,25 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.documents import read_documents
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.eval.dataset_formats import PASSAGES, Example, Reader, musique, own_format, reader_of, text_of, texts_of
 from chunkweave.retrieval.embedders import HashedNgramEmbedder
 from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk
 
 _Read = TypeVar("_Read")
 
-SQUAD_CHUNKS = 10
-"""Passages given to a SQuAD question: its own paragraph and others, as many as MuSiQue's prepared sets have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A question, the chunks to answer it from, and the answers that count as right.
-
-    `kind` is the data set's own name for what answering takes, empty if it has none.
-    """
-
-    question: str
-    chunks: tuple[Chunk, ...]
-    answers: tuple[str, ...]
-    kind: str = ""
+SQUAD_CHUNKS = PASSAGES
+"""Passages given to a SQuAD question: its own paragraph and others."""
 
 
 def load_dataset(path: Path, *, squad_chunks: int = SQUAD_CHUNKS, seed: int = 0) -> list[Example]:
-    """Read a data set; the format is found by looking.
+    """Read a data set, JSON or JSON lines; the format is found by looking at each entry's fields.
 
-    - MuSiQue JSON: `[{question, answers, ctxs: [{title, text}]}]`; a title becomes the first line of its passage.
     - SQuAD 1.1 JSON: `{data: [{title, paragraphs: [{context, qas}]}]}`; a question's chunks are its paragraph and
       `squad_chunks - 1` others, drawn and shuffled with `seed`.
-    - JSONL: `{question, chunks: [text or {text, source}], answers, kind}` a line; answers and kind may be left out.
+    - Lists or lines of entries as `chunkweave.eval.dataset_formats` describes them: MuSiQue, HotpotQA, 2WikiMQA,
+      Natural Questions and TriviaQA with passages, SAMSum, Multi-News, LongBench, MTRAG; or our own `{question, chunks,
+      answers}`.
 
     Raises:
         DocumentError: the file cannot be read, is in none of these formats, or holds no question; the message names
@@ -82,16 +71,20 @@ def _json(path: Path, text: str, squad_chunks: int, seed: int) -> list[Example]:
             return list(_jsonl(path, text))
         raise DocumentError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if isinstance(data, list):
-        return [read_entry(f"{path}: entry {i}", entry, _musique) for i, entry in enumerate(data)]
+        return [_example(f"{path}: entry {i}", entry, musique) for i, entry in enumerate(data)]
     if isinstance(data, dict) and isinstance(data.get("data"), list):
         return _squad(path, data["data"], squad_chunks, Random(seed))
     if isinstance(data, dict) and "question" in data:
         return list(_jsonl(path, json.dumps(data)))
-    raise DocumentError(f"{path} is neither MuSiQue JSON (a list), SQuAD 1.1 JSON (with 'data') nor JSONL")
+    raise DocumentError(f"{path} is neither a list (as MuSiQue's), SQuAD 1.1 JSON (with 'data') nor JSONL")
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Example]:
-    return (read_entry(where, data, _plain) for where, data in json_lines(path, text))
+    return (_example(where, data, own_format) for where, data in json_lines(path, text))
+
+
+def _example(where: str, data: object, otherwise: Reader) -> Example:
+    return read_entry(where, data, lambda entry: reader_of(entry, otherwise)(entry))
 
 
 def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -127,25 +120,6 @@ def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]
         raise DocumentError(f"{where}: {error}") from error
 
 
-def _musique(entry: dict[str, Any]) -> Example:
-    chunks = tuple(
-        _chunk(_titled(str(passage.get("title") or ""), passage["text"]), str(passage.get("title") or ""), place)
-        for place, passage in enumerate(entry["ctxs"])
-    )
-    return Example(_text(entry["question"], "question"), _some(chunks), _texts(entry["answers"]))
-
-
-def _plain(entry: dict[str, Any]) -> Example:
-    chunks = tuple(
-        _chunk(chunk, "", place)
-        if isinstance(chunk, str)
-        else _chunk(chunk["text"], str(chunk.get("source") or ""), place)
-        for place, chunk in enumerate(entry["chunks"])
-    )
-    question = _text(entry["question"], "question")
-    return Example(question, _some(chunks), _texts(entry.get("answers", [])), str(entry.get("kind") or ""))
-
-
 def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> list[Example]:
     paragraphs: list[Chunk] = []
     entries: list[tuple[str, dict[str, Any], int]] = []
@@ -154,7 +128,7 @@ def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> l
             where = f"{path}: article {a}, paragraph {p}"
             questions = _list(where, paragraph, "qas")
             place = len(paragraphs)
-            context = read_entry(where, paragraph, lambda data: _text(data["context"], "context"))
+            context = read_entry(where, paragraph, lambda data: text_of(data["context"], "context"))
             paragraphs.append(Chunk(context, f"{article.get('title') or 'article'}#{p}"))
             entries += [(f"{where}, question {q}", question, place) for q, question in enumerate(questions)]
     examples = [read_entry(where, question, _squad_question) for where, question, _ in entries]
@@ -166,7 +140,7 @@ def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> l
 
 def _squad_question(data: dict[str, Any]) -> Example:
     """A question without its chunks. SQuAD repeats an answer that several people gave."""
-    return Example(_text(data["question"], "question"), (), _texts([answer["text"] for answer in data["answers"]]))
+    return Example(text_of(data["question"], "question"), (), texts_of([answer["text"] for answer in data["answers"]]))
 
 
 def _with_others(paragraphs: Sequence[Chunk], place: int, count: int, rng: Random) -> tuple[Chunk, ...]:
@@ -181,34 +155,6 @@ def _list(where: str, data: object, key: str) -> list[Any]:
         raise DocumentError(f"{where}: no list {key!r}")
     found: list[Any] = data[key]
     return found
-
-
-def _titled(title: str, text: object) -> object:
-    return f"{title}\n{text}" if title and isinstance(text, str) else text
-
-
-def _chunk(text: object, source: str, place: int) -> Chunk:
-    return Chunk(_text(text, f"chunk {place}"), source or f"passage {place}")
-
-
-def _some(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    if not chunks:
-        raise ValueError("there are no chunks")
-    return chunks
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} is not a text but {type(value).__name__}")
-    if not value.strip():
-        raise ValueError(f"{what} is empty")
-    return value
-
-
-def _texts(values: object) -> tuple[str, ...]:
-    if not isinstance(values, list):
-        raise TypeError(f"answers are not a list but {type(values).__name__}")
-    return tuple(dict.fromkeys(_text(value, "answer") for value in values))
 
 
 @dataclass(frozen=True, slots=True)

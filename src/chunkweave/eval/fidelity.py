@@ -21,7 +21,8 @@ from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import Example, PromptMaker
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import PromptMaker
 from chunkweave.eval.decoding import answer_text, decode_greedily
 from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave.eval.scores import f1

@@ -9,7 +9,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.decoding import answer_text, decode_greedily
 from chunkweave.eval.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave.eval.scores import best_scores

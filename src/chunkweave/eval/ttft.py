@@ -15,7 +15,8 @@ from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import Example, PromptMaker
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import PromptMaker
 from chunkweave.eval.summaries import TtftSample
 from chunkweave.eval.warming import Warmth, company_of, prefill_and_store
 from chunkweave.models.huggingface import HuggingFaceModel

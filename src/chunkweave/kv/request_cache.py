@@ -1,7 +1,7 @@
 """The KV cache of one request, assembled layer by layer from segments and from what is computed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
 import torch
@@ -22,6 +22,32 @@ class Placement:
     span: Span
     segment: SegmentSource
     unseen: frozenset[int] = frozenset()
+
+
+class BeforeRope:
+    """A segment whose keys are stored as they are at positions, with the keys before RoPE; a `SegmentSource`."""
+
+    keys_at = None
+
+    def __init__(self, source: SegmentSource, unrotate: Rotate, device: torch.device) -> None:
+        """`unrotate` takes keys as they are at positions, and gives them before RoPE; it computes on `device`."""
+        self._source, self._unrotate, self._device = source, unrotate, device
+        self.tokens, self.nbytes = source.tokens, source.nbytes
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`. Raises what the source does."""
+        keys, values = self._source.layer(index, scratch).to(self._device, non_blocking=True)
+        start = self._source.keys_at or 0
+        positions = torch.arange(start, start + self.tokens, device=self._device)
+        return torch.stack((self._unrotate(index, keys, positions), values))
+
+
+def before_rope(placements: Sequence[Placement], unrotate: Rotate, device: torch.device) -> list[Placement]:
+    """The same placements, the keys of all of them before RoPE; for the rest see `BeforeRope`."""
+    return [
+        one if one.segment.keys_at is None else replace(one, segment=BeforeRope(one.segment, unrotate, device))
+        for one in placements
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +76,8 @@ class RequestCache:
     one index copy; attention reads it through a transposed view.
 
     The keys of positions from `kept_from` on are kept before RoPE too, `[layers][capacity - kept_from, kv_heads,
-    head_dim]`, so that what is said there, question and answer, can be taken out as a segment.
+    head_dim]`, so that what is said there, question and answer, can be taken out as a segment. What segments bring has
+    its keys before RoPE (`before_rope`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The stored KV of one chunk: immutable, position-free; and how its tensors are encoded."""
+"""The stored KV of one chunk: immutable, for any position; and how its tensors are encoded."""
 
 import mmap
 from collections.abc import Sequence
@@ -32,14 +32,15 @@ def segment_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentKV:
-    """Keys before RoPE and values of one chunk.
+    """Keys and values of one chunk.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`, index 0 of the second axis the keys, 1 the values; layer-major,
-    so that one layer of one chunk is one contiguous read. Nobody writes to it after construction: a position shift
-    returns new tensors.
+    The keys are as they are at the positions from `keys_at` on, or before RoPE if that is None. `kv` is `[layers, 2,
+    tokens, kv_heads, head_dim]`, index 0 of the second axis the keys, 1 the values; layer-major, so that one layer of
+    one chunk is one contiguous read. Nobody writes to it after construction: a position shift returns new tensors.
     """
 
     kv: torch.Tensor
+    keys_at: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv.dim() != 5 or self.kv.shape[1] != 2:
@@ -89,8 +90,12 @@ class SegmentSource(Protocol):
     def nbytes(self) -> int:
         """Bytes of the tensors once they are in memory."""
 
+    @property
+    def keys_at(self) -> int | None:
+        """The position of the first token that the keys are rotated to; None: they are before RoPE."""
+
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`; may read and block.
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`; may read and block.
 
         `scratch` (uint8, one dimension) may be read into, and the result may be a view of it: reused or already
         mapped memory saves the page faults of fresh memory, which cost as much as reading from a fast disk.

@@ -66,6 +66,17 @@ class HuggingFaceModel:
         """The same of keys."""
         return self._layers[layer].key_norm_behind(self._rotated(layer, keys, positions))
 
+    def unrotate_keys(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys as `rotate_keys` gives them -> before RoPE, in float32 and rounded once.
+
+        Where a norm follows RoPE there is no way back: keys have to be stored before it.
+        """
+        if not self._layers[layer].rotates:
+            return keys
+        cos, sin = (angles[positions].float() for angles in self._angles(self._layer_types[layer]))
+        scale = cos.square() + sin.square()
+        return self._turned(keys.float(), cos / scale, -sin / scale).to(keys.dtype)
+
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals, norms and MLP of one layer."""
         return self._layers[layer].finish(hidden, attended)
@@ -112,14 +123,16 @@ class HuggingFaceModel:
         if not self._layers[layer].rotates:
             return states
         cos, sin = self._angles(self._layer_types[layer])
+        return self._turned(states, cos[positions], sin[positions])
+
+    def _turned(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`states` turned by angles `[tokens, rotated dims]`, as the model's file does it."""
         dims = cos.shape[-1] * (2 if self.anatomy.half_angles else 1)
         rotated: torch.Tensor
         if self._turns_halves:
-            rotated = _halves_turned(states[..., :dims], cos[positions][:, None], sin[positions][:, None])
+            rotated = _halves_turned(states[..., :dims], cos[:, None], sin[:, None])
         else:
-            rotated, _ = self._apply_rope(
-                states[..., :dims], states[:, :0, :dims], cos[positions], sin[positions], unsqueeze_dim=1
-            )
+            rotated, _ = self._apply_rope(states[..., :dims], states[:, :0, :dims], cos, sin, unsqueeze_dim=1)
         return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
 
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:

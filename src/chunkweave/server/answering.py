@@ -224,6 +224,7 @@ class Answering:
                 reuse.conversation_id,
                 turn,
                 tenant.name,
+                question.history,
             )
             submission = Submission(request, reuse.method_request, body, arrived_s, tenant.name)
             answer = await self._backend.submit(submission, speculative=speculative)

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
@@ -16,6 +18,17 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import HttpError, http_error_of
+
+logger = logging.getLogger(__name__)
+
+NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
+"""The header of an answer over nothing."""
+
+
+@cache
+def say_that_nothing_was_named() -> None:
+    """Log, once in a process, that a request named no documents: whoever expects weaving would wonder."""
+    logger.info("a request named no documents: nothing is woven; send `documents` or `chunkweave.corpus` (said once)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,27 @@ class Body(BaseModel):
 
 
 class Document(Body):
-    """A chunk of the prompt. A title becomes a line before the text; the id is for reports."""
+    """A chunk of the prompt. A title becomes a line before the text; the id is for reports.
+
+    LangChain's documents are taken as they are: `page_content`, and `metadata` that may have a title and a source.
+    """
 
     text: Text
     title: Text = ""
     id: Text = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "page_content" not in data or "text" in data:
+            return data
+        metadata = data.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise ValueError("metadata has to be an object")
+        named = {"title": metadata.get("title"), "id": metadata.get("source")}
+        own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
+        told = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
+        return {**own, **told, "text": data["page_content"]}
 
 
 class TextPart(Body):
@@ -145,12 +161,14 @@ assert set(ChunkOrder) == {"free", "fixed"}, "the schema names the orders there 
 class Question:
     """The question: the last message, and the instruction if one was given.
 
-    `earlier` questions of the same conversation were sent along with it.
+    `earlier` questions of the same conversation were sent along with it. If no server keeps that, they are in `history`
+    with their answers.
     """
 
     text: str
     system: str | None = None
     earlier: int = 0
+    history: tuple[tuple[str, str], ...] = ()
 
 
 class CompletionBody(Body):
@@ -196,6 +214,12 @@ class CompletionBody(Body):
             HttpError: nothing, or messages that mean nothing here.
         """
         raise NotImplementedError
+
+    @property
+    def names_something(self) -> bool:
+        """Whether there is something to be woven: documents, a corpus, a conversation, earlier messages."""
+        kept = self.chunkweave.corpus or self.chunkweave.conversation_id
+        return bool(self.documents or kept or self.question.history)
 
     @property
     def answer_tokens(self) -> int | None:
@@ -260,8 +284,9 @@ class ChatBody(CompletionBody):
     def question(self) -> Question:
         """The system message, if there is one, is the instruction; the user's last message is the question.
 
-        Earlier turns may stand between them in a conversation that this server keeps. Without its id they are refused:
-        folded into the question they would make another prompt than the one that was meant.
+        Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
+        Else they are turns of the prompt, and have to alternate: folded into the question they would make another
+        prompt than the one that was meant.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
@@ -272,10 +297,14 @@ class ChatBody(CompletionBody):
         if not messages[-1].text.strip():
             raise HttpError(400, "the question is empty", param=f"messages[{len(self.messages) - 1}].content")
         earlier = messages[:-1]
-        if earlier and self.chunkweave.conversation_id is None:
-            message = "earlier turns need chunkweave.conversation_id: the server keeps them; or send the last one alone"
-            raise HttpError(400, message, param="messages[0]", code="unsupported_conversation")
-        return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))
+        if self.chunkweave.conversation_id is not None:
+            return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))
+        if [message.role for message in earlier] != ["user", "assistant"] * (len(earlier) // 2):
+            message = "earlier turns are questions with their answers: user's and assistant's messages alternate"
+            raise HttpError(400, message, param="messages", code="unsupported_conversation")
+        texts = [message.text for message in earlier]
+        history = tuple(zip(texts[::2], texts[1::2], strict=True))
+        return Question(messages[-1].text, system, history=history)
 
 
 class PromptBody(CompletionBody):

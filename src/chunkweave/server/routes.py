@@ -25,7 +25,14 @@ from chunkweave.server.backend import Event
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.metrics import CONTENT_TYPE
 from chunkweave.server.observability import RequestMeta
-from chunkweave.server.replies import EventStream, ReplyForm, WholeChoices, unless_gone
+from chunkweave.server.replies import (
+    NOTHING_NAMED,
+    EventStream,
+    ReplyForm,
+    WholeChoices,
+    say_that_nothing_was_named,
+    unless_gone,
+)
 from chunkweave.server.requests import (
     ChatBody,
     ChunksBody,
@@ -119,11 +126,18 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
     except BaseException:
         await running.aclose()
         raise
+    response: Response
     if body.stream:
-        return EventStream(running, _events(running, first, form, body.n), stalled_s=service.settings.listen.stalled_s)
-    await running.aclose()
-    assert running.end is not None, "it came to its end"
-    return JSONResponse(form.whole(whole.choices, running.end))
+        events = _events(running, first, form, body.n)
+        response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
+    else:
+        await running.aclose()
+        assert running.end is not None, "it came to its end"
+        response = JSONResponse(form.whole(whole.choices, running.end))
+    if not body.names_something:
+        say_that_nothing_was_named()
+        response.headers.append(*NOTHING_NAMED)
+    return response
 
 
 async def _add_rest(running: RunningAnswer, whole: WholeChoices) -> None:

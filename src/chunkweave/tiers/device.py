@@ -200,13 +200,13 @@ def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
     that what stays here does not use up what that pool is for.
     """
     if isinstance(segment, BlockSegment):
-        segment = SegmentKV(segment.whole())
+        segment = SegmentKV(segment.whole(), segment.keys_at)
     if not isinstance(segment, SegmentKV):
         return segment
     kv = segment.kv
     if kv.device.type == "cpu" and memory.holds(kv):
         return segment
-    return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv))
+    return SegmentKV(memory.empty(kv.shape, kv.dtype).copy_(kv), segment.keys_at)
 
 
 class BlockSegment:
@@ -215,11 +215,12 @@ class BlockSegment:
     Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them.
     """
 
-    def __init__(self, arena: torch.Tensor, blocks: Sequence[int], tokens: int) -> None:
+    def __init__(self, arena: torch.Tensor, blocks: Sequence[int], tokens: int, keys_at: int | None = None) -> None:
         self._arena = arena
         self._blocks = tuple(blocks)
         self._rows: torch.Tensor | None = None
         self.tokens = tokens
+        self.keys_at = keys_at
         self.device = arena.device
         layers, two, _, _, kv_heads, head_dim = arena.shape
         self.nbytes = layers * two * tokens * kv_heads * head_dim * arena.dtype.itemsize
@@ -272,7 +273,7 @@ class DeviceTier(HostTier[SegmentSource]):
         if kv is None:
             raise TypeError("only a segment that is whole in memory can go to a device")
         self.delete(record.id)
-        segment = self._in_blocks(kv)
+        segment = self._in_blocks(kv, payload.keys_at)
         self._held[record.id] = (replace(record, nbytes=segment.held_bytes), segment)
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:  # noqa: ARG002  (the protocol has it)
@@ -282,7 +283,7 @@ class DeviceTier(HostTier[SegmentSource]):
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
 
-    def _in_blocks(self, kv: torch.Tensor) -> BlockSegment:
+    def _in_blocks(self, kv: torch.Tensor, keys_at: int | None) -> BlockSegment:
         """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` into free blocks.
 
         The copy is issued to the caller's current stream, and so is every reading of blocks: what read a block's
@@ -302,7 +303,7 @@ class DeviceTier(HostTier[SegmentSource]):
         for place, block in enumerate(blocks):
             rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
             arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
-        segment = BlockSegment(arena, blocks, tokens)
+        segment = BlockSegment(arena, blocks, tokens, keys_at)
         # Without the lock: it may run in the middle of anything, also in a thread that holds it.
         weakref.finalize(segment, self._free.extend, blocks).atexit = False
         return segment

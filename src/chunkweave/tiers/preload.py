@@ -33,6 +33,7 @@ class Gone:
 
     tokens = 0
     nbytes = 0
+    keys_at = None
     late = held_up = None
 
     def __init__(self, name: str) -> None:
@@ -66,6 +67,7 @@ class LoadingSegment:
         self.unseen = unseen
         self._slots = {layer: slot for slot, layer in enumerate(sorted(set(range(num_layers)) - unseen))}
         self.tokens, self.nbytes = source.tokens, source.nbytes * len(self._slots) // num_layers
+        self.keys_at = source.keys_at
         self.failure: SegmentLost | None = None
         """Why it will not come in; None as long as it may, or has."""
         self._source = source
@@ -179,7 +181,9 @@ class LoadingSegment:
         """The segment in memory of the host, if every layer came in."""
         if isinstance(self._source, SegmentKV):
             return self._source
-        return SegmentKV(self._kv) if self.complete and not self.unseen and self._kv is not None else None
+        if self._kv is None or self.unseen or not self.complete:
+            return None
+        return SegmentKV(self._kv, self.keys_at)
 
 
 def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":

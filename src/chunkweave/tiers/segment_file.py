@@ -33,17 +33,19 @@ from chunkweave.tiers.segment_header import (
 class EncodedSegment:
     """A segment that is known by its header, while its layers lie encoded somewhere. A base of `SegmentSource`s."""
 
-    __slots__ = ("header", "nbytes", "tokens")
+    __slots__ = ("header", "keys_at", "nbytes", "tokens")
 
     def __init__(self, header: SegmentHeader) -> None:
         self.header = header
+        self.keys_at = header.layout.keys_at
         self.tokens, self.nbytes = header.layout.shape[2], header.layout.nbytes
 
 
 def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
     """How `payload` would be laid out by `codec`; reads its first layer."""
     first = payload.layer(0)
-    return SegmentLayout((payload.nbytes // max(1, first.nbytes), *first.shape), first.dtype, codec)
+    shape = (payload.nbytes // max(1, first.nbytes), *first.shape)
+    return SegmentLayout(shape, first.dtype, codec, payload.keys_at)
 
 
 def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
@@ -109,7 +111,7 @@ class MemorySegment(EncodedSegment):
         self._report_lost = report_lost
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: copied, checked, decoded.
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: copied, checked, decoded.
 
         Raises:
             SegmentLost: the layer fails its checksum.
@@ -159,7 +161,7 @@ class DiskSegment(EncodedSegment):
         self.path = path
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`: one read, checked, decoded.
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: one read, checked, decoded.
 
         `scratch` (uint8) is read into if it is long enough, and the result may then be a view of it.
 

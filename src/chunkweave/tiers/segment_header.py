@@ -10,7 +10,7 @@ import re
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import prod
@@ -23,7 +23,9 @@ from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read and written. A file says the oldest that can read it: 2 only if its keys are rotated."""
+
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 4 << 20
 """Far above what a chunk of 128k tokens and 1000 layers need, far below what would hurt to allocate."""
@@ -64,11 +66,20 @@ class SegmentRefused(Exception):  # noqa: N818  (a signal between layers of the 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where the tensors of a segment lie. `shape` is `[layers, 2, tokens, kv_heads, head_dim]`."""
+    """Where the tensors of a segment lie. `shape` is `[layers, 2, tokens, kv_heads, head_dim]`.
+
+    `keys_at` is the position of the first token that the keys are rotated to (None: before RoPE); it moves no tensor.
+    """
 
     shape: Shape
     dtype: torch.dtype
     codec: Codec
+    keys_at: int | None = field(default=None, compare=False)
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the format that can say this."""
+        return 1 if self.keys_at is None else 2
 
     @property
     def num_layers(self) -> int:
@@ -125,7 +136,7 @@ def header_bytes(
     """
     _require_fitting(record, layout)
     metadata = {
-        "chunkweave_segment": f"{FORMAT_VERSION:04}",
+        "chunkweave_segment": f"{layout.version:04}",
         "checksum": _NO_CHECKSUM.decode(),
         "id": record.id,
         "chunk": record.chunk_id,
@@ -139,6 +150,7 @@ def header_bytes(
         "fingerprint": fingerprint,
         "created": datetime.fromtimestamp(created_s, UTC).isoformat(timespec="microseconds"),
         "layer_checksums": " ".join(f"{checksum:08x}" for checksum in layer_checksums),
+        **({} if layout.keys_at is None else {"keys_at": str(layout.keys_at)}),
         **({"owner": record.owner} if record.owner else {}),
         **attention_fields(record.attention),
     }
@@ -184,14 +196,16 @@ def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
     blank = whole[: head.start(2)] + _NO_CHECKSUM + whole[head.end(2) :]
     if _checksum(blank) != head[2]:
         raise SegmentRefused(FileProblem.CORRUPT, "the header's checksum does not match")
-    if int(head[1]) != FORMAT_VERSION:
-        raise SegmentRefused(
-            FileProblem.FUTURE, f"format version {int(head[1])}; this chunkweave reads {FORMAT_VERSION}"
-        )
+    version = int(head[1])
+    if version > FORMAT_VERSION:
+        raise SegmentRefused(FileProblem.FUTURE, f"format version {version}; this chunkweave reads {FORMAT_VERSION}")
     try:
-        return _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
+        header = _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SegmentRefused(FileProblem.CORRUPT, f"the header contradicts itself ({error})") from error
+    if version != header.layout.version:
+        raise SegmentRefused(FileProblem.CORRUPT, f"format version {version} does not say what it does")
+    return header
 
 
 def is_segment_id(text: str) -> bool:
@@ -204,7 +218,10 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
     chunk = ChunkId(_an_id(metadata["chunk"]))
     context = tuple(ChunkId(_an_id(part)) for part in metadata["context"].split())
     layout = SegmentLayout(
-        tuple(map(int, metadata["shape"].split())), _KV_DTYPES[metadata["dtype"]], make_codec(metadata["codec"])
+        tuple(map(int, metadata["shape"].split())),
+        _KV_DTYPES[metadata["dtype"]],
+        make_codec(metadata["codec"]),
+        int(metadata["keys_at"]) if "keys_at" in metadata else None,
     )
     record = SegmentRecord(
         SegmentId(_an_id(metadata["id"])),
@@ -231,6 +248,8 @@ def _require_fitting(record: SegmentRecord, layout: SegmentLayout) -> None:
     shape = layout.shape
     if len(shape) != 5 or shape[1] != 2 or min(shape) < 1:
         raise UsageError(f"not [layers, 2, tokens, kv_heads, head_dim]: {shape}")
+    if layout.keys_at is not None and layout.keys_at < 0:
+        raise UsageError(f"keys at position {layout.keys_at}")
     if layout.dtype not in _KV_DTYPES.values():
         raise UsageError(f"KV of {layout.dtype} has no place in this format")
     if len(record.token_ids) != shape[2]:

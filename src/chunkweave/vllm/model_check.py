@@ -182,9 +182,7 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
     positions = torch.arange(len(ids), device=layers.device)
     shifted = positions + _SHIFT
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
-    read = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
-    before_rope = [layers.rotations.inverse(layer, keys, positions) for layer, (keys, _) in enumerate(read)]
-    stored = [torch.stack((keys, values)) for keys, (_, values) in zip(before_rope, read, strict=True)]
+    stored = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
     # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
     expected = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
@@ -196,7 +194,7 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
         (PartPlan(before, spans[0], KVSource.COMPUTED), PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("check"))),
         (Pass((spans[0],)),),
     )
-    placed = [Placement(spans[1], SegmentKV(torch.stack(stored).cpu()))]
+    placed = [Placement(spans[1], SegmentKV(torch.stack(stored).cpu(), keys_at=0))]
     prompt = before.token_ids + chunk.token_ids
     WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):

@@ -14,7 +14,9 @@ import torch
 
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.request_cache import Placement, Rotate
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.types import Span
+from chunkweave.vllm.rotation import BEFORE_ROPE
 
 if TYPE_CHECKING:
     from chunkweave.vllm.stock_layers import StockLayers
@@ -192,6 +194,20 @@ class RequestBlocks:
         return self.tables[self._groups[layer]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """What the segments bring to one group of layers, where `passive` tokens need it: worked out once for all of them.
+
+    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others.
+    """
+
+    passive: torch.Tensor
+    rows: torch.Tensor
+    at: torch.Tensor
+    to: torch.Tensor
+    slots: torch.Tensor
+
+
 class PagedCache:
     """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
 
@@ -230,6 +246,12 @@ class PagedCache:
         positions = [position for span in inside for position in span.positions()]
         self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
         """Positions of what the segments bring, ascending."""
+        keys_at = [position for segment, rows in self._sources for position in _keys_at(segment, rows)]
+        self._keys_at = torch.tensor(keys_at, dtype=torch.long, device=layers.device)
+        self._turned, self._rotated = keys_at != positions, set(keys_at) != {BEFORE_ROPE}
+        self._where = positions
+        self._turns: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._fills: dict[int, _Fill] = {}
         self._below = torch.arange(stop, device=layers.device)
         self._first = first
         self._held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -247,14 +269,18 @@ class PagedCache:
         if self._loaded[layer]:
             return
         self._loaded[layer] = True
-        table, inside = self._blocks.of(layer), self._inside(layer, self.cached)
-        passive = passive[(passive >= inside.start) & (passive < inside.stop)]
-        if len(passive):
-            keys, values = self._gather(layer)[:, passive]
-            where = self.cached[passive]
-            self._paged.write(layer, table.slots(where), self._rotations.forward(layer, keys, where), values)
+        group = self._paged.groups[layer]
+        if group not in self._fills or self._fills[group].passive is not passive:
+            inside = self._inside(layer, self.cached)
+            rows = passive[(passive >= inside.start) & (passive < inside.stop)]
+            to = self.cached[rows]
+            self._fills[group] = _Fill(passive, rows, self._keys_at[rows], to, self._blocks.of(layer).slots(to))
+        fill = self._fills[group]
+        if len(fill.rows):
+            keys, values = self._gather(layer)[:, fill.rows]
+            self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
 
-    def load_layer(self, layer: int, rotate: Rotate) -> None:
+    def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
         """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
@@ -262,18 +288,22 @@ class PagedCache:
         known = self._below[table.begins :] if loaded else self._below[: self._first]
         if len(known):
             row[:, table.begins : table.begins + len(known)] = self._paged.read(layer, table.slots(known))
-        self._place(layer, slice(0, inside.start if loaded else inside.stop), rotate)
-        self._place(layer, slice(inside.stop, len(self.cached)), rotate)
+        self._place(layer, slice(0, inside.start if loaded else inside.stop))
+        self._place(layer, slice(inside.stop, len(self.cached)))
         for positions, held in self._held.get(layer, ()):
             row[:, positions] = held.to(row.device, non_blocking=True)
         if not loaded and inside.stop > inside.start:
-            where = self.cached[inside]
-            keys, values = row[:, where]
-            self._paged.write(layer, table.slots(where), keys, values)
+            keys, values = row[:, self._rows(inside)]
+            self._paged.write(layer, table.slots(self.cached[inside]), keys, values)
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
-        return self._gather(layer)[:, torch.searchsorted(self.cached, positions)]
+        places = torch.searchsorted(self.cached, positions)
+        found = self._gather(layer)[:, places]
+        if not self._rotated:
+            return found
+        nowhere = torch.full_like(places, BEFORE_ROPE)
+        return torch.stack((self._rotations.turn(layer, found[0], self._keys_at[places], nowhere), found[1]))
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite rows at `positions` `[tokens]`, ascending, with rotated `keys` and `values`, in row and blocks."""
@@ -307,15 +337,26 @@ class PagedCache:
             self._row = torch.zeros(shape, dtype=self._paged.dtype, device=self._paged.device)
         return self._row
 
-    def _place(self, layer: int, places: slice, rotate: Rotate) -> None:
+    def _place(self, layer: int, places: slice) -> None:
         """Lay out what the segments bring to those places in `cached`."""
-        where = self.cached[places]
-        if not len(where):
+        if places.stop <= places.start:
             return
-        row = self._row_of(layer)
+        row, where = self._row_of(layer), self._rows(places)
+        run = (places.start, places.stop)
+        if run not in self._turns:
+            self._turns[run] = self._keys_at[places], self.cached[places]
         keys, values = self._gather(layer)[:, places]
-        row[0].index_copy_(0, where, rotate(layer, keys, where))
-        row[1].index_copy_(0, where, values)
+        row[0, where] = self._moved(layer, keys, *self._turns[run])
+        row[1, where] = values
+
+    def _rows(self, places: slice) -> slice | torch.Tensor:
+        """The positions of those places in `cached`: as a slice, which costs a copy less, where they are one run."""
+        first, stop = self._where[places.start], self._where[places.stop - 1] + 1
+        return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
+
+    def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Keys that are as `at` positions, as they are `to` others: untouched if all segments were computed there."""
+        return self._rotations.turn(layer, keys, at, to) if self._turned else keys
 
     def _inside(self, layer: int, positions: torch.Tensor) -> slice:
         """Those of the `positions`, ascending, that have blocks in a layer."""
@@ -331,9 +372,17 @@ class PagedCache:
         return self._written[group][1:]
 
     def _gather(self, layer: int) -> torch.Tensor:
-        """Keys before RoPE and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
+        """Keys as they are stored and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
         if self._raw is None or self._raw[0] != layer:
             parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
             device, dtype = self._paged.device, self._paged.dtype
             self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
         return self._raw[1]
+
+
+def _keys_at(segment: SegmentSource, rows: slice) -> Sequence[int]:
+    """The positions that the keys of some rows of a segment are stored for."""
+    count = rows.stop - rows.start
+    if segment.keys_at is None:
+        return [BEFORE_ROPE] * count
+    return range(segment.keys_at + rows.start, segment.keys_at + rows.stop)

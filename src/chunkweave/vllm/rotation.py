@@ -8,6 +8,9 @@ import torch
 
 from chunkweave.errors import UnsupportedModelError
 
+BEFORE_ROPE = -1
+"""In place of a position."""
+
 
 class Rotation:
     """Turns keys to a position and back, with the table of cosines and sines that the model itself rotates with.
@@ -31,6 +34,7 @@ class Rotation:
         self._rotary = rotary
         self._dims = int(table.shape[1])
         self._halves = bool(getattr(rotary, "is_neox_style", True))
+        self._turned: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys before RoPE `[tokens, heads, head_dim]` -> as they are at `positions` `[tokens]`."""
@@ -46,10 +50,34 @@ class Rotation:
         one, two = self._split(keys)
         return self._join(one * cos + two * sin, two * cos - one * sin, keys)
 
+    def turn(self, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Keys as they are `at` -> as they are `to`, positions or `BEFORE_ROPE`, `[tokens]` each; rounded once.
+
+        Keys that stay where they are do not change: their cosine comes out as 1, their sine as 0. For the same two
+        tensors as the last time, a layer before, the angles are not worked out again.
+        """
+        if self._turned is None or self._turned[0] is not at or self._turned[1] is not to:
+            self._turned = at, to, *self._between(at, to)
+        _, _, cos, sin = self._turned
+        one, two = self._split(keys)
+        return self._join(one * cos - two * sin, two * cos + one * sin, keys)
+
+    def _between(self, at: torch.Tensor, to: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotation from one to the other, as `_angles` has them."""
+        (cos_at, sin_at), (cos_to, sin_to) = self._angles_or_none(at), self._angles_or_none(to)
+        scale = cos_at * cos_at + sin_at * sin_at
+        return (cos_to * cos_at + sin_to * sin_at) / scale, (sin_to * cos_at - cos_to * sin_at) / scale
+
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, `[tokens, 1, rotated dims / 2]`. Read each time: the module may replace its table."""
         cos, sin = _table_of(self._rotary)[positions].float()[:, None].chunk(2, dim=-1)
         return cos, sin
+
+    def _angles_or_none(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of no rotation where there is no position."""
+        cos, sin = self._angles(positions)
+        none = (positions == BEFORE_ROPE)[:, None, None]
+        return cos.masked_fill(none, 1.0), sin.masked_fill(none, 0.0)
 
     def _split(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = keys[..., : self._dims].float()
@@ -92,6 +120,11 @@ class Rotations:
         """Keys as a layer has them at `positions` `[tokens]` -> before RoPE, `[tokens, heads, head_dim]`."""
         rotation = self._layers[layer]
         return keys if rotation is None else rotation.inverse(keys, positions)
+
+    def turn(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Keys as a layer has them `at` positions or `BEFORE_ROPE` `[tokens]` -> as it has them `to` others."""
+        rotation = self._layers[layer]
+        return keys if rotation is None else rotation.turn(keys, at, to)
 
 
 class SharedRotary:

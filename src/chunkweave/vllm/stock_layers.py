@@ -148,7 +148,14 @@ class StockLayers:
         return keys, values
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says."""
+        """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says.
+
+        There may be no tokens (any more): vLLM's modules are then left alone.
+        """
+        if not len(hidden):
+            own = self.own_geometry
+            none = hidden.new_empty(0, own.num_kv_heads, own.head_dim)
+            return hidden.new_empty(0, own.num_heads, own.head_dim), none, none.clone()
         done = []
         for rows in self._pieces(len(hidden)):
             self.adapters.map_rows(rows.stop - rows.start)

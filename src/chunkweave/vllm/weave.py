@@ -18,7 +18,7 @@ from chunkweave.engine.prefill import parts_to_keep, segments_of
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, flags_of
-from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.request_cache import Placement, before_rope
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
 from chunkweave.store.records import SegmentRecord
@@ -178,7 +178,8 @@ class CapturedParts:
         """
         self._prompt, self._plan = prompt, plan
         woven_fraction = config.woven_fraction if before is None else None
-        parts = parts_to_keep(prompt, plan, placements, store, woven_fraction=woven_fraction)
+        sources = before_rope(placements, layers.rotations.inverse, layers.device)
+        parts = parts_to_keep(prompt, plan, sources, store, woven_fraction=woven_fraction)
         self.captures = tuple(
             PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
             for part, origin in parts

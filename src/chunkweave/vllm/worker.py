@@ -14,7 +14,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store, store_counts
-from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, segment_memory
+from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost, segment_memory
 from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
@@ -77,6 +77,7 @@ class ConnectorWorker:
         ranks = Alone() if ranks is None else ranks
         self._layers = layers
         self._num_layers = layers.geometry.num_layers
+        self._lossless = settings.store.codec == RawCodec.name
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._store = open_store(settings.store, named, torch.device("cpu"))
@@ -334,7 +335,7 @@ class ConnectorWorker:
     ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """Copies of parts in a request's blocks; those that end at `exact_to` or before are exact."""
         for part in parts:
-            copy = PartCopy(part, self._layers)
+            copy = self._copy_of(part)
             if copy.follows(blocks, part.span):
                 deque(copy.read(blocks, part.span), maxlen=0)
                 yield copy.segment(exact_to)
@@ -357,7 +358,7 @@ class ConnectorWorker:
                 continue
             copy = None if first == part.span.start else begun.get(part.span)
             if copy is None:  # what lies before this step may be vLLM's own, and readable yet
-                first, copy = part.span.start, PartCopy(part, self._layers)
+                first, copy = part.span.start, self._copy_of(part)
             if not copy.follows(blocks, Span(first, stop)):
                 continue
             yield from copy.read(blocks, Span(first, stop))
@@ -366,6 +367,9 @@ class ConnectorWorker:
                     self._store.insert(*copy.segment(exact_to))
             else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
+
+    def _copy_of(self, part: StoredPart) -> "PartCopy":
+        return PartCopy(part, self._layers, as_they_are=self._lossless)
 
     def _is_exact(self, part: StoredPart) -> bool:
         """Whether an exact segment of a part is stored."""
@@ -391,10 +395,14 @@ class ConnectorWorker:
 
 
 class PartCopy:
-    """One part's KV, keys before RoPE, read from the blocks piece by piece in prompt order. Owned by the worker."""
+    """One part's KV, read from the blocks piece by piece in prompt order. Owned by the worker."""
 
-    def __init__(self, part: StoredPart, layers: StockLayers) -> None:
-        self._part, self._layers = part, layers
+    def __init__(self, part: StoredPart, layers: StockLayers, *, as_they_are: bool) -> None:
+        """Keys `as_they_are` come back to the bit, to the same position; else they are read before RoPE.
+
+        The latter is for codecs that quantize by channel: before RoPE outliers keep to theirs.
+        """
+        self._part, self._layers, self._as_they_are = part, layers, as_they_are
         self._until = part.span.start
         shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
         self._kv = segment_memory(shape, layers.paged.dtype)
@@ -411,13 +419,16 @@ class PartCopy:
         rows = slice(piece.start - self._part.span.start, piece.stop - self._part.span.start)
         for layer in range(self._layers.num_layers):
             keys, values = paged.read(layer, blocks.of(layer).slots(positions))
-            self._kv[layer, 0, rows] = self._layers.rotations.inverse(layer, keys, positions)
+            if not self._as_they_are:
+                keys = self._layers.rotations.inverse(layer, keys, positions)
+            self._kv[layer, 0, rows] = keys
             self._kv[layer, 1, rows] = values
             yield
 
     def segment(self, exact_to: int) -> tuple[SegmentRecord, SegmentKV]:
         """The part, for the store; it is exact if it ends at `exact_to` or before."""
-        part, kv = self._part, SegmentKV(self._kv)
+        part = self._part
+        kv = SegmentKV(self._kv, part.span.start if self._as_they_are else None)
         exact = part.span.stop <= exact_to
         return SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
 

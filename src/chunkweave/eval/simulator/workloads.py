@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import Example, load_dataset
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.simulator.trace import Arrival, Part, at_times, poisson_times, read_trace
 
 SYSTEM_TOKENS = 96

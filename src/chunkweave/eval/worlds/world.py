@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chunkweave.eval.datasets import Example
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.worlds.questions import sample_request
 from chunkweave.eval.worlds.records import Fact, Passage, QuestionKind, Relation, Request, Split, World
 from chunkweave.eval.worlds.wording import (

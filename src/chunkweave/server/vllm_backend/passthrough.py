@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
-from chunkweave.server.replies import ClientGoneError, unless_gone
+from chunkweave.server.replies import NOTHING_NAMED, ClientGoneError, say_that_nothing_was_named, unless_gone
 from chunkweave.server.routes import OfTenant
 from chunkweave.server.vllm_backend.fleet import Fleet, Replica
 from chunkweave.server.vllm_backend.upstream import UpstreamLostError, handed_back
@@ -61,7 +61,9 @@ class Passthrough:
         body = _parsed(raw)
         if body is not None and any(body.get(name) for name in _OURS):
             return None
-        return PassedThrough(self._fleet(), request, _salted(request.url.path, raw, body, tenant))
+        say_that_nothing_was_named()
+        salted = _salted(request.url.path, raw, body, tenant)
+        return PassedThrough(self._fleet(), request, salted, also=NOTHING_NAMED)
 
     async def _any(self, request: Request, tenant: OfTenant) -> Response:
         """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
@@ -115,8 +117,10 @@ def _salted(path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) 
 class PassedThrough(Response):
     """vLLM's answer to a request, byte by byte as it comes; the connection is closed when the client goes."""
 
-    def __init__(self, fleet: Fleet, request: Request, body: bytes) -> None:
+    def __init__(self, fleet: Fleet, request: Request, body: bytes, *, also: tuple[str, str] | None = None) -> None:
+        """`also` is one more header of what is answered."""
         super().__init__()
+        self._also = [] if also is None else [(also[0].encode(), also[1].encode())]
         self._fleet = fleet
         self._request = request
         self._body = body
@@ -151,7 +155,7 @@ class PassedThrough(Response):
         begun = streams = False
         try:
             async with replica.upstream.passed(method, path, self._request.headers.raw, self._body) as reply:
-                headers = handed_back(reply.headers)
+                headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
                 async for data in _raw(reply.aiter_raw()):

@@ -90,6 +90,7 @@ class PromptPreparer:
                 request.question,
                 request.chunks,
                 system=request.system,
+                history=request.history,
                 cache_salt=request.cache_salt,
                 limit=PromptLimit(self._most_tokens),
             )

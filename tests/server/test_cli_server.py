@@ -1,0 +1,70 @@
+"""`chunkweave status` and `chunkweave server` against a running server."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.server_thread import ServerThread
+
+from chunkweave.server.backend import Stage
+from tests.integration.command_line import invoke
+from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, toy_service, wait_until
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    service = toy_service(keys=key_ring())
+    with ServerThread(service) as server:
+        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)
+        assert service.failure is None
+        yield server.url
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    for name in ("ferry", "choir"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name} is there on Sundays. " * 5)
+    return tmp_path
+
+
+def told(*arguments: object) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_status_shows_what_the_key_may_see(url: str, monkeypatch):
+    own = told("status", url, "--key", KEYS["acme"])
+    assert (own["ready"], own["models"]) == (True, ["toy"])
+    assert "tenant" in own["cache"]
+    assert "store" not in own["cache"]
+    monkeypatch.setenv("CHUNKWEAVE_API_KEY", ADMIN_KEY)
+    assert "host" in told("status", f"{url}/v1")["cache"]["store"]["levels"]
+    shown = invoke("status", url)
+    assert shown.exit_code == 0
+    assert {"ready", "toy", "host"} <= set(shown.output.split())
+
+
+def test_a_cache_is_warmed_pinned_and_emptied(url: str, docs: Path, monkeypatch):
+    monkeypatch.setenv("CHUNKWEAVE_API_KEY", KEYS["acme"])
+    assert told("server", "warm", url, "--docs", docs) == {"chunks": 2, "computed": 2}
+    assert told("server", "warm", url, "--docs", docs) == {"chunks": 2, "computed": 0}
+    assert told("server", "pin", url, "--docs", docs)["segments_pinned"] == 2
+    assert told("server", "unpin", url, "--docs", docs)["chunks_unpinned"] == 2
+    assert told("server", "clear", url, "--docs", docs)["segments_removed"] == 2
+    assert "computed 2 of 2 chunks" in invoke("server", "warm", url, "--docs", docs).output
+
+
+def test_what_is_refused_says_why(url: str, docs: Path):
+    for arguments, code, said in (
+        (("status", "127.0.0.1:8000"), 2, "is no URL"),
+        (("status", "http://127.0.0.1:9"), 1, "no server answers"),
+        (("server", "warm", url, "--docs", docs), 1, "refuses /v1/cache/warm (401)"),
+        (("server", "clear", url, "--all", "--key", KEYS["acme"]), 1, "only an admin"),
+        (("server", "pin", url), 2, "--docs or --corpus"),
+        (("server", "warm", url, "--corpus", "none", "--key", KEYS["acme"]), 1, "(404)"),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == code, result.output
+        assert said in " ".join(result.output.split())
