@@ -37,7 +37,6 @@ _WITH_VLLM = "takes an environment with vLLM, and half an hour"
 ALLOWED = {
     "attention-mass-reader.json": _READER,
     "soak.json": "a quarter of an hour, by make prove-soak",
-    "vllm-overhead.json": _WITH_VLLM,
     "vllm-routing-reader.json": _WITH_VLLM,
 }
 """Result files whose origin is not what it should be, and why they are not measured anew."""
