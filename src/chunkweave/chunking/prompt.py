@@ -74,6 +74,11 @@ class Prompt:
         """All token ids in order, `[tokens]`."""
         return tuple(token for part in self.parts for token in part.token_ids)
 
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens of earlier turns."""
+        return sum(len(part) for part in self.parts if part.kind is PartKind.TURN)
+
     def spans(self) -> tuple[Span, ...]:
         """The positions of each part."""
         spans: list[Span] = []

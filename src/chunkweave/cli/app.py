@@ -9,7 +9,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench, cache, corpus, running
+from chunkweave.cli import bench, cache, corpus, running_server
 from chunkweave.cli.ask import ask
 from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
 from chunkweave.cli.calibrate import calibrate
@@ -72,7 +72,7 @@ app.command()(analyze)
 _FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("serve", context_settings=_FOR_VLLM)(serve)
 app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
-app.command()(running.status)
+app.command()(running_server.status)
 bench.app.command()(quality)
 bench.app.command()(fidelity)
 for change in (clear, warm, pin, unpin, export):
@@ -80,7 +80,7 @@ for change in (clear, warm, pin, unpin, export):
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.add_typer(corpus.app, name="corpus")
-app.add_typer(running.app, name="server")
+app.add_typer(running_server.app, name="server")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
@@ -129,7 +128,7 @@ def make_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else _parameters(choice, plan),
         order=arranged.ordering,
-        history_tokens=_history_tokens(plan) if content is None else content.history_tokens,
+        history_tokens=arranged.prompt.turn_tokens if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
@@ -138,11 +137,6 @@ def make_report(
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
         hits=_by_tier(chunks),
     )
-
-
-def _history_tokens(plan: Plan) -> int:
-    """Tokens of earlier turns in a prompt."""
-    return sum(len(part.span) for part in plan.parts if part.part.kind is PartKind.TURN)
 
 
 def _by_tier(chunks: Sequence[ChunkReport]) -> dict[str, int]:

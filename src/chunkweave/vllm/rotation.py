@@ -44,11 +44,7 @@ class Rotation:
 
     def inverse(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys as they are at `positions` `[tokens]` -> before RoPE, `[tokens, heads, head_dim]`."""
-        cos, sin = self._angles(positions)
-        scale = cos.square() + sin.square()
-        cos, sin = cos / scale, sin / scale
-        one, two = self._split(keys)
-        return self._join(one * cos + two * sin, two * cos - one * sin, keys)
+        return self.turn(keys, positions, torch.full_like(positions, BEFORE_ROPE))
 
     def turn(self, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Keys as they are `at` -> as they are `to`, positions or `BEFORE_ROPE`, `[tokens]` each; rounded once.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
@@ -224,18 +224,13 @@ def reuse_report(
         why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
         parameters=choice.parameters,
         order=placed.arranged.ordering,
-        history_tokens=_told(placed.prompt) if content is None else content.history_tokens,
+        history_tokens=placed.prompt.turn_tokens if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
         looked_up_tokens=sum(len(part) for part in placed.prompt.parts if part.id is not None),
         hits=_hits(placed.prompt, reported, prefix_exact),
     )
-
-
-def _told(prompt: Prompt) -> int:
-    """Tokens of earlier turns that a request told."""
-    return sum(len(part) for part in prompt.parts if part.kind is PartKind.TURN)
 
 
 def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int]:
