@@ -20,7 +20,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-vllm
+.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,11 +92,9 @@ prove-server: $(TEST_VENV)/.installed ## 500 drawn requests, right and wrong, to
 prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memory and descriptors watched; writes docs/results/soak.json
 	$(TEST_VENV)/bin/python benchmarks/soak.py --out docs/results/soak.json
 
-prove-vllm: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## A thousand queries that never come twice, on our engine and inside vLLM; writes docs/results
+prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come twice, on our engine; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/sustained.py --engine own --threads 1 --shape smollm2-135m \
 		--out docs/results/sustained-own.json --update-docs docs/benchmarks.md
-	$(VLLM_VENV)/bin/python benchmarks/sustained.py --engine vllm --threads 1 --shape smollm2-135m \
-		--out docs/results/sustained-vllm.json --update-docs docs/vllm.md
 
 clean: ## Remove everything that the other targets made
 	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) build dist *.egg-info src/*.egg-info
