@@ -102,6 +102,16 @@ class RequestDefaults:
         "fixed: chunks stand as they come; free: as is best for reuse, which is another prompt than the one sent.",
         places=_OWN_ENGINE | {Place.VLLM, Place.REQUEST},
     )
+    document_tag: str = setting(
+        "",
+        "Tag between which messages have documents, for clients that know no `documents`: doc reads <doc>...</doc>; "
+        "none: off.",
+        places=SERVERS,
+    )
+
+    def __post_init__(self) -> None:
+        if self.document_tag and not re.fullmatch(r"[A-Za-z][\w-]*", self.document_tag):
+            raise UsageError(f"document_tag must be a name such as doc, without brackets, not {self.document_tag!r}")
 
 
 @configuration()

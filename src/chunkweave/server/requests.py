@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -216,6 +216,15 @@ class CompletionBody(Body):
         raise NotImplementedError
 
     @property
+    def texts_with_documents(self) -> list[str]:
+        """The texts in which documents may be marked."""
+        raise NotImplementedError
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        """The same request with others in the place of `texts_with_documents`."""
+        raise NotImplementedError
+
+    @property
     def names_something(self) -> bool:
         """Whether there is something to be woven: documents, a corpus, a conversation, earlier messages."""
         kept = self.chunkweave.corpus or self.chunkweave.conversation_id
@@ -281,6 +290,22 @@ class ChatBody(CompletionBody):
         return self.top_logprobs if self.logprobs else None
 
     @property
+    def texts_with_documents(self) -> list[str]:
+        return [self.messages[place].text for place in self._places]
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        messages = list(self.messages)
+        for place, text in zip(self._places, texts, strict=True):
+            messages[place] = messages[place].model_copy(update={"content": text})
+        return self.model_copy(update={"messages": messages})
+
+    @property
+    def _places(self) -> list[int]:
+        """Of the instruction and of the question."""
+        last = len(self.messages) - 1
+        return sorted({last, *([0] if self.messages[0].role in ("system", "developer") else [])})
+
+    @property
     def question(self) -> Question:
         """The system message, if there is one, is the instruction; the user's last message is the question.
 
@@ -319,12 +344,22 @@ class PromptBody(CompletionBody):
         return self.logprobs
 
     @property
+    def texts_with_documents(self) -> list[str]:
+        return [self._text]
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        return self.model_copy(update={"prompt": texts[0]})
+
+    @property
     def question(self) -> Question:
         """The one prompt."""
-        text = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-        if not text.strip():
+        if not self._text.strip():
             raise HttpError(400, "the prompt is empty", param="prompt")
-        return Question(text)
+        return Question(self._text)
+
+    @property
+    def _text(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
 class CorpusBody(Body):

@@ -23,6 +23,7 @@ from chunkweave.server.answering import RunningAnswer
 from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
 from chunkweave.server.backend import Event
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
+from chunkweave.server.markers import with_marked_documents
 from chunkweave.server.metrics import CONTENT_TYPE
 from chunkweave.server.observability import RequestMeta
 from chunkweave.server.replies import (
@@ -113,6 +114,8 @@ async def complete(
 
 async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
     model = body.model or parts.backend.name
+    if tag := service.settings.requests.document_tag:
+        body = with_marked_documents(body, tag)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))

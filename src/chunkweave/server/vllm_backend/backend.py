@@ -61,7 +61,7 @@ class VllmBackend:
     def __init__(self, settings: Settings, flags: VllmFlags, *, tokenizer: TextTokenizer | None = None) -> None:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
-        self.passthrough = Passthrough(self._started_fleet)
+        self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
         self.fleet: Fleet | None = None

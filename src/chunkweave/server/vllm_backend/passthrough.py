@@ -1,7 +1,7 @@
 """Requests without documents, and all endpoints that are not ours: handed to a vLLM server as they are."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
+from chunkweave.server.markers import marks_documents
 from chunkweave.server.replies import NOTHING_NAMED, ClientGoneError, say_that_nothing_was_named, unless_gone
 from chunkweave.server.routes import OfTenant
 from chunkweave.server.vllm_backend.fleet import Fleet, Replica
@@ -19,6 +20,9 @@ from chunkweave.server.vllm_backend.upstream import UpstreamLostError, handed_ba
 
 _OURS = ("documents", FIELD)
 """A completion request with one of these is the server's; all others are handed through."""
+
+_TEXTS = ("messages", "prompt")
+"""Where a completion request has texts."""
 
 SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
@@ -49,8 +53,12 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 class Passthrough:
     """Hands requests to the least loaded server."""
 
-    def __init__(self, fleet: Callable[[], Fleet]) -> None:
-        """`fleet` is called for each request: it raises `HttpError` while there is none."""
+    def __init__(self, fleet: Callable[[], Fleet], document_tag: str = "") -> None:
+        """`fleet` is called for each request: it raises `HttpError` while there is none.
+
+        Requests with a `document_tag` in a text are the server's too.
+        """
+        self._document_tag = document_tag
         self.router = APIRouter()
         self.router.add_api_route("/{path:path}", self._any, methods=_METHODS)
         self._fleet = fleet
@@ -59,11 +67,15 @@ class Passthrough:
         """The answer to a completion request that says nothing of documents; None if it does."""
         raw = await request.body()
         body = _parsed(raw)
-        if body is not None and any(body.get(name) for name in _OURS):
+        if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
         say_that_nothing_was_named()
         salted = _salted(request.url.path, raw, body, tenant)
         return PassedThrough(self._fleet(), request, salted, also=NOTHING_NAMED)
+
+    def _marked(self, body: dict[str, Any]) -> bool:
+        said = [body.get(name) for name in _TEXTS]
+        return bool(self._document_tag) and marks_documents(_texts(said), self._document_tag)
 
     async def _any(self, request: Request, tenant: OfTenant) -> Response:
         """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
@@ -104,6 +116,15 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from error
     return body if isinstance(body, dict) else None
+
+
+def _texts(value: Any, levels: int = 5) -> Iterator[str]:
+    """Texts in a body's part: no deeper than a message's content in pieces."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list) and levels:
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one, levels - 1)
 
 
 def _salted(path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
