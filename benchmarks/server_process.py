@@ -67,6 +67,12 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
+def resident_bytes(pid: int) -> int:
+    """Physical memory that a process holds now (Linux)."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
 def peak_rss_bytes(pid: int) -> int:
     """Most physical memory that a process and those that it started ever held, each counted by itself (Linux)."""
     parents: dict[int, int] = {}

@@ -7,6 +7,7 @@ Exit code 1 if it is not so.
 import argparse
 import asyncio
 import gc
+import os
 import random
 import shlex
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from server_process import resident_bytes
 from server_thread import ServerThread
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
@@ -39,11 +41,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
-
-
-def resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def descriptors() -> int:
@@ -86,7 +83,13 @@ async def soak(url: str, requests: int, seed: int, sizes: list[dict[str, int]]) 
                 left -= 1
                 if left % step == 0:
                     gc.collect()
-                    sizes.append({"requests": requests - left, "bytes": resident_bytes(), "descriptors": descriptors()})
+                    sizes.append(
+                        {
+                            "requests": requests - left,
+                            "bytes": resident_bytes(os.getpid()),
+                            "descriptors": descriptors(),
+                        }
+                    )
                 counts[await one(client, draw)] += 1
 
     await asyncio.gather(*(work(number) for number in range(_CLIENTS)))
