@@ -327,7 +327,8 @@ class QueryConfig:
 
     The first `first_tokens` of every chunk are always among the chosen; `mixed_share` of the budget goes to the tokens
     that depended most on their context (or, if that is not known, on what came before: those nearest to the chunk's
-    start). With 2 `rounds` the question is asked again after half the budget was spent, about the other half.
+    start). With 2 `rounds` the question is asked again after half the budget was spent, about the other half. Above the
+    lower `until` of the layers, a share, chosen tokens keep their stored KV.
     """
 
     tail: int | None = 1
@@ -340,6 +341,7 @@ class QueryConfig:
     first_tokens: int = 0
     mixed_share: float = 0.0
     rounds: int = 1
+    until: float = 1.0
 
     def __post_init__(self) -> None:
         layers = self.layers
@@ -356,6 +358,8 @@ class QueryConfig:
             )
         if self.rounds not in (1, 2):
             raise UsageError(f"there are 1 or 2 rounds, not {self.rounds}")
+        if not 0.0 < self.until <= 1.0:
+            raise UsageError(f"until must be a share of the layers, above 0 and at most 1, not {self.until}")
 
     def watched(self, num_layers: int) -> tuple[int, ...]:
         """The watched layers of a model with `num_layers`, ascending."""

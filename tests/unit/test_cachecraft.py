@@ -283,7 +283,7 @@ def test_the_focus_rule_names_all_chunks_and_the_question():
     chunks = (Span(1, 5), Span(5, 9), Span(9, 13), Span(13, 17))
     assert plan.passes[0].rules == (StopUnfocused(chunks, Span(17, 20), 3, FocusReading.LARGEST_GAP),)
     assert plan.passes[0].stop_unfocused is plan.passes[0].rules[0]
-    assert plan.passes[0].surviving_tokens == plan.passes[0].candidate_tokens == 4
+    assert plan.passes[0].candidates_at(3) == plan.passes[0].candidate_tokens == 4
 
 
 def test_no_rule_where_it_could_do_nothing():

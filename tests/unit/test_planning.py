@@ -181,10 +181,10 @@ def test_rules_of_both_kinds_go_together():
     Plan("given", parts, (mixed,)).validate(4)
     assert mixed.keep_top == (KeepTop(1, 2), KeepTop(2, 1))
     assert mixed.stop_unfocused is FOCUS
-    assert (mixed.candidate_tokens, mixed.surviving_tokens) == (2, 1)
+    assert (mixed.candidate_tokens, mixed.candidates_at(3)) == (2, 1)
     assert focused().stop_unfocused is None
-    assert (focused().candidate_tokens, focused().surviving_tokens) == (2, 2)
-    assert Pass((Span(0, 5),)).surviving_tokens == 0
+    assert (focused().candidate_tokens, focused().candidates_at(3)) == (2, 2)
+    assert Pass((Span(0, 5),)).candidates_at(3) == 0
 
 
 def test_what_is_computed_is_told_from_what_is_recomputed():

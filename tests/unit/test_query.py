@@ -41,7 +41,11 @@ def test_it_watches_first_and_starts_from_that():
     assert watching.watch.layers == tuple(range(8))
     assert not watching.candidates
     assert weaving.start == TopBy(8)
-    assert (weaving.starting_tokens, weaving.surviving_tokens, weaving.candidate_tokens) == (8, 8, 30)
+    assert (weaving.starting_tokens, weaving.candidates_at(GEOMETRY.num_layers - 1), weaving.candidate_tokens) == (
+        8,
+        8,
+        30,
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_tokens, mix
     )
     reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
-    chosen = sum(a_pass.surviving_tokens for a_pass in made.passes if a_pass.start is not None)
+    chosen = sum(a_pass.candidates_at(GEOMETRY.num_layers - 1) for a_pass in made.passes if a_pass.start is not None)
     assert always + chosen == ceil(ratio * reused)
     assert len(made.passes) <= 1 + rounds
 
@@ -213,6 +217,17 @@ def test_two_rounds_ask_again_about_the_other_half():
     assert first.watch == watching.watch
     assert second.watch is None
     assert first.depth is None
+
+
+@pytest.mark.parametrize("factor", [DeviationFactor.NONE, DeviationFactor.MEASURED])
+def test_above_until_chosen_tokens_keep_what_is_stored(factor):
+    layers, weaving = GEOMETRY.num_layers, plan(STORED, until=0.5, factor=factor).passes[1]
+    counts = [weaving.candidates_at(layer) for layer in range(layers)]
+    half = ceil(layers / 2)
+    assert counts[half - 1] == 8
+    assert counts[half:] == [0] * (layers - half)
+    lower, whole = (plan(STORED, layers=(0,), factor=factor, until=until) for until in (0.5, 1.0))
+    assert lower.tokens_behind_loading(layers) < whole.tokens_behind_loading(layers)
 
 
 def test_a_budget_of_one_token_is_one_round():
@@ -230,6 +245,8 @@ def test_a_budget_of_one_token_is_one_round():
         {"first_tokens": -1},
         {"mixed_share": 1.5},
         {"rounds": 3},
+        {"until": 0.0},
+        {"until": 1.5},
     ],
 )
 def test_what_makes_no_sense_is_refused(query):

@@ -211,7 +211,7 @@ JSON = st.recursive(
 
 FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
 FIELDS += ["promoted", "continued"]
-QUERY = ["tail", "layers", "over_heads", "factor", "widen", "first_tokens", "mixed_share", "rounds"]
+QUERY = ["tail", "layers", "over_heads", "factor", "widen", "first_tokens", "mixed_share", "rounds", "until"]
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(QUERY), JSON | st.just("late"))))

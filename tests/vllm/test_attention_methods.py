@@ -40,13 +40,14 @@ METHODS = {
     "query-two-rounds": ("query", {"ratio": 0.3, "query": {"rounds": 2}}),
     "query-measured": ("query", {"ratio": 0.1, "query": {"factor": "measured", "over_heads": "sum"}}),
     "query-stored": ("query", {"ratio": 0.2, "query": {"factor": "stored", "mixed_share": 0.3, "first_tokens": 2}}),
+    "query-until": ("query", {"ratio": 0.2, "query": {"until": 0.5}}),
     "cachecraft-1": ("cachecraft", {"alpha": 1.0}),
     "cachecraft-.5": ("cachecraft", {"alpha": 0.5}),
     "cachecraft-unfocused": ("cachecraft", {"alpha": 0.8, "focus": False}),
     "h2o": ("h2o", {"ratio": 0.15}),
     "set-cache": ("set-cache", {}),
 }
-BEYOND_REFERENCE = {"cachecraft-1", "cachecraft-.5", "query-measured", "query-two-rounds", "set-cache"}
+BEYOND_REFERENCE = {"cachecraft-1", "cachecraft-.5", "query-measured", "query-two-rounds", "query-until", "set-cache"}
 """It is told positions only: not which were dropped on the way up, nor which were computed before the others."""
 
 

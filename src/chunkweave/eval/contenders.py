@@ -4,7 +4,7 @@ A specification is a method, settings after colons, and after an @ a value of th
 (its recompute ratio, or alpha). Without a value the method comes at every value that the benchmark measures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +39,14 @@ QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "two-rounds": {"rounds": 2},
 }
 
-_LAYERS, _TAIL = "layers=", "tail="
-PATTERNS = (f"{_LAYERS}1+2", f"{_TAIL}4")
-"""Settings with numbers of one's own: the watched layers, and how many of the question's last tokens are watched."""
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    "layers": lambda text: tuple(int(layer) for layer in text.split("+")),
+    "tail": int,
+    "until": float,
+}
+PATTERNS = ("layers=1+2", "tail=4", "until=0.8")
+"""Settings with numbers of one's own: the watched layers, how many of the question's last tokens are watched, and the
+share of the layers above which chosen tokens keep their stored KV."""
 
 
 def query_setting(name: str) -> dict[str, Any] | None:
@@ -50,14 +55,13 @@ def query_setting(name: str) -> dict[str, Any] | None:
     Raises:
         UsageError: the numbers of a setting are none.
     """
-    if not name.startswith((_LAYERS, _TAIL)):
+    key, equals, text = name.partition("=")
+    if not equals or key not in _NUMBERS:
         return QUERY_SETTINGS.get(name)
-    key, _, text = name.partition("=")
     try:
-        numbers = tuple(int(number) for number in text.split("+"))
+        return {key: _NUMBERS[key](text)}
     except ValueError as error:
-        raise UsageError(f"not a setting: {name!r}; write for example {PATTERNS[0]} or {PATTERNS[1]}") from error
-    return {key: numbers if name.startswith(_LAYERS) else numbers[0]}
+        raise UsageError(f"not a setting: {name!r}; write for example {', '.join(PATTERNS)}") from error
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

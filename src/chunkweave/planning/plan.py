@@ -167,10 +167,10 @@ class Pass:
         """The rule that acts when the question's attention has settled, if there is one."""
         return next((rule for rule in self.rules if isinstance(rule, StopUnfocused)), None)
 
-    @property
-    def surviving_tokens(self) -> int:
-        """Candidates that may be active at the last layer: all that `start` picks and no `KeepTop` drops."""
-        return min((rule.count for rule in self.keep_top), default=self.starting_tokens)
+    def candidates_at(self, layer: int) -> int:
+        """Candidates that may be active at a layer: all that `start` picks and no `KeepTop` has dropped."""
+        left = (rule.count for rule in self.keep_top if rule.layer <= layer)
+        return min(left, default=self.starting_tokens)
 
     @property
     def starting_tokens(self) -> int:
@@ -214,7 +214,8 @@ class Plan:
         tokens = 0.0
         for a_pass in self.passes:
             depth = num_layers if a_pass.depth is None else a_pass.depth
-            tokens += (a_pass.required_tokens + a_pass.surviving_tokens) * depth / num_layers
+            active = sum(map(a_pass.candidates_at, range(depth)))
+            tokens += (a_pass.required_tokens * depth + active) / num_layers
             if depth == num_layers:
                 break
         return tokens

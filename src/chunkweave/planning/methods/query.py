@@ -83,7 +83,9 @@ class QueryAware:
         seen = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind not in _LATER)
         watching = Pass(joined(seen), watch=watch, depth=watch.layers[-1] + 1, hidden=missing)
         weights = _weights(parts, profiles) if query.factor is DeviationFactor.STORED else ()
-        rounds = self._rounds(replace(last, candidates=candidates), budget - len(always), weights, watch)
+        stop = ceil(query.until * geometry.num_layers)
+        base = replace(last, candidates=candidates, rules=(KeepTop(stop, 0),) if stop < geometry.num_layers else ())
+        rounds = self._rounds(base, budget - len(always), weights, watch)
         return Plan(self.name, parts, (watching, *rounds))
 
     def _rounds(self, base: Pass, budget: int, weights: tuple[float, ...], watch: Watch) -> tuple[Pass, ...]:
@@ -100,7 +102,7 @@ class QueryAware:
             return replace(base, start=TopBy(count, weights=weights))
         wide = min(base.candidate_tokens, ceil(self._query.widen * count))
         rule = KeepTop(self._check_layer, count, Evidence.READ_DEVIATION)
-        return replace(base, start=TopBy(wide, weights=weights), rules=(rule,))
+        return replace(base, start=TopBy(wide, weights=weights), rules=(rule, *base.rules))
 
 
 def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
