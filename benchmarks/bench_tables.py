@@ -79,8 +79,8 @@ HEADLINE = (
     *("full", "full-in-slices", "prefix", "full-reuse"),
     *("epic@5%", "cacheblend@5%", "query@5%"),
     *("epic@15%", "cacheblend@15%", "query@15%", "query@30%"),
-    *("full-reuse neutral", "cacheblend neutral@5%", "query neutral@5%"),
-    *("cacheblend neutral@15%", "query neutral@15%"),
+    *("full-reuse neutral", "cacheblend neutral@5%", "query neutral@5%", "query:whole:late:stored neutral@5%"),
+    *("cacheblend neutral@15%", "query neutral@15%", "query:whole:late:stored neutral@15%"),
 )
 """The rows of the short table of `bench fidelity`."""
 
