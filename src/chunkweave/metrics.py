@@ -13,7 +13,8 @@ class ChunkReport:
 
     `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where
     it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
-    chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none.
+    chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none. `start`
+    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known.
     """
 
     id: ChunkId
@@ -25,6 +26,7 @@ class ChunkReport:
     recomputed_tokens: int
     recomputed: tuple[Span, ...] = ()
     rank: int | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

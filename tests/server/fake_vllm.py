@@ -145,6 +145,7 @@ class FakeVllm:
                 "hits": {"host": reused},
                 "local_tokens": 0,
                 "recomputed": list(range(again)),
+                "kv_sources": {"reused": [params["chunks"][chunks.index(chunk)] for chunk in found]},
             }
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
 

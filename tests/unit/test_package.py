@@ -15,6 +15,7 @@ TORCH_FREE = (
     "config",
     "settings",
     "metrics",
+    "page",
     "chunking",
     "trees",
     "store",

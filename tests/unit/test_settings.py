@@ -45,7 +45,15 @@ _ANSWERS = {
 }
 _MEASURED = {"seed": "what is drawn", "threads": "of this measurement"}
 NO_SETTINGS: dict[str, dict[str, str]] = {
-    "ask": {**_OUTPUT, **_DOCUMENTS, **_ANSWERS, "precompute": "done before", "speculate": "how", "explain": "shown"},
+    "ask": {
+        **_OUTPUT,
+        **_DOCUMENTS,
+        **_ANSWERS,
+        "precompute": "done before",
+        "speculate": "how",
+        "explain": "shown",
+        "html": "shown",
+    },
     "chat": {**_OUTPUT, **_DOCUMENTS, **_ANSWERS},
     "demo": _OUTPUT,
     "cache warm": {**_OUTPUT, **_DOCUMENTS},

@@ -34,6 +34,8 @@ def test_documents_are_woven_and_counted(client):
     assert told.usage.prompt_tokens_details.cached_tokens == cached > 0
     sources = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
     assert sum(report[name] for name in sources) == told.usage.prompt_tokens
+    assert report["recomputed_tokens"] == sum(chunk["recomputed_tokens"] for chunk in report["chunks"])
+    assert {chunk["kv_source"] for chunk in report["chunks"]} <= {"reused", "prefix-exact"}
 
 
 def test_streamed_answers_are_the_same_and_carry_the_report(client):
@@ -59,6 +61,7 @@ def test_what_is_warmed_is_woven_into_the_first_question_about_it(client, front)
     report = told.model_extra["chunkweave"]
     documents = [chunk["tokens"] for chunk in report["chunks"] if chunk["source"].startswith("document")]
     assert report["reused_tokens"] == sum(documents) > 0, report
+    assert [chunk["kv_source"] for chunk in report["chunks"]] == ["reused"] * len(fresh)
 
 
 def test_exact_answers_are_those_of_vllm_without_reuse(client):

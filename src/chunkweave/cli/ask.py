@@ -25,6 +25,7 @@ from chunkweave.cli.options import (
 )
 from chunkweave.config import SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.eval.results import check_writable, write_text
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
@@ -68,18 +69,23 @@ def ask(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the plan: what was taken for each part, and which tokens computed.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the answers to this file, as a page to look at.")
+    ] = None,
     output: Output,
 ) -> None:
     """Answer questions over documents; every question after the first reuses what is stored."""
     model.named()
+    if html is not None:
+        check_writable(html)
     sampling = SamplingParams(max_new_tokens, temperature)
     engine_options = how.options(store=store, ordering=stand.config())
     order = stand.said()
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):
         raise UsageError("give either --docs, or --corpus with or without --top-k")
-    if speculate and (corpus is None or precompute):
-        raise UsageError("--speculate needs --corpus, and cannot be had with --precompute")
+    if speculate and (corpus is None or precompute or html is not None):
+        raise UsageError("--speculate needs --corpus, and cannot be had with --precompute or --html")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
     from chunkweave.engine.request import Request
@@ -102,10 +108,22 @@ def ask(
             answer_aloud(engine, replace(base, question=question, chunks=own), output, explain=explain)
             for question, own in zip(asked, given, strict=True)
         ]
+    if html is not None:
+        write_text(html, answers_page(model.name, list(zip(asked, answers, strict=True))))
     shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
     for number, retrieved in enumerate(found):
         shown[number]["retrieved"] = [chunk.as_dict() for chunk in retrieved]
     output.finish({"model": model.name, "answers": shown})
+
+
+def answers_page(model: str, answers: "Sequence[tuple[str, Answer]]") -> str:
+    """Questions with their answers as one HTML file that needs no other."""
+    from chunkweave.page import AnswerView, asset, render
+
+    shown = [
+        {"question": question, "text": answer.text, "view": AnswerView(answer.report)} for question, answer in answers
+    ]
+    return render("answers.html", model=model, css=asset("page.css"), answers=shown)
 
 
 def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions) -> None:

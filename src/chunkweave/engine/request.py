@@ -168,6 +168,7 @@ def _chunk_report(
         recomputed_tokens=sum(len(span) for span in inside),
         recomputed=inside,
         rank=rank,
+        start=own.start,
     )
 
 

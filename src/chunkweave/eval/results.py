@@ -125,17 +125,26 @@ def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[st
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write `data` as indented JSON; a reader sees the old file or the new one, never half of it.
+    """Write `data` as indented JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    write_text(path, to_json(data) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; a reader sees the old one or the new one, never half of it.
 
     Raises:
         UsageError: the file cannot be written.
     """
     if path.exists() and not path.is_file():  # a pipe or /dev/stdout: nothing to replace
-        path.write_text(to_json(data) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(to_json(data) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

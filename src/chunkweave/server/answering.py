@@ -83,6 +83,11 @@ class RunningAnswer:
             self._answering.observer.failed(self._meta, error)
             raise
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._meta.tenant
+
     def uses(self, salt: str, texts: frozenset[str]) -> bool:
         """Whether it may store KV of one of `texts` under `salt`. Equal texts of another tenant are none of these."""
         return self._salt == salt and not self._texts.isdisjoint(texts)
@@ -179,6 +184,12 @@ class Answering:
                 sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
                 self._sweeps.add(sweep)
                 sweep.add_done_callback(self._sweeps.discard)
+
+    def under_way(self, tenant: Tenant) -> tuple[int, int]:
+        """How many requests have begun to be answered, and how many wait: a tenant's own, an admin's all."""
+        seen = [one for one in self.running if tenant.admin or one.tenant == tenant.name]
+        begun = sum(one.answer is not None and one.answer.begun for one in seen)
+        return begun, len(seen) - begun
 
     async def check_length(self, tenant: Tenant, text: str, what: str = "the question") -> None:
         """Refuse a text that no prompt has room for by far, before something is done with it.

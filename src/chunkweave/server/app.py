@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import chunkweave
 from chunkweave.errors import UsageError
-from chunkweave.server import routes
+from chunkweave.server import page, routes
 from chunkweave.server.auth import Gate
 from chunkweave.server.backend import Stage
 from chunkweave.server.errors import install_error_handlers
@@ -54,12 +54,14 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
+    app.include_router(page.shell)
+    app.include_router(page.pieces)
     install_error_handlers(app)
     if passthrough is None:
         app.include_router(routes.models)
     else:
         app.include_router(passthrough.router)  # comes last: it takes every path
-    without_key = None if passthrough is None else routes.WITHOUT_KEY
+    without_key = None if passthrough is None else (*routes.WITHOUT_KEY, *page.PATHS)
     app.add_middleware(Gate, service=service, but=without_key)
     return app
 

@@ -214,6 +214,9 @@ def refuse_open_door(listen: ListenSettings, keys: KeyRing) -> None:
 
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
 
+_POLLED = "/v1/page/live"
+"""What the page asks for every two seconds; no request that anybody made."""
+
 
 class Gate:
     """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
@@ -247,7 +250,7 @@ class Gate:
 
         try:
             if self._needs_key(scope["path"]):
-                state["tenant"] = self._admitted(headers)
+                state["tenant"] = self._admitted(headers, counted=scope["path"] != _POLLED)
             limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
             limited = _limited(receive, headers, limit_bytes, self._stalled_s)
         except HttpError as error:
@@ -259,9 +262,10 @@ class Gate:
     def _needs_key(self, path: str) -> bool:
         return path.startswith("/v1/") if self._but is None else path not in self._but
 
-    def _admitted(self, headers: Headers) -> Tenant:
+    def _admitted(self, headers: Headers, *, counted: bool) -> Tenant:
         tenant = self._service.tenant_of(bearer(headers))
-        self._service.limits.count_request(tenant.name)
+        if counted:
+            self._service.limits.count_request(tenant.name)
         self._service.require_ready()
         return tenant
 

@@ -18,6 +18,7 @@ from chunkweave.errors import install_extra
 from chunkweave.metrics import ReuseReport
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import Outcome, ServerMetrics, outcome_of
+from chunkweave.server.recent import RecentRequests
 from chunkweave.server.settings import LogForm
 
 if TYPE_CHECKING:
@@ -261,6 +262,7 @@ class Observer:
 
     def __init__(self, metrics: ServerMetrics, traces: OtelTraces | None) -> None:
         self.metrics = metrics
+        self.recent = RecentRequests()
         self._traces = traces
 
     def answered(self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
@@ -270,6 +272,7 @@ class Observer:
             self._traces.record(
                 report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
             )
+        self.recent.add(meta.request_id, meta.tenant, Outcome.FINISHED, report, finish_reason=finish_reason)
         log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
     def failed(self, meta: RequestMeta, error: BaseException) -> None:
@@ -288,4 +291,5 @@ class Observer:
 
     def _ended(self, meta: RequestMeta, outcome: Outcome, error: BaseException | None) -> None:
         self.metrics.ended(outcome, tenant=meta.tenant)
+        self.recent.add(meta.request_id, meta.tenant, outcome, error=error)
         log_request(outcome, error=error)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFi
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.types import Receive
 
 import chunkweave
 from chunkweave.chunking.documents import SplitConfig
@@ -21,7 +22,7 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
 from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
-from chunkweave.server.backend import Event
+from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.markers import with_marked_documents
 from chunkweave.server.metrics import CONTENT_TYPE
@@ -119,33 +120,42 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
-    whole = WholeChoices()
-    try:
-        # Before the first piece there is still a status that can say what went wrong.
-        first = await unless_gone(request.receive, anext(running))
-        if not body.stream:
-            whole.add(first)
-            await unless_gone(request.receive, _add_rest(running, whole))
-    except BaseException:
-        await running.aclose()
-        raise
     response: Response
     if body.stream:
+        try:
+            # Before the first piece there is still a status that can say what went wrong.
+            first = await unless_gone(request.receive, anext(running))
+        except BaseException:
+            await running.aclose()
+            raise
         events = _events(running, first, form, body.n)
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
-        await running.aclose()
-        assert running.end is not None, "it came to its end"
-        response = JSONResponse(form.whole(whole.choices, running.end))
+        response = JSONResponse(form.whole(*await whole_answer(running, request.receive)))
     if not body.names_something:
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
 
 
-async def _add_rest(running: RunningAnswer, whole: WholeChoices) -> None:
-    async for event in running:
-        whole.add(event)
+async def whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
+    """The choices of an answer and what is known at its end; unless its client goes before that.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    whole = WholeChoices()
+
+    async def add_all() -> None:
+        async for event in running:
+            whole.add(event)
+
+    try:
+        await unless_gone(receive, add_all())
+    finally:
+        await running.aclose()
+    assert running.end is not None, "it came to its end"
+    return whole.choices, running.end
 
 
 async def _events(running: RunningAnswer, first: Event, form: ReplyForm, choices: int) -> AsyncIterator[dict[str, Any]]:

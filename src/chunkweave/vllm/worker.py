@@ -457,4 +457,5 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "recompute_fraction": job.recompute_work / (num_layers * reused) if reused else 0.0,
         "local_tokens": order.first,
         "recomputed": recomputed,
+        "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
     }

@@ -7,16 +7,19 @@ import re
 import shutil
 import socket
 import tempfile
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.planning.plan import KVSource
 from chunkweave.server.vllm_backend.fleet import Placed
+from chunkweave.types import Span, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +163,12 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
+_BY_PART = ("recomputed", "kv_sources")
+"""What the plug-in says of positions and parts; an answer has it chunk by chunk."""
+
+_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank")
+
+
 def _woven(report: Report) -> bool:
     """Whether it is of a weave; else vLLM computed the request, and `why` says what kept it from being woven."""
     return "reused_tokens" in report
@@ -230,7 +239,44 @@ def reuse_report(
         turns_cut=0 if content is None else content.cut,
         looked_up_tokens=sum(len(part) for part in placed.prompt.parts if part.id is not None),
         hits=_hits(placed.prompt, reported, prefix_exact),
+        chunks=tuple(_chunks(placed, reported, prefix_exact)),
     )
+
+
+def _chunks(placed: Placed, reported: Report | None, cached: int) -> Iterator[ChunkReport]:
+    """Each part that can be stored; its source is empty where the plug-in could not send it.
+
+    What vLLM found of a prompt that was not woven lies at its beginning.
+    """
+    prompt, ranks = placed.prompt, placed.arranged.ranks
+    told: Mapping[str, Sequence[Sequence[int]]]
+    if reported is None or not _woven(reported):
+        told = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+    else:
+        told = reported.get("kv_sources") or {}
+    recomputed = sorted((reported or {}).get("recomputed") or ())
+    for number, (part, span) in enumerate(zip(prompt.parts, prompt.spans(), strict=True)):
+        if part.id is None:
+            continue
+        inside = spans_of(recomputed[bisect_left(recomputed, span.start) : bisect_left(recomputed, span.stop)])
+        yield ChunkReport(
+            id=part.id,
+            source=part.source or str(part.kind),
+            kv_source=_source_of(span, told),
+            variant=None,
+            tier=None,
+            tokens=len(part),
+            recomputed_tokens=sum(map(len, inside)),
+            recomputed=inside,
+            rank=ranks.get(number),
+            start=span.start,
+        )
+
+
+def _source_of(part: Span, told: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    """The source of a part's last token: vLLM's blocks may end within it."""
+    found = (source for source, spans in told.items() for start, stop in spans if start < part.stop <= stop)
+    return str(next(found, ""))
 
 
 def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int]:
@@ -245,11 +291,6 @@ def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
     """The report in an answer: what the plug-in says but for lists of positions, and what the server knows."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
-    also = {name: value for name, value in (reported or {}).items() if name not in ours and name != "recomputed"}
-    ranks = placed.arranged.ranks
-    chunks = [
-        {"source": part.source, "tokens": len(part), "rank": ranks[number]}
-        for number, part in enumerate(placed.prompt.parts)
-        if number in ranks
-    ]
+    also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _BY_PART}
+    chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]
     return {**ours, **also, "chunks": chunks, "replica": placed.replica.name}

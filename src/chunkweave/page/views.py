@@ -1,0 +1,178 @@
+"""From reports to what is drawn: a prompt and its time as bars, shares by kind, and what full prefill would take."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.types import Span
+
+KINDS = ("prefix-exact", "reused", "recomputed", "computed")
+"""What became of a token, in the order in which they are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stretch of a line of length 1: where it starts, how long it is, its kind, and what it is."""
+
+    start: float
+    width: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One part of the prompt in words."""
+
+    name: str
+    kv_source: str
+    tier: str
+    tokens: int
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerView:
+    """One answer's prompt as a strip of parts, its time as a strip of phases, and both in words.
+
+    With `named` false the parts have numbers for names.
+    """
+
+    report: ReuseReport
+    named: bool = True
+
+    @property
+    def parts(self) -> list[Bar]:
+        """The parts from the prompt's first token to its last; what cannot be stored, the question, is computed."""
+        bars, at = [], 0
+        for number, chunk in enumerate(self.report.chunks):
+            bars += self._computed(at, chunk.start)
+            label = f"{self._name(number, chunk)}: {chunk.tokens} tokens, {chunk.kv_source or 'source not known'}"
+            bars.append(self._bar(Span(chunk.start, chunk.start + chunk.tokens), chunk.kv_source or "unknown", label))
+            at = chunk.start + chunk.tokens
+        return [*bars, *self._computed(at, self.report.prompt_tokens)]
+
+    @property
+    def recomputed(self) -> list[Bar]:
+        """Which tokens were recomputed; gaps that nobody could see are closed."""
+        gap = max(1, self.report.prompt_tokens // _CELLS)
+        spans: list[Span] = []
+        for span in (span for chunk in self.report.chunks for span in chunk.recomputed):
+            if spans and span.start - spans[-1].stop < gap:
+                spans[-1] = Span(spans[-1].start, span.stop)
+            else:
+                spans.append(span)
+        return [self._bar(span, "recomputed", f"recomputed: {span.start} to {span.stop - 1}") for span in spans]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The parts that can be stored, as a table."""
+        return [
+            Row(
+                self._name(number, chunk),
+                chunk.kv_source or "-",
+                chunk.tier or "-",
+                chunk.tokens,
+                chunk.recomputed_tokens,
+            )
+            for number, chunk in enumerate(self.report.chunks)
+        ]
+
+    @property
+    def phases(self) -> list[Bar]:
+        """Where the time from the request to the first token went."""
+        report = self.report
+        known = [
+            ("queue", report.queue_s),
+            ("lookup", report.lookup_s),
+            ("load", report.load_s),
+            ("weave", report.weave_s),
+        ]
+        rest = report.ttft_s - sum(seconds for _, seconds in known)
+        total, at, bars = max(report.ttft_s, 1e-9), 0.0, []
+        for name, seconds in [*known, ("rest", rest)]:
+            if seconds > 0:
+                width = min(seconds / total, 1 - at)
+                bars.append(Bar(at, width, name, f"{name} {seconds * 1e3:.0f} ms"))
+                at += width
+        return bars
+
+    def _computed(self, start: int, stop: int) -> list[Bar]:
+        if stop <= start:
+            return []
+        return [self._bar(Span(start, stop), "computed", f"question and frame: {stop - start} tokens, computed")]
+
+    def _bar(self, span: Span, kind: str, label: str) -> Bar:
+        total = max(1, self.report.prompt_tokens)
+        return Bar(span.start / total, len(span) / total, kind, label)
+
+    def _name(self, number: int, chunk: ChunkReport) -> str:
+        return chunk.source if self.named else f"part {number + 1}"
+
+
+_CELLS = 800
+"""About as many can be told apart on a screen."""
+
+
+def share_of_kinds(reports: Iterable[ReuseReport]) -> dict[str, float]:
+    """Which share of all prompts' tokens became what, by `KINDS`; all 0 without a prompt."""
+    tokens = dict.fromkeys(KINDS, 0)
+    for report in reports:
+        for kind, of_kind in zip(KINDS, kind_tokens(report), strict=True):
+            tokens[kind] += of_kind
+    total = sum(tokens.values())
+    return {kind: of_kind / total if total else 0.0 for kind, of_kind in tokens.items()}
+
+
+def kind_tokens(report: ReuseReport) -> tuple[int, int, int, int]:
+    """Tokens of a prompt by `KINDS`."""
+    return report.prefix_exact_tokens, report.reused_tokens, report.recomputed_tokens, report.computed_tokens
+
+
+def share_of_tiers(reports: Iterable[ReuseReport]) -> dict[str, float]:
+    """Which share of the tokens that can be stored was found, by tier."""
+    found: dict[str, int] = {}
+    looked_up = 0
+    for report in reports:
+        looked_up += report.looked_up_tokens
+        for tier, tokens in report.hits.items():
+            found[tier] = found.get(tier, 0) + tokens
+    return {tier: tokens / looked_up for tier, tokens in sorted(found.items())} if looked_up else {}
+
+
+@dataclass(frozen=True, slots=True)
+class FullEstimate:
+    """What full prefill would take here at least, from the requests that were computed for the most part.
+
+    Their seconds behind the queue over their work: FLOPs; where these are not known, computed tokens. The least of
+    these, since the others shared the machine with somebody.
+    """
+
+    seconds_per_work: float | None
+
+    @classmethod
+    def of(cls, reports: Iterable[ReuseReport]) -> "FullEstimate":
+        """From what was answered of late."""
+        least: float | None = None
+        for report in reports:
+            work, full = _work(report)
+            if work >= _MOSTLY * full:
+                rate = (report.ttft_s - report.queue_s) / work
+                least = rate if least is None else min(rate, least)
+        return cls(least)
+
+    def ttft_s(self, report: ReuseReport) -> float | None:
+        """Least seconds to the first token with full prefill; None while nothing was computed for the most part."""
+        if self.seconds_per_work is None:
+            return None
+        return report.queue_s + self.seconds_per_work * _work(report)[1]
+
+
+_MOSTLY = 0.8
+
+
+def _work(report: ReuseReport) -> tuple[float, float]:
+    """Of a prefill as it was, and of full prefill."""
+    if report.full_prefill_flops:
+        return report.prefill_flops, report.full_prefill_flops
+    return float(report.computed_tokens + report.recomputed_tokens), float(report.prompt_tokens)

@@ -1,0 +1,67 @@
+"""The requests that ended last, kept in memory for the page."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chunkweave.metrics import ReuseReport
+
+if TYPE_CHECKING:  # the gate logs, and logging keeps these
+    from chunkweave.server.auth import Tenant
+
+MOST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """A request that has ended, without its texts; only its parts' names are kept. Without an answer it has no report.
+
+    `ended_s` is a Unix time, `error` the class of what ended it.
+    """
+
+    number: int
+    id: str
+    tenant: str
+    outcome: str
+    report: ReuseReport | None = None
+    finish_reason: str = ""
+    error: str = ""
+    ended_s: float = field(default_factory=time.time)
+
+
+class RecentRequests:
+    """The last `MOST` requests of all tenants. Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[RecentRequest] = deque(maxlen=MOST)
+        self._ended = 0
+
+    @property
+    def ended(self) -> int:
+        """How many have ended so far."""
+        return self._ended
+
+    def add(
+        self,
+        request_id: str,
+        tenant: str,
+        outcome: str,
+        report: ReuseReport | None = None,
+        *,
+        finish_reason: str = "",
+        error: BaseException | None = None,
+    ) -> None:
+        """A request has ended."""
+        self._ended += 1
+        name = "" if error is None else type(error).__name__
+        self._kept.append(RecentRequest(self._ended, request_id, tenant, outcome, report, finish_reason, name))
+
+    def seen_by(self, tenant: "Tenant") -> Iterator[RecentRequest]:
+        """What a tenant may see, the last first: its own; an admin all."""
+        return (one for one in reversed(self._kept) if tenant.admin or one.tenant == tenant.name)
+
+    def find(self, tenant: "Tenant", number: int) -> RecentRequest | None:
+        """A request by its number, if the tenant may see it and it is still kept."""
+        return next((one for one in self.seen_by(tenant) if one.number == number), None)
