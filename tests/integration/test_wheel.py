@@ -12,6 +12,7 @@ wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not
 ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 _ASSETS = "chunkweave/assets/"
+_PAGE = "chunkweave/page/"
 _MODEL = f"{_ASSETS}reader/model.safetensors"
 
 
@@ -39,8 +40,11 @@ def test_a_wheel_has_the_package_and_the_licence_alone(brought: zipfile.ZipFile)
 
 
 def test_only_assets_are_no_code(brought: zipfile.ZipFile):
-    names = [name for name in brought.namelist() if ".dist-info/" not in name and not name.startswith(_ASSETS)]
+    known = (_ASSETS, _PAGE)
+    names = [name for name in brought.namelist() if ".dist-info/" not in name and not name.startswith(known)]
     assert {Path(name).suffix for name in names if not name.endswith("/py.typed")} == {".py"}
+    page = {name.removeprefix(_PAGE).partition("/")[0] for name in brought.namelist() if name.startswith(_PAGE)}
+    assert page == {"__init__.py", "render.py", "views.py", "static", "templates"}
     kinds = {Path(name).suffix for name in brought.namelist() if name.startswith(_ASSETS)}
     assert kinds <= {".json", ".jsonl", ".md", ".safetensors", ".txt"}, "nothing that is executed by being loaded"
 
