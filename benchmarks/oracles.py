@@ -54,12 +54,18 @@ BANDS = 6
 """Into how many bands the layers are cut, of equal width as far as that goes."""
 FIRST = 4
 """How many tokens at the beginning of a chunk count as its first ones."""
+HEADS = (0.1, 0.33)
+"""Shares of all heads of all layers that are replaced together."""
 READ = "attention x deviation"
+GROUPS = ("selection", "layers", "sides", "heads", "kinds", "places")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is replaced by full prefill's: rows of the keys and of the values, masks `[layers, tokens]`."""
+    """What is replaced by full prefill's: rows of the keys and of the values, masks `[layers, tokens]`.
+
+    Masks `[layers, tokens, heads]` are of key and value heads apart.
+    """
 
     group: str
     name: str
@@ -82,7 +88,7 @@ class Chosen:
 
 
 def replaced(full: Prefilled, reused: Prefilled, keys: torch.Tensor, values: torch.Tensor) -> Prefilled:
-    """Full reuse with those rows of its cache replaced by full prefill's that the masks `[layers, tokens]` name.
+    """Full reuse with those rows of its cache replaced by full prefill's that the masks name, as a `Variant` has them.
 
     Neither cache is changed.
     """
@@ -90,7 +96,7 @@ def replaced(full: Prefilled, reused: Prefilled, keys: torch.Tensor, values: tor
     cache = RequestCache(geometry, tokens, dtype=reused.cache.view(0, tokens)[0].dtype, device=device)
     everywhere = torch.arange(tokens, device=device)
     for layer in range(geometry.num_layers):
-        masks = (keys[layer, :, None, None].to(device), values[layer, :, None, None].to(device))
+        masks = [rows[layer].reshape(tokens, -1, 1).to(device) for rows in (keys, values)]
         pairs = zip(masks, full.cache.view(layer, tokens), reused.cache.view(layer, tokens), strict=True)
         cache.write(layer, everywhere, *(torch.where(mask, exact, old) for mask, exact, old in pairs))
     return replace(reused, cache=cache)
@@ -190,6 +196,36 @@ def by_side(oracle: Oracle) -> Iterator[Variant]:
     yield Variant("sides", "values", nothing, everything)
 
 
+def by_head(oracle: Oracle, full: Prefilled, reused: Prefilled) -> Iterator[Variant]:
+    """One key and value head on all layers; the heads, of all layers, that deviate most, and all but these."""
+    off = head_deviation(full, reused, oracle.reused)
+    layers, heads = off.shape
+    for head in range(heads):
+        yield both("heads", f"head {head}", heads_of(torch.arange(heads).expand(layers, -1) == head, oracle.reused))
+    for share in HEADS:
+        most = best(off.flatten(), ceil(share * off.numel())).view(layers, heads)
+        yield both("heads", f"{share:.0%} of all heads, most deviating", heads_of(most, oracle.reused))
+        yield both("heads", f"all but these {share:.0%}", heads_of(~most, oracle.reused))
+
+
+def head_deviation(full: Prefilled, reused: Prefilled, there: torch.Tensor) -> torch.Tensor:
+    """How far keys and values of the tokens `there` are off, relative to full prefill's, `[layers, heads]`."""
+    rows = []
+    for layer in range(reused.cache.geometry.num_layers):
+        pairs = zip(full.cache.view(layer, len(there)), reused.cache.view(layer, len(there)), strict=True)
+        off = [
+            ((exact - old)[there].float().norm(dim=(0, 2)) / exact[there].float().norm(dim=(0, 2))).cpu()
+            for exact, old in pairs
+        ]
+        rows.append(torch.stack(off).sum(0))
+    return torch.stack(rows)
+
+
+def heads_of(heads: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The mask of some heads `[layers, heads]` of some tokens."""
+    return heads[:, None, :] & tokens[None, :, None]
+
+
 def by_kind(oracle: Oracle, prompt: Prompt, tokenizer: TextTokenizer) -> Iterator[Variant]:
     """Kinds of tokens: a chunk's first ones, and of the others those without a letter or digit, names and numbers.
 
@@ -226,8 +262,9 @@ def by_place(oracle: Oracle, prompt: Prompt, holds_answer: Callable[[tuple[int, 
 class Question:
     """One task: what full prefill says of it, and every variant over one way to compute its chunks."""
 
-    def __init__(self, engine: Engine, task: Task, new_tokens: int) -> None:
+    def __init__(self, engine: Engine, task: Task, new_tokens: int, groups: Sequence[str] = GROUPS) -> None:
         self._task = task
+        self._groups = groups
         self._full = engine.runner.prefill(task.prompt, make_method("full"), new_tokens=new_tokens, capture=False)
         self._continuation = decode_greedily(engine, [self._full], new_tokens)[0].token_ids
         self._expected = expected_behind(engine.loaded.model, self._full, self._continuation)
@@ -243,23 +280,28 @@ class Question:
         oracle = Oracle.of(runner.model, self._full, reused, self._attention)
         cells = len(oracle.deviation) * int(oracle.reused.sum())
         found = []
-        for one in self._variants(oracle, engine):
-            share = float(one.keys.sum() + one.values.sum()) / (2 * cells)
+        for one in self._variants(oracle, engine, reused):
+            share = sum(float(rows.sum()) / (rows[0, 0].numel() * 2 * cells) for rows in (one.keys, one.values))
             changed = replaced(self._full, reused, one.keys, one.values)
             found.append({"group": one.group, "variant": one.name, "share": share, **self._compared(engine, changed)})
-        for name, method in recomputing(oracle):
+        for name, method in recomputing(oracle) if "selection" in self._groups else ():
             woven = runner.prefill(prompt, method, capture=False)
             share = woven.recompute_work / cells
             found.append({"group": "selection", "variant": name, "share": share, **self._compared(engine, woven)})
         return found
 
-    def _variants(self, oracle: Oracle, engine: Engine) -> Iterator[Variant]:
+    def _variants(self, oracle: Oracle, engine: Engine, reused: Prefilled) -> Iterator[Variant]:
+        """Nothing replaced, everything, and what belongs to the groups that are asked for."""
         everything = oracle.reused.expand(len(oracle.deviation), -1)
         yield both("selection", "nothing", torch.zeros_like(everything))
         yield both("selection", "everything", everything)
+        yield from (one for one in self._in_groups(oracle, engine, reused) if one.group in self._groups)
+
+    def _in_groups(self, oracle: Oracle, engine: Engine, reused: Prefilled) -> Iterator[Variant]:
         yield from selections(oracle)
         yield from by_layer(oracle)
         yield from by_side(oracle)
+        yield from by_head(oracle, self._full, reused)
         tokenizer, answers = engine.loaded.tokenizer, self._task.answers
         yield from by_kind(oracle, self._task.prompt, tokenizer)
         yield from by_place(
@@ -331,12 +373,18 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         Console(width=160).print(table)
 
 
-def measure(engines: Mapping[str, Engine], tasks: Sequence[Task], log: QuestionLog, new_tokens: int) -> None:
+def measure(
+    engines: Mapping[str, Engine],
+    tasks: Sequence[Task],
+    log: QuestionLog,
+    new_tokens: int,
+    groups: Sequence[str] = GROUPS,
+) -> None:
     """Measure every question that is not in the log."""
     with progress("measuring") as report:
         for index, task in enumerate(tasks):
             if index not in log:
-                question = Question(next(iter(engines.values())), task, new_tokens)
+                question = Question(next(iter(engines.values())), task, new_tokens, groups)
                 found = {}
                 for way, engine in engines.items():
                     Warmth.parse(way).prepare(engine, task.prompt)
@@ -355,6 +403,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--warm", default=",".join(WAYS), help="ways to compute chunks; the first is the reference")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="of variants; all if left out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=Path, help="keep finished questions there, and go on from them")
@@ -376,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         log = QuestionLog(arguments.samples, {**settings, **measured_with(first, drawn)})
         if log.found is None:
             log.begin({})
-        measure(dict(zip(ways, [first, *beside], strict=True)), tasks, log, arguments.new_tokens)
+        measure(dict(zip(ways, [first, *beside], strict=True)), tasks, log, arguments.new_tokens, arguments.groups)
         dtype = str(first.loaded.model.dtype).removeprefix("torch.")
     rows = summarize(ways, log.of("ways"))
     show(rows)

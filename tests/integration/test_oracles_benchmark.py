@@ -65,6 +65,11 @@ def test_a_run_has_every_variant_over_every_way_and_goes_on_from_its_samples(tmp
         parts = ("separators and punctuation", "names and numbers", "all other tokens", "first 4 tokens of a chunk")
         assert sum(rows[way, part]["share"] for part in parts) == pytest.approx(1.0)
         assert sum(rows[way, part]["share"] for part in ("keys", "values")) == pytest.approx(1.0)
+        heads = [row["share"] for (of, name), row in rows.items() if of == way and name.startswith("head ")]
+        assert sum(heads) == pytest.approx(1.0)
+        for most in ("10%", "33%"):
+            apart = (f"{most} of all heads, most deviating", f"all but these {most}")
+            assert sum(rows[way, part]["share"] for part in apart) == pytest.approx(1.0)
     assert all(
         name.startswith("oracle-") and "| nothing |" in table
         for name, table in list(oracles.tables(result).items())[:1]
