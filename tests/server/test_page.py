@@ -17,6 +17,11 @@ def piece(client: Client, path: str, key: str | None = None, **form):
     return client.get(f"/v1/page/{path}", headers=headers)
 
 
+def keys_of(live: str) -> list[str]:
+    """The requests that are listed."""
+    return re.findall(r'hx-get="/v1/page/requests/(\w+)"', live)
+
+
 def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(serve: Serve):
     client = serve(keys=key_ring())
     page = client.get("/")
@@ -46,9 +51,9 @@ def test_a_request_is_listed_and_shown_part_by_part(client):
     for _ in range(2):
         assert client.ask(documents=documents).status_code == 200
     live = piece(client, "live").text
-    numbers = re.findall(r'hx-get="/v1/page/requests/(\d+)"', live)
-    assert len(numbers) == 2
-    shown = piece(client, f"requests/{numbers[0]}").text
+    keys = keys_of(live)
+    assert len(keys) == 2
+    shown = piece(client, f"requests/{keys[0]}").text
     assert "Ferries &lt;b&gt;" in shown
     assert "Ferries <b>" not in shown
     assert "Pilots" in shown
@@ -66,14 +71,22 @@ def test_nothing_is_sent_while_nothing_has_changed(client):
 def test_tenants_see_their_own_and_an_admin_all_without_names(serve: Serve):
     client = serve(keys=key_ring())
     client.ask(key=KEYS["acme"], documents=[{"text": DOCUMENTS[0], "title": "Secret"}])
-    assert "requests/1" in piece(client, "live", KEYS["acme"]).text
-    assert "Secret" in piece(client, "requests/1", KEYS["acme"]).text
-    assert "requests/1" not in piece(client, "live", KEYS["bolt"]).text
-    assert piece(client, "requests/1", KEYS["bolt"]).status_code == 404
-    seen = piece(client, "requests/1", ADMIN_KEY)
+    (key,) = keys_of(piece(client, "live", KEYS["acme"]).text)
+    assert "Secret" in piece(client, f"requests/{key}", KEYS["acme"]).text
+    assert keys_of(piece(client, "live", KEYS["bolt"]).text) == []
+    assert piece(client, f"requests/{key}", KEYS["bolt"]).status_code == 404
+    assert keys_of(piece(client, "live", ADMIN_KEY).text) == [key]
+    seen = piece(client, f"requests/{key}", ADMIN_KEY)
     assert seen.status_code == 200
     assert "Secret" not in seen.text
     assert "acme" in piece(client, "live", ADMIN_KEY).text
+
+
+def test_nothing_tells_a_tenant_that_others_ask(serve: Serve):
+    client = serve(keys=key_ring())
+    before = piece(client, "live", KEYS["bolt"]).text
+    client.ask(key=KEYS["acme"], documents=DOCUMENTS)
+    assert piece(client, "live", KEYS["bolt"]).text == before
 
 
 def test_looking_does_not_use_up_the_requests_a_minute(serve: Serve):

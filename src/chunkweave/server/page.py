@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse, Response
 from pydantic import ValidationError
 
 import chunkweave
+from chunkweave.metrics import ReuseReport
 from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_of_kinds
 from chunkweave.page.render import STATIC
 from chunkweave.page.views import KINDS, kind_tokens, share_of_tiers
@@ -82,10 +83,10 @@ async def static(name: str) -> Response:
 async def live(parts: ReadyParts, tenant: OfTenant, since: str = "") -> Response:
     """What goes on now, and the last requests; 204 if all is as it was at `since`."""
     recent, (running, waiting) = parts.observer.recent, parts.answering.under_way(tenant)
-    version = f"{recent.ended}-{running}-{waiting}"
+    seen = list(recent.seen_by(tenant))
+    version = f"{seen[0].key if seen else ''}-{running}-{waiting}"
     if version == since:
         return Response(status_code=204)
-    seen = list(recent.seen_by(tenant))
     reports = [one.report for one in seen if one.report is not None]
     estimate = FullEstimate.of(reports)
     newest = reports[:_COLUMNS]
@@ -109,7 +110,7 @@ async def live(parts: ReadyParts, tenant: OfTenant, since: str = "") -> Response
     return HTMLResponse(shown)
 
 
-def _column(report: Any) -> list[Bar]:
+def _column(report: ReuseReport) -> list[Bar]:
     at, bars = 0.0, []
     for kind, tokens in zip(KINDS, kind_tokens(report), strict=True):
         share = tokens / report.prompt_tokens
@@ -127,13 +128,13 @@ def _stored(parts: Parts) -> Mapping[str, tuple[float, float]]:
     return {tier: (nbytes, segments.get(tier, 0)) for tier, nbytes in found.get("store_bytes", {}).items()}
 
 
-@pieces.get("/requests/{number}")
-async def one_request(number: int, parts: ReadyParts, tenant: OfTenant) -> HTMLResponse:
+@pieces.get("/requests/{key}")
+async def one_request(key: str, parts: ReadyParts, tenant: OfTenant) -> HTMLResponse:
     """One request: its prompt as a strip of parts, and where its time went."""
     recent = parts.observer.recent
-    found = recent.find(tenant, number)
+    found = recent.find(tenant, key)
     if found is None or found.report is None:
-        raise HttpError(404, f"request {number} is not kept any more")
+        raise HttpError(404, "this request is not kept any more")
     estimate = FullEstimate.of([one.report for one in recent.seen_by(tenant) if one.report is not None])
     view = AnswerView(found.report, named=found.tenant == tenant.name)
     return HTMLResponse(render("request.html", one=found, view=view, full_s=estimate.ttft_s(found.report)))

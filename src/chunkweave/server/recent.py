@@ -1,5 +1,6 @@
 """The requests that ended last, kept in memory for the page."""
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ MOST = 200
 class RecentRequest:
     """A request that has ended, without its texts; only its parts' names are kept. Without an answer it has no report.
 
-    `ended_s` is a Unix time, `error` the class of what ended it.
+    `key` names it on the page: a number would tell how many others there were. `ended_s` is a Unix time, `error` the
+    class of what ended it.
     """
 
-    number: int
     id: str
     tenant: str
     outcome: str
@@ -29,6 +30,7 @@ class RecentRequest:
     finish_reason: str = ""
     error: str = ""
     ended_s: float = field(default_factory=time.time)
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class RecentRequests:
@@ -36,12 +38,6 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self._kept: deque[RecentRequest] = deque(maxlen=MOST)
-        self._ended = 0
-
-    @property
-    def ended(self) -> int:
-        """How many have ended so far."""
-        return self._ended
 
     def add(
         self,
@@ -54,14 +50,13 @@ class RecentRequests:
         error: BaseException | None = None,
     ) -> None:
         """A request has ended."""
-        self._ended += 1
         name = "" if error is None else type(error).__name__
-        self._kept.append(RecentRequest(self._ended, request_id, tenant, outcome, report, finish_reason, name))
+        self._kept.append(RecentRequest(request_id, tenant, outcome, report, finish_reason, name))
 
     def seen_by(self, tenant: "Tenant") -> Iterator[RecentRequest]:
         """What a tenant may see, the last first: its own; an admin all."""
         return (one for one in reversed(self._kept) if tenant.admin or one.tenant == tenant.name)
 
-    def find(self, tenant: "Tenant", number: int) -> RecentRequest | None:
-        """A request by its number, if the tenant may see it and it is still kept."""
-        return next((one for one in self.seen_by(tenant) if one.number == number), None)
+    def find(self, tenant: "Tenant", key: str) -> RecentRequest | None:
+        """A request by its key, if the tenant may see it and it is still kept."""
+        return next((one for one in self.seen_by(tenant) if one.key == key), None)
