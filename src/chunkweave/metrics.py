@@ -85,6 +85,19 @@ class ReuseReport:
         """How many times sooner than full prefill the first token could be if time were FLOPs."""
         return self.full_prefill_flops / self.prefill_flops if self.prefill_flops else 1.0
 
+    @property
+    def phases(self) -> tuple[tuple[str, float, float], ...]:
+        """Name, beginning and end of what came before the first token, in seconds after the arrival.
+
+        They are laid one behind the other, though loading and weaving took turns layer by layer.
+        """
+        found, at = [], 0.0
+        for name in ("queue", "lookup", "load", "weave"):
+            until = min(at + getattr(self, f"{name}_s"), self.ttft_s)
+            found.append((name, at, until))
+            at = until
+        return tuple(found)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, `flops_limit` included; `fate`, the old name of `kv_source`, for one version more."""
         chunks = tuple({**asdict(chunk), "fate": chunk.kv_source} for chunk in self.chunks)

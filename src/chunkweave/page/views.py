@@ -21,17 +21,6 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One part of the prompt in words."""
-
-    name: str
-    kv_source: str
-    tier: str
-    tokens: int
-    recomputed: int
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerView:
     """One answer's prompt as a strip of parts, its time as a strip of phases, and both in words.
 
@@ -45,9 +34,9 @@ class AnswerView:
     def parts(self) -> list[Bar]:
         """The parts from the prompt's first token to its last; what cannot be stored, the question, is computed."""
         bars, at = [], 0
-        for number, chunk in enumerate(self.report.chunks):
+        for name, chunk in self.chunks:
             bars += self._computed(at, chunk.start)
-            label = f"{self._name(number, chunk)}: {chunk.tokens} tokens, {chunk.kv_source or 'source not known'}"
+            label = f"{name}: {chunk.tokens} tokens, {chunk.kv_source or 'source not known'}"
             bars.append(self._bar(Span(chunk.start, chunk.start + chunk.tokens), chunk.kv_source or "unknown", label))
             at = chunk.start + chunk.tokens
         return [*bars, *self._computed(at, self.report.prompt_tokens)]
@@ -65,37 +54,23 @@ class AnswerView:
         return [self._bar(span, "recomputed", f"recomputed: {span.start} to {span.stop - 1}") for span in spans]
 
     @property
-    def rows(self) -> list[Row]:
-        """The parts that can be stored, as a table."""
-        return [
-            Row(
-                self._name(number, chunk),
-                chunk.kv_source or "-",
-                chunk.tier or "-",
-                chunk.tokens,
-                chunk.recomputed_tokens,
-            )
-            for number, chunk in enumerate(self.report.chunks)
-        ]
+    def chunks(self) -> list[tuple[str, ChunkReport]]:
+        """The parts that can be stored, each with what it is called."""
+        called = (chunk.source if self.named else f"part {place}" for place, chunk in enumerate(self.report.chunks, 1))
+        return list(zip(called, self.report.chunks, strict=True))
 
     @property
     def phases(self) -> list[Bar]:
         """Where the time from the request to the first token went."""
         report = self.report
-        known = [
-            ("queue", report.queue_s),
-            ("lookup", report.lookup_s),
-            ("load", report.load_s),
-            ("weave", report.weave_s),
+        phases = report.phases
+        behind = phases[-1][2]
+        total = max(report.ttft_s, 1e-9)
+        return [
+            Bar(start / total, (stop - start) / total, name, f"{name} {(stop - start) * 1e3:.0f} ms")
+            for name, start, stop in (*phases, ("rest", behind, report.ttft_s))
+            if stop > start
         ]
-        rest = report.ttft_s - sum(seconds for _, seconds in known)
-        total, at, bars = max(report.ttft_s, 1e-9), 0.0, []
-        for name, seconds in [*known, ("rest", rest)]:
-            if seconds > 0:
-                width = min(seconds / total, 1 - at)
-                bars.append(Bar(at, width, name, f"{name} {seconds * 1e3:.0f} ms"))
-                at += width
-        return bars
 
     def _computed(self, start: int, stop: int) -> list[Bar]:
         if stop <= start:
@@ -105,9 +80,6 @@ class AnswerView:
     def _bar(self, span: Span, kind: str, label: str) -> Bar:
         total = max(1, self.report.prompt_tokens)
         return Bar(span.start / total, len(span) / total, kind, label)
-
-    def _name(self, number: int, chunk: ChunkReport) -> str:
-        return chunk.source if self.named else f"part {number + 1}"
 
 
 _CELLS = 800

@@ -193,7 +193,8 @@ class OtelTraces:
             attributes=_attributes(report, request_id, finish_reason),
         )
         inside = set_span_in_context(span, client_span)
-        for name, start, stop in _phases(report):
+        decoding = ("decode", report.ttft_s, report.ttft_s + report.decode_s)
+        for name, start, stop in (*report.phases, decoding):
             phase = self._tracer.start_span(f"chunkweave.{name}", context=inside, start_time=began + round(start * _NS))
             phase.end(began + round(stop * _NS))
         span.end(ended)
@@ -221,20 +222,6 @@ def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> 
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return OtelTraces(provider)
-
-
-def _phases(report: ReuseReport) -> Iterator[tuple[str, float, float]]:
-    """Names, beginnings and ends in seconds after the arrival."""
-    at = 0.0
-    for name, seconds in (
-        ("queue", report.queue_s),
-        ("lookup", report.lookup_s),
-        ("load", report.load_s),
-        ("weave", report.weave_s),
-    ):
-        yield name, min(at, report.ttft_s), min(at + seconds, report.ttft_s)
-        at += seconds
-    yield "decode", report.ttft_s, report.ttft_s + report.decode_s
 
 
 def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dict[str, str | int | float | list[str]]:

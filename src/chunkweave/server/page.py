@@ -161,13 +161,14 @@ class Asked:
         """The passages."""
         return _checked(ChunksBody, documents=self.documents, corpus=self.corpus or None)
 
-    def chat(self, method: str, budget: str | None) -> ChatBody:
-        """The question with a method; `budget` is the name of what sets how much it recomputes."""
+    def chat(self, method: str) -> ChatBody:
+        """The question with a method, and the ratio if the method has one."""
+        takes_ratio = parameter_of(method) == "recompute_ratio"
         reuse = {
             "method": method,
+            "recompute_ratio": _number(self.ratio, "recompute ratio", float) if takes_ratio else None,
             "corpus": self.corpus or None,
             "top_k": _number(self.top_k, "passages", int) if self.corpus else None,
-            **({budget: _number(self.ratio, "recompute ratio", float)} if budget else {}),
         }
         return _checked(
             ChatBody,
@@ -229,8 +230,7 @@ async def answer(
     """One answer, with its report."""
     if method not in METHODS:
         raise HttpError(400, f"no method {method!r}")
-    budget = parameter_of(method) if asked.ratio.strip() else None
-    body = asked.chat(method, budget if budget == "recompute_ratio" else None)
+    body = asked.chat(method)
     meta = RequestMeta(request.state.request_id, tenant.name)
     running = await parts.answering.start(tenant, body, meta)
     choices, end = await whole_answer(running, request.receive)
