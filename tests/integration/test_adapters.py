@@ -1,0 +1,296 @@
+"""LoRA adapters: what is merged, what is refused, and what they are called and keyed by."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chunkweave import Engine
+from chunkweave.config import StoreConfig
+from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
+from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, bundled_adapters, read_adapter
+from chunkweave.models.loading import load_folder
+from chunkweave.testing import toy_model
+from tests.integration.adapter_files import LINEAR, write_adapter
+from tests.integration.test_loading import save_checkpoint
+
+Q0 = "model.layers.0.self_attn.q_proj"
+DOWN2 = "model.layers.2.mlp.down_proj"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return save_checkpoint(tmp_path / "base")
+
+
+@pytest.fixture
+def weights():
+    """Of the checkpoint, before anything is merged."""
+    return toy_model("llama").model.model
+
+
+def loaded_weights(base: Path, adapter: Path | None, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    return load_folder(base, adapter=adapter, dtype=dtype).model.model.state_dict()
+
+
+def change(folder: Path, **config: object) -> None:
+    file = folder / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **config}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rank_stabilized", "scale"), [(False, 8 / 4), (True, 8 / 2)])
+def test_weights_are_those_of_the_base_and_the_product(base, weights, tmp_path, dtype, rank_stabilized, scale):
+    adapter = write_adapter(tmp_path / "a", weights, use_rslora=rank_stabilized)
+    halves = load_file(adapter / WEIGHTS_FILE)
+    merged = loaded_weights(base, adapter, dtype)
+    changed = 0
+    for name, before in loaded_weights(base, None, dtype).items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" not in halves:
+            assert torch.equal(merged[name], before)
+            continue
+        wanted = (
+            before.double() + scale * halves[f"{key}.lora_B.weight"].double() @ halves[f"{key}.lora_A.weight"].double()
+        )
+        rounded = torch.finfo(merged[name].dtype).eps / 2 * wanted.abs().max() + 1e-6
+        assert (merged[name] - wanted).abs().max() <= rounded
+        changed += not torch.equal(merged[name], before)
+    assert changed == 4 * len(LINEAR)
+
+
+def test_patterns_override_rank_and_alpha(base, weights, tmp_path):
+    adapter = write_adapter(
+        tmp_path / "a",
+        weights,
+        ranks={Q0: 2, DOWN2: 8},
+        rank_pattern={Q0: 2, r"layers\.2\.mlp\.down_proj": 8},
+        alpha_pattern={r"q_proj": 1},
+    )
+    halves, merged, before = (
+        load_file(adapter / WEIGHTS_FILE),
+        loaded_weights(base, adapter),
+        loaded_weights(base, None),
+    )
+    for module, scale in ((Q0, 1 / 2), (DOWN2, 8 / 8), (Q0.replace("0", "1"), 1 / 4)):
+        down, up = (halves[f"base_model.model.{module}.lora_{half}.weight"] for half in "AB")
+        name = f"{module}.weight"
+        torch.testing.assert_close(merged[name], before[name] + scale * up @ down)
+
+
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [
+        ({"target_modules": ["v_proj"]}, {"v_proj"}),
+        ({"target_modules": r".*\.self_attn\.[qk]_proj"}, {"q_proj", "k_proj"}),
+        ({"target_modules": "all-linear"}, set(LINEAR)),
+        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, {"q_proj"}),
+    ],
+)
+def test_targets_are_a_list_a_pattern_or_all(base, weights, tmp_path, config, modules):
+    adapter = write_adapter(tmp_path / "a", weights, targets=sorted(modules))
+    change(adapter, **config)
+    before, after = loaded_weights(base, None), loaded_weights(base, adapter)
+    assert {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])} == modules
+
+
+def test_layers_to_transform(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights, targets=["q_proj"])
+    halves = load_file(adapter / WEIGHTS_FILE)
+    save_file({name: one for name, one in halves.items() if ".layers.1." in name}, adapter / WEIGHTS_FILE)
+    change(adapter, layers_to_transform=[1])
+    before, after = loaded_weights(base, None), loaded_weights(base, adapter)
+    assert [n for n in before if not torch.equal(before[n], after[n])] == ["model.layers.1.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("rank_stabilized", [False, True])
+def test_merged_weights_are_those_that_peft_merges(tmp_path, family, rank_stabilized):
+    peft = pytest.importorskip("peft", reason="the package peft, which this is held against, is not installed")
+    base = save_checkpoint(tmp_path / "base", family)
+    model = toy_model(family).model.model
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules="all-linear",
+        rank_pattern={r"layers\.1\..*o_proj": 2, "down_proj": 8},
+        alpha_pattern={r"layers\.1\..*o_proj": 3},
+        use_rslora=rank_stabilized,
+        task_type="CAUSAL_LM",
+    )
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    adapted.save_pretrained(tmp_path / "a")
+    merged = adapted.merge_and_unload().state_dict()
+    ours = loaded_weights(base, tmp_path / "a")
+    assert ours.keys() == merged.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
+    plain = loaded_weights(base, None)
+    assert sum(not torch.equal(plain[name], ours[name]) for name in plain) >= 4 * 4
+
+
+def test_an_engine_answers_with_it_and_is_called_and_keyed_by_it(base, weights, tmp_path):
+    adapters = [write_adapter(tmp_path / name, weights, seed=seed) for name, seed in (("one", 1), ("two", 2))]
+    ask = {"question": "Who?", "chunks": ["One.", "Two."], "max_new_tokens": 8}
+    engines = [Engine.load(base, adapter=one, dtype="float32") for one in (None, *adapters)]
+    assert len({engine.generate(**ask).token_ids for engine in engines}) == 3
+    assert len({engine.loaded.fingerprint for engine in engines}) == 3
+    assert [engine.model_name for engine in engines] == ["base", "base+one", "base+two"]
+
+
+def test_the_fingerprint_is_that_of_the_base_where_there_is_no_adapter(base, weights, tmp_path):
+    """Segments that were stored before there were adapters are found."""
+    from chunkweave.models.fingerprint import fingerprint_folder
+
+    loaded = load_folder(base, dtype="float32")
+    assert loaded.fingerprint == fingerprint_folder(base, loaded.model.model.config, "float32")
+
+
+def test_the_key_follows_what_an_adapter_does_not_where_it_lies(weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    key = read_adapter(adapter).key
+    copy = Path(shutil.copytree(adapter, tmp_path / "b"))
+    change(copy, base_model_name_or_path="elsewhere/tiny", lora_dropout=0.1, target_modules=LINEAR[::-1])
+    assert read_adapter(copy).key == key
+    change(copy, lora_alpha=9)
+    assert read_adapter(copy).key != key
+    write_adapter(adapter, weights, seed=7)
+    assert read_adapter(adapter).key != key
+
+
+def test_what_one_has_stored_is_not_found_with_another(base, weights, tmp_path):
+    adapters = [
+        None,
+        write_adapter(tmp_path / "one", weights, seed=1),
+        write_adapter(tmp_path / "two", weights, seed=2),
+    ]
+    ask = {"question": "Who?", "chunks": ["One.", "Two."], "max_new_tokens": 1, "method": "full-reuse"}
+    for again in (False, True):
+        for adapter in adapters:
+            with Engine.load(
+                base, adapter=adapter, dtype="float32", store=StoreConfig(cache_dir=tmp_path / "s")
+            ) as engine:
+                report = engine.generate(**ask).report
+            assert bool(report.prefix_exact_tokens or report.reused_tokens) == again
+
+
+def test_a_bundled_one_is_found_by_its_name_unless_there_is_a_folder_of_it(weights, tmp_path, monkeypatch):
+    bundled = write_adapter(tmp_path / "assets" / "adapters" / "fine", weights)
+    monkeypatch.setattr("chunkweave.models.adapters.files", lambda package: tmp_path)
+    assert bundled_adapters() == {"fine": bundled}
+    assert read_adapter("fine").folder == bundled
+    with pytest.raises(ModelNotFoundError, match=r"no adapter folder at nowhere.*bundled are: fine"):
+        read_adapter("nowhere")
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "fine", weights, seed=3)
+    assert read_adapter("fine").folder == Path("fine")
+
+
+def test_one_for_another_base_is_loaded_with_a_warning(base, weights, tmp_path, caplog):
+    adapter = write_adapter(tmp_path / "a", weights, base_model_name_or_path="maker/other")
+    with caplog.at_level(logging.WARNING, "chunkweave"):
+        load_folder(base, adapter=adapter)
+    assert "made for maker/other, not for base" in caplog.text
+    caplog.clear()
+    change(adapter, base_model_name_or_path="maker/Base")
+    with caplog.at_level(logging.WARNING, "chunkweave"):
+        load_folder(base, adapter=adapter)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias=all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa"}, "base weights as well"),
+        ({"use_something_new": True}, "use_something_new is not supported"),
+        ({"target_modules": ["nothing_here"]}, "none of its target_modules"),
+        ({"target_modules": ["q_proj"]}, "none of the layers adapted here"),
+        ({"target_modules": [*LINEAR, "lm_head"]}, "lm_head, of which its file has no weights"),
+        ({"r": 5}, r"is \[4, 64\], not \[5, 64\]"),
+        ({"target_modules": ".*_proj", "layers_to_transform": [1]}, "layers_to_transform"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(base, weights, tmp_path, config, message):
+    adapter = write_adapter(tmp_path / "a", weights)
+    change(adapter, **config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_folder(base, adapter=adapter)
+
+
+def test_one_for_another_architecture_is_refused(base, tmp_path):
+    adapter = write_adapter(tmp_path / "wide", toy_model("llama", hidden_size=128).model.model)
+    with pytest.raises(UnsupportedModelError, match=r"adapter wide does not fit the model: lora_A of .* not \[4, 64\]"):
+        load_folder(base, adapter=adapter)
+
+
+def test_tied_embeddings_are_left_alone(tmp_path):
+    base, model = tmp_path / "tied", toy_model("llama", tie_word_embeddings=True).model.model
+    save_checkpoint(base)
+    model.save_pretrained(base)
+    adapter = write_adapter(tmp_path / "a", model, targets=["lm_head"])
+    with pytest.raises(UnsupportedModelError, match="lm_head is tied to the embeddings"):
+        load_folder(base, adapter=adapter)
+
+
+def test_weights_that_are_no_numbers_are_refused(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    halves = load_file(adapter / WEIGHTS_FILE)
+    halves[f"base_model.model.{Q0}.lora_A.weight"][0, 0] = float("nan")
+    save_file(halves, adapter / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedModelError, match="no numbers"):
+        load_folder(base, adapter=adapter)
+
+
+def test_other_weights_than_loras_are_refused(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    halves = load_file(adapter / WEIGHTS_FILE)
+    save_file({**halves, "base_model.model.model.norm.weight": torch.ones(64)}, adapter / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedModelError, match="norm"):
+        load_folder(base, adapter=adapter)
+
+
+def test_half_of_one_is_refused(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    halves = load_file(adapter / WEIGHTS_FILE)
+    del halves[f"base_model.model.{Q0}.lora_B.weight"]
+    save_file(halves, adapter / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedModelError, match=f"no lora_B of {Q0}"):
+        load_folder(base, adapter=adapter)
+
+
+def test_files_that_are_missing_or_damaged(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    (adapter / WEIGHTS_FILE).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    with pytest.raises(ModelNotFoundError, match=f"{WEIGHTS_FILE} cannot be read"):
+        load_folder(base, adapter=adapter)
+    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
+    with pytest.raises(ModelNotFoundError, match="is a pickle, which is never loaded"):
+        load_folder(base, adapter=adapter)
+    (adapter / CONFIG_FILE).write_text("{ not json", encoding="utf-8")
+    with pytest.raises(ModelNotFoundError, match=f"{CONFIG_FILE} cannot be read"):
+        load_folder(base, adapter=adapter)
+    (adapter / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": "many"}', encoding="utf-8")
+    with pytest.raises(ModelNotFoundError, match="'many' is no rank"):
+        load_folder(base, adapter=adapter)
+    (adapter / CONFIG_FILE).unlink()
+    with pytest.raises(ModelNotFoundError, match=f"has no {CONFIG_FILE}"):
+        load_folder(base, adapter=adapter)
