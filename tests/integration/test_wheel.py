@@ -1,13 +1,19 @@
-"""What a wheel brings: the package as it is in git, the licence, and nothing else."""
+"""What a wheel brings: the package as in git, the licence, a board and alert rules. A source distribution: all."""
 
+import re
 import subprocess
+import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed: pip install -e '.[dev]'")
+NO_HATCH = "hatchling or its plug-in is not installed: pip install -e '.[dev]'"
+wheel = pytest.importorskip("hatchling.builders.wheel", reason=NO_HATCH)
+sdist = pytest.importorskip("hatchling.builders.sdist", reason=NO_HATCH)
+pytest.importorskip("hatch_fancy_pypi_readme", reason=NO_HATCH)
 
 ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
@@ -23,29 +29,61 @@ def brought(tmp_path_factory) -> zipfile.ZipFile:
         yield archive
 
 
-def test_a_wheel_has_the_package_and_the_licence_alone(brought: zipfile.ZipFile):
+def in_git(*folders: str) -> set[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "src/chunkweave"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    package = {line.removeprefix("src/") for line in listed.stdout.splitlines()}
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(listed.stdout.splitlines())
+
+
+def parts_of(brought: zipfile.ZipFile) -> tuple[set[str], set[str], set[str]]:
+    """Names of the package, of what is shared with other programs, and of what is about them."""
     names = set(brought.namelist())
+    shared = {name for name in names if ".data/" in name}
     about = {name for name in names if ".dist-info/" in name}
-    assert names - about == package
+    return names - shared - about, shared, about
+
+
+def test_a_wheel_has_the_package_the_licence_and_what_watches_it(brought: zipfile.ZipFile):
+    package, shared, about = parts_of(brought)
+    assert package == {line.removeprefix("src/") for line in in_git("src/chunkweave")}
     said = {name.partition(".dist-info/")[2] for name in about}
     assert said == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    top = {name.partition("/")[0] for name in names - about}
-    assert top == {"chunkweave"}
+    watching = {line.removeprefix("deploy/") for line in in_git("deploy/grafana", "deploy/prometheus-rules.yml")}
+    assert "grafana/chunkweave.json" in watching
+    assert {name.partition(".data/data/share/chunkweave/")[2] for name in shared} == watching
+    assert {name.partition("/")[0] for name in package} == {"chunkweave"}
+
+
+def test_a_source_distribution_has_all_that_is_in_git(tmp_path: Path):
+    listed = in_git()
+    (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - listed == {"PKG-INFO"}
+    assert listed - names == set()
+    assert Path(built).stat().st_size < 20 * _MIB
+
+
+def test_images_are_built_of_files_that_a_wheel_can_be_built_of(tmp_path: Path):
+    for name in ("Dockerfile", "Dockerfile.vllm"):
+        context = tmp_path / name
+        lines = (ROOT / "deploy" / name).read_text(encoding="utf-8").splitlines()
+        for *sources, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
+            for source in sources:
+                place = context / target / (Path(source).name if len(sources) > 1 or target.endswith("/") else "")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(ROOT / source, target_is_directory=(ROOT / source).is_dir())
+        assert list(wheel.WheelBuilder(str(context)).build(directory=str(context / "dist")))
 
 
 def test_only_assets_are_no_code(brought: zipfile.ZipFile):
-    known = (_ASSETS, _PAGE)
-    names = [name for name in brought.namelist() if ".dist-info/" not in name and not name.startswith(known)]
+    package, _, _ = parts_of(brought)
+    names = [name for name in package if not name.startswith((_ASSETS, _PAGE))]
     assert {Path(name).suffix for name in names if not name.endswith("/py.typed")} == {".py"}
-    page = {name.removeprefix(_PAGE).partition("/")[0] for name in brought.namelist() if name.startswith(_PAGE)}
+    page = {name.removeprefix(_PAGE).partition("/")[0] for name in package if name.startswith(_PAGE)}
     assert page == {"__init__.py", "render.py", "views.py", "static", "templates"}
-    kinds = {Path(name).suffix for name in brought.namelist() if name.startswith(_ASSETS)}
+    kinds = {Path(name).suffix for name in package if name.startswith(_ASSETS)}
     assert kinds <= {".json", ".jsonl", ".md", ".safetensors", ".txt"}, "nothing that is executed by being loaded"
 
 
@@ -57,9 +95,23 @@ def test_sizes_are_what_they_are_meant_to_be(brought: zipfile.ZipFile):
     assert Path(brought.filename).stat().st_size < 10 * _MIB
 
 
+def metadata(brought: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in brought.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(brought.read(name).decode())
+
+
+def test_the_page_of_a_package_index_has_no_link_that_leads_nowhere(brought: zipfile.ZipFile):
+    said = metadata(brought)
+    assert said["Description-Content-Type"] == "text/markdown"
+    text = said.get_payload()
+    assert text.strip().startswith("# chunkweave")
+    assert len(text) > 5000
+    assert "<!--" not in text
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("https://")] == []
+
+
 def test_a_wheel_says_what_the_project_says(brought: zipfile.ZipFile):
-    (metadata,) = (name for name in brought.namelist() if name.endswith(".dist-info/METADATA"))
-    said = Parser().parsestr(brought.read(metadata).decode())
+    said = metadata(brought)
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.11"
     unconditional = [one for one in said.get_all("Requires-Dist") if "extra ==" not in one]
