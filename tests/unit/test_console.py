@@ -1,5 +1,7 @@
 """What long work says of itself in a log."""
 
+import time
+
 from chunkweave.cli import console
 
 
@@ -19,4 +21,19 @@ def test_a_log_gets_a_line_each_half_minute(monkeypatch, capsys):
 def test_what_is_done_soon_leaves_no_line(capsys):
     with console.progress("copying segments") as report:
         report(1, 1)
+    assert not capsys.readouterr().err
+
+
+def test_a_log_gets_a_line_each_half_minute_of_what_has_no_known_length(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_LINE_S", 0.05)
+    with console.status("loading a model"):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert set(lines) == {"loading a model: 0:00:00 gone"}
+
+
+def test_a_quick_one_leaves_no_line(capsys):
+    with console.status("loading a model"):
+        pass
     assert not capsys.readouterr().err

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from threading import Event, Thread
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -46,7 +47,7 @@ def stderr() -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What `--json` and `--out` ask for. Making one fails early if the file could never be written.
+    """How the result is shown and kept. Making one fails early if the file could never be written.
 
     Raises:
         UsageError: the folder of `out` does not exist or cannot be written to.
@@ -117,16 +118,35 @@ def _lines(description: str) -> Report:
     return report
 
 
+@contextmanager
+def _still_going(description: str) -> Iterator[None]:
+    """For logs: that it goes on, each `_LINE_S` seconds, said by a thread of its own."""
+    ended, begun = Event(), time.monotonic()
+
+    def say() -> None:
+        while not ended.wait(_LINE_S):
+            stderr().print(f"{description}: {_clock(time.monotonic() - begun)} gone", soft_wrap=True)
+
+    saying = Thread(target=say, name="still-going", daemon=True)
+    saying.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        saying.join()
+
+
 def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager
 def status(description: str) -> Iterator[None]:
-    """A spinner while something of unknown length goes on; nothing where stderr is no terminal."""
+    """A spinner while something of unknown length goes on; where stderr is no terminal, a line each half minute."""
     console = stderr()
     if not console.is_terminal:
-        yield
+        with _still_going(description):
+            yield
         return
     with console.status(description):
         yield

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from chunkweave.cli.console import Json, Output
+from chunkweave.cli.console import Json, Output, status
 from chunkweave.models.anatomy import families
 
 
@@ -14,7 +14,9 @@ def models(json: Json = False) -> None:
     A family is the `model_type` in a checkpoint's config.json. One that is not listed is tried if its layers are
     Llama's, and compared with its own forward before it is used.
     """
-    found, output = families(), Output(json)
+    with status("comparing layers"):
+        found = families()
+    output = Output(json)
     table = Table("family", "state", "its layers")
     for family in found:
         table.add_row(family.model_type, "woven" if family.woven else "refused", family.why or "as Llama's")

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.chunking.documents import read_documents
+from chunkweave.cli import console
 from chunkweave.cli.console import Json, Output, size
 from chunkweave.errors import ChunkweaveError, UsageError
 
@@ -105,7 +106,8 @@ def _change(
         body = {"corpus": corpus}
     else:
         body = {"documents": [{"text": one.text, "id": one.name} for one in read_documents(docs or [])]}
-    return _call(url, f"/v1/cache/{what}", key, body, timeout_s=_LONG_S)
+    with console.status(f"{what}: waiting for the server"):
+        return _call(url, f"/v1/cache/{what}", key, body, timeout_s=_LONG_S)
 
 
 def _call(
