@@ -1,23 +1,32 @@
 """Options that come in blocks: what Typer sees of a command, and what the command gets."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from chunkweave.cli.app import app as chunkweave_app
 from chunkweave.cli.options import with_blocks
+from chunkweave.planning import methods
+from chunkweave.planning.calibration import Quality
+from chunkweave.plugins import plugin_names
 
 
 @dataclass(frozen=True, slots=True)
 class Colours:
+    """How it is painted. With paint."""
+
     front: Annotated[str, typer.Option(help="The front.")]
     back: Annotated[str, typer.Option("--behind", help="The back.")] = "white"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """How much there is of it, and where."""
+
     width: Annotated[int, typer.Option(min=1)] = 3
 
 
@@ -58,8 +67,35 @@ def test_options_of_a_block_are_required_and_bounded_as_they_say(app, seen, argu
     assert seen == []
 
 
-def test_the_help_shows_every_option_of_a_block_in_its_place(app):
+def test_the_help_shows_every_option_of_a_block_under_its_heading(app):
     shown = CliRunner().invoke(app, ["--help"]).stdout
     assert "Paint something." in shown
-    places = [shown.index(name) for name in ("--front", "--behind", "--twice", "--width")]
+    names = ("Options", "--twice", "How it is painted ─", "--front", "--behind", "How much there is of it ─", "--width")
+    places = [shown.index(name) for name in names]
     assert places == sorted(places)
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command with what is typed to call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield " ".join((*path, name)), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(chunkweave_app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_that_takes_methods_or_qualities_lists_them(name):
+    listed = {"method": plugin_names(methods), "methods": plugin_names(methods), "quality": sorted(Quality)}
+    for parameter in COMMANDS[name].params:
+        said = getattr(parameter, "help", None) or ""
+        assert [one for one in listed.get(parameter.name, ()) if one not in said] == []
+
+
+def test_commands_with_many_options_have_them_in_panels():
+    for name, command in COMMANDS.items():
+        panels = {getattr(one, "rich_help_panel", None) for one in command.params}
+        assert len(command.params) < 16 or len(panels) > 2, name

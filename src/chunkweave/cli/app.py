@@ -59,30 +59,28 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
-app.command()(ask)
-app.command()(chat)
-app.command()(demo)
-app.command()(ingest)
-app.command()(models)
-app.command()(calibrate)
-app.command()(profile)
-app.command()(advise)
-app.command()(simulate)
-app.command()(analyze)
+_ASK, _SERVE, _KEEP, _MEASURE, _MODELS = "Ask", "Serve", "Keep documents and KV", "Measure", "Models"
 _FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command("serve", context_settings=_FOR_VLLM)(serve)
-app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
-app.command()(running_server.status)
+for asking in (ask, chat, demo):
+    app.command(rich_help_panel=_ASK)(asking)
+app.command("serve", context_settings=_FOR_VLLM, rich_help_panel=_SERVE)(serve)
+app.command("vllm-serve", context_settings=_FOR_VLLM, rich_help_panel=_SERVE)(vllm_serve)
+app.command(rich_help_panel=_SERVE)(running_server.status)
+app.command(rich_help_panel=_KEEP)(ingest)
+for measuring in (profile, advise, simulate, analyze):
+    app.command(rich_help_panel=_MEASURE)(measuring)
+for about_models in (models, calibrate):
+    app.command(rich_help_panel=_MODELS)(about_models)
 bench.app.command()(quality)
 bench.app.command()(fidelity)
 for change in (clear, warm, pin, unpin, export):
     cache.app.command()(change)
-app.add_typer(bench.app, name="bench")
-app.add_typer(cache.app, name="cache")
-app.add_typer(corpus.app, name="corpus")
-app.add_typer(running_server.app, name="server")
-app.add_typer(config_app, name="config")
-app.add_typer(keys_app, name="keys")
+app.add_typer(running_server.app, name="server", rich_help_panel=_SERVE)
+app.add_typer(config_app, name="config", rich_help_panel=_SERVE)
+app.add_typer(keys_app, name="keys", rich_help_panel=_SERVE)
+app.add_typer(corpus.app, name="corpus", rich_help_panel=_KEEP)
+app.add_typer(cache.app, name="cache", rich_help_panel=_KEEP)
+app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 
 
 def _show_version(asked: bool) -> None:

@@ -42,7 +42,7 @@ Fingerprint = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SegmentOptions:
-    """Segments of a cache directory, as options name them."""
+    """Which segments, as options name them."""
 
     cache_dir: CacheFolderPath
     document: Annotated[str | None, typer.Option(help="Only segments of the document of this name.")] = None

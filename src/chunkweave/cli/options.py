@@ -1,5 +1,6 @@
 """Options that commands share, alone and in blocks: a parameter of a block's type stands for all of its options."""
 
+import copy
 import inspect
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, get_args, get_or
 
 import typer
 from rich.markup import escape
+from typer.models import OptionInfo
 
 from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import progress, status, stderr
@@ -114,8 +116,9 @@ class Only:
 def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as Typer is to see it: each parameter whose type is a dataclass is replaced by the fields of that.
 
-    The fields are annotated as options are, are dataclasses in their turn, or are settings, which become the options
-    that they declare. The command is called with the block made of their values.
+    In the help these stand together under what the dataclass's docstring begins with. The fields are annotated as
+    options are, are dataclasses in their turn, or are settings, which become the options that they declare. The command
+    is called with the block made of their values.
     """
     hints = get_type_hints(command, include_extras=True)
     shown: list[inspect.Parameter] = []
@@ -124,7 +127,7 @@ def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
         kind = hints[parameter.name]
         if is_dataclass(_plain(kind)):
             blocks[parameter.name] = kind
-            shown += _parameters_of(kind)
+            shown += _parameters_of(kind, heading(_plain(kind)))
         else:
             shown.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -157,20 +160,36 @@ def _settings(kind: Any) -> dict[str, Setting]:
     return {name: known[name] for name in only[0].names} if only else known
 
 
-def _parameters_of(kind: Any) -> list[inspect.Parameter]:
+def heading(kind: Any) -> str:
+    """What the options of a block stand under in the help: the first words of its docstring."""
+    return re.split("[.,:;]", kind.__doc__ or "", maxsplit=1)[0]
+
+
+def _parameters_of(kind: Any, panel: str) -> list[inspect.Parameter]:
     if settings_of(_plain(kind)):
-        return option_parameters(_settings(kind).values(), Place.COMMANDS)
+        return option_parameters(_settings(kind).values(), Place.COMMANDS, panel)
     hints = get_type_hints(kind, include_extras=True)
     shown = []
     for one in fields(kind):
         if is_dataclass(_plain(hints[one.name])):
-            shown += _parameters_of(hints[one.name])
+            shown += _parameters_of(hints[one.name], panel)
         elif hints[one.name] != Given:
             default = inspect.Parameter.empty if one.default is MISSING else one.default
+            option = _under(panel, hints[one.name])
             shown.append(
-                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
+                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
             )
     return shown
+
+
+def _under(panel: str, kind: Any) -> Any:
+    """An option's annotation with its place in the help; the annotation itself may be shared, and stays."""
+    plain, *said = get_args(kind) if get_origin(kind) is Annotated else (kind, typer.Option())
+    moved = [copy.copy(one) for one in said]
+    for one in moved:
+        if isinstance(one, OptionInfo):
+            one.rich_help_panel = one.rich_help_panel or panel
+    return Annotated[plain, *moved]
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
@@ -349,7 +368,7 @@ def _quiet_transformers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SeededModelOptions(ModelOptions):
-    """A model in a benchmark. Random weights are drawn with the seed, as everything else is."""
+    """Which model is measured. Random weights are drawn with the seed, as everything else is."""
 
     seed: Seed = 0
 
@@ -361,7 +380,7 @@ class SeededModelOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class TimedModelOptions(SeededModelOptions):
-    """A model whose times are measured."""
+    """Which model is measured, and on how many threads."""
 
     threads: Threads = None
 
@@ -382,7 +401,7 @@ class TimedModelOptions(SeededModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class ValueOptions:
-    """At which values methods are compared that name none of their own."""
+    """At which values methods are compared, those that name none of their own."""
 
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15"
     alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1"

@@ -34,7 +34,7 @@ WORLDS = "worlds"
 
 @dataclass(frozen=True, slots=True)
 class QuestionOptions:
-    """Questions of a data set that can be scored, and how long their answers may be."""
+    """Which questions are asked, of those that can be scored, and how long their answers may be."""
 
     dataset: Annotated[
         str, typer.Option(help="`worlds` (generated, held out), or a MuSiQue, SQuAD 1.1 or JSONL file.")

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli.console import Json, Out, Output, stderr
-from chunkweave.cli.options import as_command, given_options, option_parameters, warn, with_blocks
+from chunkweave.cli.options import as_command, given_options, heading, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError, install_extra
 from chunkweave.server.settings import (
@@ -50,7 +50,7 @@ def with_settings(
     place = (backend or Backend.ENGINE).place
     for kind in GROUPS.values():
         group = [one for name, one in known.items() if name in settings_of(kind)]
-        for parameter in option_parameters(group, place, (kind.__doc__ or "").partition(".")[0]):
+        for parameter in option_parameters(group, place, heading(kind)):
             options.setdefault(parameter.name, parameter)
 
     def call(**values: Any) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_SHAPE = "mistral-7b"
+_DRAWN, _CACHE, _CLOCK = "How requests are drawn", "The cache", "How long things take"
 
 
 @with_blocks
@@ -37,36 +38,68 @@ def simulate(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(help=f"Eviction policies, separated by commas. There are: {options.listed(policies)}.")
+        str,
+        typer.Option(
+            help=f"Eviction policies, separated by commas. There are: {options.listed(policies)}.",
+            rich_help_panel=_CACHE,
+        ),
     ] = "pgdsf,gdsf,lru,lfu",
-    budget: Annotated[str, typer.Option(help="Memory for segments; several sizes separated by commas.")] = "2GiB",
+    budget: Annotated[
+        str, typer.Option(help="Memory for segments; several sizes separated by commas.", rich_help_panel=_CACHE)
+    ] = "2GiB",
     device_budget: Annotated[
-        str | None, typer.Option(help="A faster tier above it, of that size: what it evicts goes into --budget.")
+        str | None,
+        typer.Option(
+            help="A faster tier above it, of that size: what it evicts goes into --budget.", rich_help_panel=_CACHE
+        ),
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="The model whose KV sizes, and speed, are assumed.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="The model whose KV sizes, and speed, are assumed.", rich_help_panel=_CLOCK)
+    ] = None,
     cost_model: Annotated[
-        Path | None, typer.Option(help="A file of `chunkweave profile` as clock, in place of --teraflops.")
+        Path | None,
+        typer.Option(help="A file of `chunkweave profile` as clock, in place of --teraflops.", rich_help_panel=_CLOCK),
     ] = None,
-    teraflops: Annotated[float, typer.Option(help="Speed at which prefill computes, in 10^12 FLOP/s.")] = 50.0,
-    host_bandwidth: Annotated[str, typer.Option(help="Bytes a second from --budget up to --device-budget.")] = "20GB",
+    teraflops: Annotated[
+        float, typer.Option(help="Speed at which prefill computes, in 10^12 FLOP/s.", rich_help_panel=_CLOCK)
+    ] = 50.0,
+    host_bandwidth: Annotated[
+        str, typer.Option(help="Bytes a second from --budget up to --device-budget.", rich_help_panel=_CLOCK)
+    ] = "20GB",
     window: Annotated[
-        int, typer.Option(min=0, help="How often a request may be passed over; 0 serves in order of arrival.")
+        int,
+        typer.Option(
+            min=0, help="How often a request may be passed over; 0 serves in order of arrival.", rich_help_panel=_CACHE
+        ),
     ] = 32,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests; 10000 where they are drawn, a trace whole.")
+        int | None,
+        typer.Option(min=1, help="Requests; 10000 where they are drawn, a trace whole.", rich_help_panel=_DRAWN),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, Poisson; a trace's own times if left out.")
+        float | None,
+        typer.Option(help="Requests a second, Poisson; a trace's own times if left out.", rich_help_panel=_DRAWN),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Documents of a drawn request.")] = None,
-    zipf: Annotated[float | None, typer.Option(help="Exponent of the popularity of what is drawn.")] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Documents of a generated workload.")] = 10_000,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Documents of a drawn request.", rich_help_panel=_DRAWN)
+    ] = None,
+    zipf: Annotated[
+        float | None, typer.Option(help="Exponent of the popularity of what is drawn.", rich_help_panel=_DRAWN)
+    ] = None,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Documents of a generated workload.", rich_help_panel=_DRAWN)
+    ] = 10_000,
     drift: Annotated[
         float,
-        typer.Option(help="Share of a generated workload's documents whose popularity changes every 1000 requests."),
+        typer.Option(
+            help="Share of a generated workload's documents whose popularity changes every 1000 requests.",
+            rich_help_panel=_DRAWN,
+        ),
     ] = 0.0,
-    replicas: Annotated[int, typer.Option(min=0, help="Hot upper nodes kept on both tiers.")] = 0,
-    seed: options.Seed = 0,
+    replicas: Annotated[
+        int, typer.Option(min=0, help="Hot upper nodes kept on both tiers.", rich_help_panel=_CACHE)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_DRAWN)] = 0,
     *,
     output: Output,
 ) -> None:
