@@ -126,7 +126,14 @@ class RequestDefaults:
 @configuration()
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where segments are kept, how much room they may take there, and which one leaves first when it is full."""
+    """Where segments are kept, how much room they may take there, and which one leaves first when it is full.
+
+    >>> from chunkweave import Engine, StoreConfig
+    >>> store = StoreConfig(host_budget_bytes=1 << 30, policy="gdsf")
+    >>> with Engine.load("reader", store=store) as engine:
+    ...     engine.store.budget_bytes
+    1073741824
+    """
 
     host_budget_bytes: int = setting(
         4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes"), least=0
@@ -242,7 +249,7 @@ _BEFOREHAND = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
-    """What a prefill notes and keeps for the store besides the KV of the parts that it computed.
+    """What a prefill keeps for the store, besides the KV of the parts that it computed.
 
     With `profile` it notes what the tokens of those parts attend to (Cache-Craft §3.1), averaged over that many
     `layers` and query `heads`, evenly spread (None: all; the last layer is never among them, since it is finished for
@@ -391,6 +398,12 @@ class ReuseConfig:
     counts as if nothing of its old context came before it now; with `use_coverage` (not in the paper) chunks that are
     new before a chunk lessen its overlap. `query` has the variants of that method. `capture` is no method's: it says
     what is kept of a prefill for the methods of later ones.
+
+    >>> from chunkweave import Engine, ReuseConfig
+    >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
+    ...     answer = engine.generate("Who leads the choir?", ["It is led by Otto Gunmark."])
+    >>> answer.report.parameters
+    {'recompute_ratio': 0.3}
     """
 
     recompute_ratio: float = setting(
@@ -436,6 +449,11 @@ class ConversationConfig:
     fit, and have at most the share `keep` of those tokens. The less stays, the more turns go by until the next cut,
     which makes exact mode compute again what is kept: with a half, all cuts together about double what a long
     conversation computes. `deduplicate` is CRAFT's §4.3; it changes what the model reads, so it is asked for.
+
+    >>> from chunkweave import ConversationConfig, Engine
+    >>> with Engine.load("reader", conversations=ConversationConfig(max_tokens=512, deduplicate=True)) as engine:
+    ...     engine.conversation().turns
+    0
     """
 
     max_tokens: int | None = setting(
@@ -503,7 +521,12 @@ class WeaveConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. `temperature=0` is greedy and deterministic."""
+    """How tokens are chosen and when to stop. `temperature=0` is greedy and deterministic.
+
+    >>> from chunkweave import SamplingParams
+    >>> SamplingParams(max_new_tokens=32).greedy, SamplingParams(temperature=0.7, top_p=0.9, seed=1).greedy
+    (True, False)
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0

@@ -43,7 +43,15 @@ def install_extra(name: str) -> str:
 
 
 class ChunkweaveError(Exception):
-    """Root of everything that chunkweave raises on purpose."""
+    """Root of everything that chunkweave raises on purpose.
+
+    >>> from chunkweave import ChunkweaveError, Engine
+    >>> try:
+    ...     Engine.load("no-such-folder")
+    ... except ChunkweaveError as error:
+    ...     print(type(error).__name__)
+    ModelNotFoundError
+    """
 
 
 class UsageError(ChunkweaveError, ValueError):

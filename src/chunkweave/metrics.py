@@ -49,6 +49,15 @@ class ReuseReport:
 
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
+
+    >>> from chunkweave import Chunk, Engine
+    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
+    >>> with Engine.load("reader", method="full-reuse") as engine:
+    ...     engine.precompute([choir])
+    ...     report = engine.generate("Who leads the Selmond Choir?", [choir]).report
+    1
+    >>> report.method, [(chunk.source, chunk.kv_source) for chunk in report.chunks][-1]
+    ('full-reuse', ('choir', 'reused'))
     """
 
     method: str

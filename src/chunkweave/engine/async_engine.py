@@ -32,6 +32,16 @@ class AnswerStream:
 
     Belongs to the event loop that it was made for. Leaving it early does not end the request; `aclose` does, and so
     does leaving an `async with`.
+
+    >>> import asyncio
+    >>> from chunkweave import AsyncEngine, Engine, Request
+    >>> async def read(engine, request):
+    ...     async with AsyncEngine(engine) as batching, batching.submit(request) as stream:
+    ...         return [event.text async for event in stream]
+    >>> request = Request("Who leads the choir?", ["The choir is led by Otto Gunmark."])
+    >>> with Engine.load("reader") as engine:
+    ...     print("".join(asyncio.run(read(engine, request))).strip())
+    Otto Gunmark
     """
 
     def __init__(
@@ -124,6 +134,16 @@ class AsyncEngine:
 
     All methods may be called from any thread. The engine that it was made of must not be used until this one is closed,
     which does not close that, but for what is handed to `between_steps`.
+
+    >>> import asyncio
+    >>> from chunkweave import AsyncEngine, Engine, Request
+    >>> async def ask(engine, *questions):
+    ...     async with AsyncEngine(engine) as batching:
+    ...         streams = [batching.submit(Request(question, ["Otto leads the choir."])) for question in questions]
+    ...         return await asyncio.gather(*(stream.answer() for stream in streams))
+    >>> with Engine.load("reader") as engine:
+    ...     len(asyncio.run(ask(engine, "Who leads the choir?", "What does Otto lead?")))
+    2
     """
 
     def __init__(self, engine: Engine, config: BatchingConfig | None = None) -> None:

@@ -59,6 +59,13 @@ class Conversation:
     What was asked and answered stays in the context, as tokens and as KV; chunks that are there already are not sent
     again. The engine keeps the turns, and also takes requests with this `id`. Once the conversation was closed, or idle
     for too long, all but `close` raises `ConversationEndedError`.
+
+    >>> from chunkweave import Chunk, Engine
+    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
+    >>> with Engine.load("reader") as engine:
+    ...     talk = engine.conversation()
+    ...     print(talk.ask("Who leads the Selmond Choir?", [choir]).text.strip(), talk.turns)
+    Otto Gunmark 1
     """
 
     def __init__(self, engine: "Engine", cache_salt: str, conversation_id: str) -> None:
@@ -150,6 +157,12 @@ class Engine:
 
     Not thread-safe: one call at a time. The store outlives calls, so that the next question over the same chunks
     starts sooner.
+
+    >>> from chunkweave import Chunk, Engine
+    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
+    >>> with Engine.load("reader", method="cacheblend") as engine:
+    ...     print(engine.generate("Who leads the Selmond Choir?", [choir], max_new_tokens=32).text.strip())
+    Otto Gunmark
     """
 
     def __init__(

@@ -37,6 +37,12 @@ class Request:
     conversation's own instruction. Who says the number of the `turn`, from 1, is refused where another one comes next.
     Conversations are shared out by `tenant`. Without an id `history` are earlier questions with their answers, which
     stand behind the instruction: nothing is kept of them but KV, which is found again by what they say.
+
+    >>> from chunkweave import Engine, Request, SamplingParams
+    >>> asked = Request("Who leads the choir?", ["The choir is led by Otto Gunmark."], sampling=SamplingParams(16))
+    >>> with Engine.load("reader") as engine:
+    ...     [answer.text.strip() for answer in engine.generate_batch([asked])]
+    ['Otto Gunmark']
     """
 
     question: str
@@ -56,6 +62,13 @@ class Answer:
     """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it.
 
     `explanation` is the plan part by part, with the reasons for it.
+
+    >>> from chunkweave import Chunk, Engine
+    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
+    >>> with Engine.load("reader") as engine:
+    ...     answer = engine.generate("Who leads the Selmond Choir?", [choir])
+    >>> answer.text.strip(), answer.finish_reason
+    ('Otto Gunmark', 'stop')
     """
 
     text: str
@@ -67,7 +80,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """A piece of an answer as it comes; the last event has the whole `answer` (and the rest of the text)."""
+    """A piece of an answer as it comes; the last event has the whole `answer` (and the rest of the text).
+
+    >>> from chunkweave import Engine, Request
+    >>> with Engine.load("reader") as engine:
+    ...     events = list(engine.stream(Request("Who leads the choir?", ["The choir is led by Otto Gunmark."])))
+    >>> "".join(event.text for event in events) == events[-1].answer.text
+    True
+    """
 
     text: str
     answer: Answer | None = None

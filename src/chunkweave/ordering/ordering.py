@@ -52,6 +52,11 @@ class OrderingConfig:
     that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows, once
     `continuation_threshold` requests began with that path. That costs several times what weaving saves each later
     request, so it is the path that must come back; by CRAFT's rule, the chunk, nearly every request would pay for it.
+
+    >>> from chunkweave import Engine, OrderingConfig
+    >>> with Engine.load("reader", order="free", ordering=OrderingConfig("tree-greedy")) as engine:
+    ...     engine.generate("Who leads?", ["Otto leads.", "The tower is old."]).report.order
+    'tree-greedy'
     """
 
     ordering: str = setting(

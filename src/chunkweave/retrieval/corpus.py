@@ -227,6 +227,12 @@ class Corpus:
     In a folder every call that returns has been written to disk; of one that is interrupted the documents that were
     committed stay, and the same call again goes on from there (`update` skips what is there). Searches may run in
     several threads at once; changing it may not run beside anything else.
+
+    >>> from chunkweave import Corpus, CorpusDocument
+    >>> corpus = Corpus()
+    >>> change = corpus.add([CorpusDocument("tower", "It has 230 steps."), CorpusDocument("choir", "Otto leads it.")])
+    >>> [found.chunk.text for found in corpus.search("Who leads the choir?", 1)]
+    ['Otto leads it.']
     """
 
     def __init__(

@@ -29,6 +29,10 @@ class CorpusDocument:
     """A text with an id that stays the same from one reading to the next, and what is to be kept beside it.
 
     `metadata` has to be JSON-able.
+
+    >>> from chunkweave import CorpusDocument
+    >>> CorpusDocument("choir", "It is led by Otto Gunmark.", title="The choir", metadata={"year": 1998}).title
+    'The choir'
     """
 
     id: str

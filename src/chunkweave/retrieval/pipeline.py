@@ -30,6 +30,14 @@ class RagAnswer:
 
     The report's times begin when the engine got its request: `embed_s` and `search_s` come before them, or with
     `pipelining` partly beside them. `ttft_s` are all seconds from the question to the first piece of the answer.
+
+    >>> from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline
+    >>> corpus = Corpus()
+    >>> change = corpus.add([CorpusDocument("choir", "The Selmond Choir is led by Otto Gunmark.")])
+    >>> with Engine.load("reader") as engine:
+    ...     answer = RagPipeline(engine, corpus).answer("Who leads the Selmond Choir?")
+    >>> answer.text.strip(), [str(found.document) for found in answer.retrieved]
+    ('Otto Gunmark', ['choir'])
     """
 
     answer: Answer
@@ -127,6 +135,13 @@ class RagPipeline(_QuestionMaker):
     """Answers questions from the chunks of a corpus that are nearest to them.
 
     Owns neither corpus nor engine: close the engine yourself. Like the engine it takes one call at a time.
+
+    >>> from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline
+    >>> corpus = Corpus()
+    >>> change = corpus.add([CorpusDocument("choir", "The Selmond Choir is led by Otto Gunmark.")])
+    >>> with Engine.load("reader") as engine:
+    ...     print(RagPipeline(engine, corpus, top_k=1).answer("Who leads the Selmond Choir?").text.strip())
+    Otto Gunmark
     """
 
     def __init__(
@@ -241,6 +256,18 @@ class AsyncRagPipeline(_QuestionMaker):
     has in the same place is reused.
 
     Owns neither corpus nor engine.
+
+    >>> import asyncio
+    >>> from chunkweave import AsyncEngine, AsyncRagPipeline, Corpus, CorpusDocument, Engine
+    >>> corpus = Corpus()
+    >>> change = corpus.add([CorpusDocument("choir", "The Selmond Choir is led by Otto Gunmark.")])
+    >>> async def ask(engine, *questions):
+    ...     async with AsyncEngine(engine) as batching:
+    ...         pipeline = AsyncRagPipeline(batching, corpus)
+    ...         return await asyncio.gather(*(pipeline.answer(question) for question in questions))
+    >>> with Engine.load("reader") as engine:
+    ...     [answer.text.strip() for answer in asyncio.run(ask(engine, "Who leads the Selmond Choir?"))]
+    ['Otto Gunmark']
     """
 
     def __init__(

@@ -340,6 +340,11 @@ class BatchingConfig:
 
     Speculations run only in steps in which nothing else can: whoever arrives meanwhile waits for one layer of
     `speculation_tokens` at most; fewer of them read the weights more often.
+
+    >>> from chunkweave import AsyncEngine, BatchingConfig, Engine
+    >>> with Engine.load("reader") as engine:
+    ...     batching = AsyncEngine(engine, BatchingConfig(max_running=2))
+    ...     batching.close()
     """
 
     max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",))
