@@ -65,6 +65,11 @@ class ModelConfig:
         "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or the bundled `reader`.",
         places=_OWN_ENGINE | {Place.VLLM},
     )
+    adapter: str | None = setting(
+        None,
+        "LoRA adapter of the model: folder in PEFT's format, or the name of a bundled one.",
+        places=_OWN_ENGINE | {Place.VLLM},
+    )
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
     device: str = setting("auto", "auto, cpu or cuda.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
@@ -73,7 +78,7 @@ class ModelConfig:
     )
     served_model_name: str | None = setting(
         None,
-        "What /v1/models calls the model; its folder's or hub name if left out.",
+        "What /v1/models calls the model; its folder's or hub name if left out, with +ADAPTER where it has one.",
         places=frozenset({Place.ENGINE}),
         old=("served_name",),
     )
@@ -81,6 +86,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.model is not None and self.shape is not None:
             raise UsageError("give either model (--model FOLDER) or shape (--shape NAME), not both")
+        if self.adapter is not None and self.shape is not None:
+            raise UsageError("an adapter (--adapter FOLDER) is for a model (--model FOLDER): random weights have none")
 
     @property
     def name(self) -> str:
@@ -88,7 +95,7 @@ class ModelConfig:
         if name := self.served_model_name or self.shape:
             return name
         model = self.model or ""
-        return model if is_hub_name(model) else Path(model).resolve().name
+        return adapted_name(model if is_hub_name(model) else Path(model).resolve().name, self.adapter)
 
 
 @configuration(REQUESTS)

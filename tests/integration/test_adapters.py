@@ -14,8 +14,12 @@ from chunkweave.config import StoreConfig
 from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
 from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, bundled_adapters, read_adapter
 from chunkweave.models.loading import load_folder
+from chunkweave.planning.calibration import CALIBRATION_FILE, read_records
+from chunkweave.server.engine_backend import EngineBackend, load_engine
+from chunkweave.server.settings import resolve
 from chunkweave.testing import toy_model
 from tests.integration.adapter_files import LINEAR, write_adapter
+from tests.integration.command_line import invoke
 from tests.integration.test_loading import save_checkpoint
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -294,3 +298,61 @@ def test_files_that_are_missing_or_damaged(base, weights, tmp_path):
     (adapter / CONFIG_FILE).unlink()
     with pytest.raises(ModelNotFoundError, match=f"has no {CONFIG_FILE}"):
         load_folder(base, adapter=adapter)
+
+
+# --- the setting -------------------------------------------------------------------------------------------------
+
+
+def test_commands_take_it_and_say_so(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "tiny", weights)
+    (tmp_path / "d.txt").write_text("The mill is behind the church.", encoding="utf-8")
+    ask = ["ask", "--model", base, "--docs", tmp_path / "d.txt", "--max-new-tokens", 6, "--dtype", "float32"]
+    found = json.loads(invoke(*ask, "--adapter", adapter, "--json", "Where?").stdout)
+    plain = json.loads(invoke(*ask, "--json", "Where?").stdout)
+    assert (found["model"], plain["model"]) == (f"{base}+tiny", str(base))
+    assert found["answers"][0]["answer"] != plain["answers"][0]["answer"]
+    told = invoke(*ask, "--adapter", adapter, "Where?").stderr
+    assert f"`chunkweave calibrate {base} --adapter {adapter}`" in told
+    missing = invoke(*ask, "--adapter", tmp_path / "nowhere", "Where?")
+    assert missing.exit_code == 1
+    assert "no adapter folder at" in missing.stderr
+    refused = invoke("ask", "--shape", "demo", "--adapter", adapter, "Where?")
+    assert refused.exit_code == 2
+    assert "random weights have none" in " ".join(refused.stderr.split())
+
+
+def test_the_server_takes_it_from_file_environment_and_flag(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "tiny", weights)
+    file = tmp_path / "serve.toml"
+    file.write_text(f'model = "{base}"\nadapter = "{adapter}"\n', encoding="utf-8")
+    from_file = resolve({}, {}, file).settings
+    from_variable = resolve({"model": str(base)}, {"CHUNKWEAVE_ADAPTER": str(adapter)}).settings
+    from_flag = resolve({"model": str(base), "adapter": str(adapter)}, {}).settings
+    assert from_file == from_variable == from_flag
+    assert EngineBackend(from_flag).name == "base+tiny"
+    assert EngineBackend(resolve({"served_model_name": "mine"}, {}, file).settings).name == "mine"
+    with load_engine(from_flag) as engine:
+        assert engine.loaded.fingerprint == Engine.load(base, adapter=adapter).loaded.fingerprint
+
+
+def test_a_calibration_record_is_that_of_base_or_adapter_and_lies_beside_it(base, weights, tmp_path):
+    adapters = [write_adapter(tmp_path / name, weights, seed=seed) for name, seed in (("one", 1), ("two", 2))]
+    line = json.dumps({"question": "Who?", "chunks": ["The mill burnt down.", "Bo lives there."], "answers": ["Bo"]})
+    (tmp_path / "data.jsonl").write_text(f"{line}\n" * 3, encoding="utf-8")
+    command = ["calibrate", base, "--dataset", tmp_path / "data.jsonl", "--questions", 2, "--chunks", 2, "--dtype"]
+    command += ["float32", "--new-tokens", 2, "--methods", "epic", "--recompute-ratio", "0,0.5", "--target-kl", "100"]
+    done = invoke(*command, "--target-agreement", 0, "--fast-agreement", 0, "--fast-kl", 100, "--adapter", adapters[0])
+    assert done.exit_code == 0, done.output
+    record = read_records(adapters[0] / CALIBRATION_FILE)[0]
+    assert record.model == "base+one"
+    assert not (base / CALIBRATION_FILE).exists()
+    with Engine.load(base, adapter=adapters[0], dtype="float32") as engine:
+        assert engine.calibration == record
+        assert (
+            engine.generate("Who?", ["One.", "Two."], max_new_tokens=1, quality="balanced").report.why == "calibrated"
+        )
+    shutil.copy(adapters[0] / CALIBRATION_FILE, base)
+    shutil.copy(adapters[0] / CALIBRATION_FILE, adapters[1])
+    for other in (None, adapters[1]):
+        with Engine.load(base, adapter=other, dtype="float32") as engine:
+            assert engine.calibration is None

@@ -18,7 +18,9 @@ from chunkweave.eval.decoding import decode_greedily
 from chunkweave.eval.fidelity import (
     REFERENCE,
     SLICED,
+    Base,
     FidelityConfig,
+    judges_of,
     log_probabilities,
     make_tasks,
     measure_fidelity,
@@ -31,7 +33,9 @@ from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
 from chunkweave.eval.warming import Warmth
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
+from tests.integration.adapter_files import write_adapter
 from tests.integration.command_line import invoke
+from tests.integration.test_loading import save_checkpoint
 
 NAMES = ("Ada", "Bo", "Cy", "Dee")
 EXAMPLES = [
@@ -356,3 +360,67 @@ def test_the_command_draws_deviations_by_layer(tmp_path: Path):
     left = {(one["tokens"], one["ratio"]): one["left"] for one in found["figures"]["attention"]}
     assert left["highest", 0.3] < left["highest", 0.05] < left["highest", 0.0] == 1.0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --- a model with an adapter, against the one without ------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted_and_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = save_checkpoint(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "tiny", toy_model().model.model, size=0.02)
+    return [Engine.load(folder, adapter=one, dtype="float32") for one in (adapter, None)]
+
+
+def test_an_adapted_model_is_held_against_the_base(adapted_and_base):
+    engine, unadapted = adapted_and_base
+    config = _config("cacheblend@1", "prefix", free=1, also_warm=(Warmth.parse("instruction"),))
+    tasks, theirs = (make_tasks(one, EXAMPLES, EXAMPLES[:2], config) for one in adapted_and_base)
+    found = list(measure_fidelity(engine, tasks, config.contenders({}), config, base=Base(unadapted, theirs)))
+    of_base = ["full of base", "full-in-slices of base", "full-reuse of base", "full-reuse instruction of base"]
+    own = ["full", "full-reuse", "cacheblend@1", "prefix"]
+    assert list(found[0]) == [*of_base, *own, "full-reuse instruction", "cacheblend instruction@1"]
+    assert "full-in-slices of base" not in found[1], "where nothing is decoded there is no need for it"
+    rows = {row.method: row for row in summarize_fidelity(found, **judges_of(base=True))}
+    assert (rows["full of base"].kl, rows["full of base"].speedup) == (0.0, 1.0)
+    assert rows["full-reuse of base"].kl_of_full_reuse == 1.0
+    assert rows["full-in-slices of base"].kl < 1e-5
+    assert rows["full"].kl > 1e-4, "the adapter moves full prefill itself"
+    for exact in ("cacheblend@1", "prefix"):
+        assert found[0][exact].kl == pytest.approx(found[0]["full"].kl, rel=1e-2)
+    assert rows["full"].answer_nll_minus_full not in (None, 0.0)
+    before, after = unadapted.loaded.model.model, engine.loaded.model.model
+    for task, one in zip(theirs, found, strict=True):
+        full = unadapted.runner.prefill(task.prompt, make_method("full"), new_tokens=6, capture=False)
+        behind = decode_greedily(unadapted, [full], 5)[0].token_ids
+        expected = _expected(before, task.prompt, DynamicCache(), behind)
+        for label, model, cache in (
+            ("full", after, DynamicCache()),
+            ("full-reuse", after, _fully_reused(after, task.prompt)),
+            ("full-reuse of base", before, _fully_reused(before, task.prompt)),
+        ):
+            kl = (expected.exp() * (expected - _expected(model, task.prompt, cache, behind))).sum(-1)
+            torch.testing.assert_close(torch.tensor(one[label].kl, dtype=kl.dtype), kl, atol=1e-4, rtol=0)
+
+
+def test_the_command_holds_an_adapted_model_against_the_base(adapted_and_base, tmp_path):
+    samples = tmp_path / "samples.jsonl"
+    command = ["bench", "fidelity", "--model", tmp_path / "base", "--questions", 2, "--chunks", 2, "--chunk-tokens", 24]
+    command += ["--methods", "epic", "--recompute-fraction", 0.2, "--new-tokens", 2, "--free", 1, "--dtype", "float32"]
+    refused = invoke(*command, "--reference", "base")
+    assert refused.exit_code == 2
+    assert "--reference base is for a model with --adapter" in " ".join(refused.stderr.split())
+    command += ["--adapter", tmp_path / "tiny", "--samples", samples]
+    found = json.loads(invoke(*command, "--reference", "base", "--plot", tmp_path / "p.png", "--json").stdout)
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows)[:3] == ["full of base", "full-in-slices of base", "full-reuse of base"]
+    assert list(rows)[3:] == ["full", "full-reuse", "epic@20%"]
+    assert found["config"]["model"].endswith("base+tiny")
+    assert found["config"]["reference"].endswith("base")
+    assert found["config"]["fingerprint"] == adapted_and_base[0].loaded.fingerprint
+    assert rows["full"]["kl"] > 0.0 == rows["full of base"]["kl"]
+    refused = invoke(*command)
+    assert "other settings (reference)" in " ".join(refused.stderr.split())
+    own = json.loads(invoke(*command[:-2], "--json").stdout)
+    assert [row["method"] for row in own["rows"]] == ["full", "full-in-slices", "full-reuse", "epic@20%"]

@@ -131,7 +131,7 @@ def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions) -> None:
     if model.random_weights:
         stderr().print(f"[yellow]{model.name} has random weights: its text means nothing, only times do.[/yellow]")
     elif how.default and engine.calibration is None:
-        hint = f"exact prefixes only: `chunkweave calibrate {model.name}` finds out what more is safe"
+        hint = f"exact prefixes only: `{model.how_to_calibrate}` finds out what more is safe"
         stderr().print(escape(hint), soft_wrap=True)
 
 

@@ -1,7 +1,7 @@
 """`chunkweave demo`: answers by reuse method, and what each costs and saves, without any argument."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,13 +64,18 @@ def _scene() -> _Scene:
 
 
 @with_blocks
-def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")], output: Output) -> None:
+def demo(
+    *,
+    computed: Annotated[ModelConfig, Only("adapter")],
+    reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")],
+    output: Output,
+) -> None:
     """Answer a few questions with full prefill and by reuse method; then what was saved, and how far off it was.
 
     With SmolLM2 if it is installed, else with the bundled reader.
     """
     scene = _scene()
-    model = ModelOptions(ModelConfig(scene.model))
+    model = ModelOptions(replace(computed, model=scene.model))
     with model.open() as engine:
         from chunkweave.eval.fidelity import FidelityConfig
         from chunkweave.eval.warming import WarmBy, Warmth
@@ -87,7 +92,7 @@ def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers"
             free=count,
         )
         output.show(
-            f"{scene.model}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
+            f"{model.name}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
             "each time. The KV cache of each is\ncomputed once, beforehand, behind neutral passages. That is all that "
             "a method finds stored: nothing of another\nquestion or method.\n\n"
             "= the same tokens as full prefill's answer, ≠ not the same. Full prefill is what the others are held "
@@ -95,7 +100,7 @@ def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers"
         )
         precompute_chunks(engine, list(dict.fromkeys(chunk for example in scene.examples for chunk in example.chunks)))
         found = _ask(engine, scene.examples, config, output)
-        whole = {**asdict(config), "warm": str(config.warm), "model": scene.model, "dataset": scene.about}
+        whole = {**asdict(config), "warm": str(config.warm), "model": model.name, "dataset": scene.about}
         run = BenchmarkRun(
             "demo",
             engine,
@@ -106,7 +111,7 @@ def demo(*, reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers"
         )
         measured = run.show(output)
     answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, found, strict=True)]
-    output.finish({"model": scene.model, "answers": answers, "fidelity": measured})
+    output.finish({"model": model.name, "answers": answers, "fidelity": measured})
 
 
 def _ask(

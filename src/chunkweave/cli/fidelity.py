@@ -1,7 +1,9 @@
 """`chunkweave bench fidelity`: how close reuse methods come to full prefill of the same model, without labels."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +29,7 @@ from chunkweave.planning import methods as reuse_methods
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.eval.deviation import PromptDeviation
-    from chunkweave.eval.fidelity import FidelityConfig, Task
+    from chunkweave.eval.fidelity import Base, FidelityConfig, Task
     from chunkweave.eval.warming import Warmth
 
 Samples = Annotated[
@@ -37,6 +39,13 @@ Samples = Annotated[
 
 _DOCUMENT_CHUNK_TOKENS = 256
 """Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
+
+
+class Reference(StrEnum):
+    """Whose full prefill is the judge."""
+
+    OWN = "own"
+    BASE = "base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,13 @@ def fidelity(
             "rows of their own (`query neutral@5%`)."
         ),
     ] = "alone",
+    reference: Annotated[
+        Reference,
+        typer.Option(
+            help="Whose full prefill everything is compared with: the model's own, or with --adapter that of the "
+            "base, the model without it (rows `of base`)."
+        ),
+    ] = Reference.OWN,
     new_tokens: options.NewTokens = 16,
     free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
     deviations: Annotated[
@@ -163,9 +179,11 @@ def fidelity(
             check_writable(path)
     if figures is not None and not deviations:
         raise UsageError("--plot-deviations needs --deviations, the number of questions to measure them on")
+    if reference is Reference.BASE and (model.model.adapter is None or deviations):
+        raise UsageError("--reference base is for a model with --adapter, and not with --deviations")
     model.named()
     model.bound_threads()
-    from chunkweave.eval.fidelity import FidelityConfig, make_tasks, warm_by_earlier
+    from chunkweave.eval.fidelity import Base, FidelityConfig, judges_of, make_tasks, warm_by_earlier
     from chunkweave.eval.warming import Warmth
 
     first, *also_warm = map(Warmth.parse, options.names(warm) or ("",))
@@ -182,11 +200,21 @@ def fidelity(
         new_tokens=new_tokens,
         free=free,
     )
-    with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(one.open(store=store, reuse=ReuseConfig(capture=capture)))
+            for one in (model, *([model.without_adapter()] if reference is Reference.BASE else []))
+        ]
+        engine = engines[0]
         every, drawn = asked.examples(engine, model.seed, config.warm.queries)
-        tasks = make_tasks(engine, every, drawn, config)
-        earlier, measured = tasks[: config.warm.queries], tasks[config.warm.queries :]
+        asked_by = [make_tasks(one, every, drawn, config) for one in engines]
+        measured, *others = (tasks[config.warm.queries :] for tasks in asked_by)
+        base = Base(engines[1], others[0]) if others else None
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
+        if model.model.adapter is not None:
+            origin["fingerprint"] = engine.loaded.fingerprint
+        if base is not None:
+            origin["reference"] = model.without_adapter().name
         ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
         whole = {**asdict(config), **ways, **neutral_of((first, *also_warm), capture), **origin}
         del whole["reuse"]["capture"]  # nothing measured is stored
@@ -200,15 +228,16 @@ def fidelity(
             engine,
             whole,
             model.seed,
-            summarize=lambda: summarize_fidelity(found, log.found),
+            summarize=lambda: summarize_fidelity(found, log.found, **judges_of(base is not None)),
             table=lambda rows, shown: fidelity_table(rows, shown),
             more=lambda: _more(log, strayed),
             draw=lambda rows: _draw(rows, strayed, plot, figures, _title(whole)),
         )
         with run.reported(output, found):
             with progress("warming") as report:
-                warm_by_earlier(engine, earlier, report)
-            _measure(engine, measured, config, log, found, store)
+                for one, tasks in zip(engines, asked_by, strict=True):
+                    warm_by_earlier(one, tasks[: config.warm.queries], report)
+            _measure(engine, measured, config, log, found, store, base)
             _measure_deviations(engine, measured, config, log, deviations, strayed)
 
 
@@ -245,6 +274,7 @@ def _measure(
     log: QuestionLog,
     found: list[Mapping[str, FidelitySample]],
     store: StoreConfig,
+    base: "Base | None",
 ) -> None:
     from chunkweave.eval.fidelity import measure_fidelity
     from chunkweave.eval.fitting import fitted_values
@@ -256,7 +286,7 @@ def _measure(
     contenders = config.contenders(log.found or {})
     with progress("measuring") as report:
         measured = measure_fidelity(
-            engine, tasks, contenders, config, skip=log.__contains__, store=store, progress=report
+            engine, tasks, contenders, config, base=base, skip=log.__contains__, store=store, progress=report
         )
         for index, samples in zip(open_questions, measured, strict=True):
             found.append(samples)
@@ -306,7 +336,9 @@ def _draw(
 
 def _title(config: Mapping[str, Any]) -> str:
     size = f"{config['chunk_tokens']} tokens" if config["chunk_tokens"] else "whole passages"
-    return f"{config['model']} on {config['dataset']}: {config['chunks']} x {size}, chunks computed: {config['warm']}"
+    against = f" against {config['reference']}" if "reference" in config else ""
+    over = f"{config['chunks']} x {size}, chunks computed: {config['warm']}"
+    return f"{config['model']}{against} on {config['dataset']}: {over}"
 
 
 def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Table:
@@ -320,6 +352,8 @@ def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Ta
         "Same: answers decoded freely that come out as full prefill's. NLL: of the first right answer, nats a token, "
         "minus full prefill's. Speed-up: median of full / method; limit: the same if time were FLOPs."
     )
+    if "reference" in config:
+        caption += f"\nFull prefill and full reuse here are those of {config['reference']}: the rows `of base`."
     return table_of(
         rows,
         ("method", lambda row: row.method),

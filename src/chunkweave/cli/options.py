@@ -26,9 +26,11 @@ from chunkweave.config import (
     RequestDefaults,
     ReuseConfig,
     StoreConfig,
+    adapted_name,
     is_hub_name,
 )
 from chunkweave.errors import UsageError
+from chunkweave.models.adapters import read_adapter
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
@@ -283,7 +285,17 @@ class ModelOptions:
     @property
     def name(self) -> str:
         """What to call the model on screen."""
-        return self.model.model or self.model.shape or ""
+        return adapted_name(self.model.model or self.model.shape or "", self.model.adapter)
+
+    def without_adapter(self) -> Self:
+        """The same model as it is without its adapter."""
+        return replace(self, model=replace(self.model, adapter=None))
+
+    @property
+    def how_to_calibrate(self) -> str:
+        """The command that finds out which methods are safe with it."""
+        adapter = () if self.model.adapter is None else ("--adapter", self.model.adapter)
+        return shlex.join(["chunkweave", "calibrate", self.model.model or "MODEL", *adapter])
 
     @property
     def random_weights(self) -> bool:
@@ -316,6 +328,8 @@ class ModelOptions:
 
     def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
+        if self.model.adapter is not None:
+            read_adapter(self.model.adapter)  # refused now, not after the model is downloaded
         if self.model.model is not None:
             download_once(self.model.model)
             dequantize_once(self.model.model)
@@ -325,7 +339,7 @@ class ModelOptions:
 
             where = {"device": self.model.device, "dtype": self.model.dtype}
             if self.model.model is not None:
-                return Engine.load(self.model.model, **where, **options)
+                return Engine.load(self.model.model, adapter=self.model.adapter, **where, **options)
             return Engine.load_shape(self.model.shape or "", **where, seed=self.weights_seed, **options)
 
 

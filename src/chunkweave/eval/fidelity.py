@@ -2,7 +2,7 @@
 
 Full prefill answers each question greedily. Those tokens are fed to every contender, and its next-token distribution
 is compared with full prefill's at each of them; the time to the first token is taken in the same run. Where the data
-set has answers, how likely they are is compared too.
+set has answers, how likely they are is compared too. A model with an adapter can be held against the one without.
 """
 
 import time
@@ -46,6 +46,9 @@ SLICE_TOKENS = 256
 
 HELD = 16
 """Most contenders whose caches of one question are held while full prefill has not had its turn."""
+
+OF_BASE = " of base"
+"""How rows of the model without its adapter end, where the one with it is held against that."""
 
 EXACT = (SLICED, "prefix")
 """Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
@@ -139,6 +142,23 @@ class Task:
     answers: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """The model without the adapter of the one that is measured, and the same questions as that one asks them.
+
+    Its full prefill is what everything is compared with.
+    """
+
+    engine: Engine
+    tasks: Sequence[Task]
+
+
+def judges_of(base: bool) -> dict[str, str]:
+    """The rows that `summarize_fidelity` compares with, with or without a base."""
+    ending = OF_BASE if base else ""
+    return {"reference": REFERENCE + ending, "reused": FULL_REUSE + ending}
+
+
 def make_tasks(
     engine: Engine, examples: Sequence[Example], drawn: Sequence[Example], config: FidelityConfig
 ) -> list[Task]:
@@ -183,6 +203,7 @@ def measure_fidelity(
     methods: Mapping[str, ReuseMethod],
     config: FidelityConfig,
     *,
+    base: Base | None = None,
     exact: int | None = None,
     skip: Callable[[int], bool] = lambda _: False,
     store: StoreConfig | None = None,
@@ -193,29 +214,32 @@ def measure_fidelity(
     Contenders run once uncounted before they are first measured, then alternate, and take turns in going first. What is
     measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
     Each of `also_warm` has a store of its own in memory, with the codec and budget of `store`.
+    With a `base` all are compared with its full prefill. Of the base there are rows of their own: full prefill, in
+    slices too, and full reuse in each way of warming.
     Baselines that ask from another prompt come after the `methods`. They run on tasks that are answered freely; what is
     exact but for arithmetic (`EXACT`) does so on the first `exact` tasks, or on those too. Each is decoded by itself,
     as an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other
     way round.
     """
+    assert base is None or all(a.prompt.token_ids == b.prompt.token_ids for a, b in zip(tasks, base.tasks, strict=True))
+    reference = judges_of(base is not None)["reference"]
+    exactly = {*EXACT, SLICED + OF_BASE}
     with ExitStack() as stack:
-        ways = [_first_way(engine, methods, config)]
-        for warm in config.also_warm:
-            other = stack.enter_context(beside(engine, store))
-            ways.append(_Way(warm, other, _weaves(other, _named_by_way(methods, warm), config)))
+        ways = [] if base is None else _ways_of_base(base, methods, config, store, stack)
+        ways += _ways(engine, tasks, methods, config, store, stack, sliced=base is None)
         labels = [label for way in ways for label in way.labels]
         warmed_up = False
-        for index, task in enumerate(tasks):
+        for index in range(len(tasks)):
             if not skip(index):
                 free, floor = index < config.free, index < (config.free if exact is None else exact)
-                left_out = {*(() if floor else EXACT), *(() if free else config.baselines)}
-                question = _Question(task, config, free=free)
+                left_out = {*(() if floor else exactly), *(() if free else config.baselines)}
+                question = _Question(index, config, reference, free=free)
                 found: dict[str, FidelitySample] = {}
                 for way in ways:
-                    prepare(way.engine, tasks, index, way.warm)
-                    order = _taking_turns([label for label in way.labels if label not in left_out], index)
+                    prepare(way.engine, way.tasks, index, way.warm)
+                    order = _taking_turns([label for label in way.labels if label not in left_out], index, reference)
                     if not warmed_up:
-                        way.run_once(task.prompt, order)
+                        way.run_once(way.tasks[index].prompt, order)
                     found |= question.samples(way, order)
                 warmed_up = True
                 yield {label: found[label] for label in labels if label in found}
@@ -223,12 +247,12 @@ def measure_fidelity(
                 progress(index + 1, len(tasks))
 
 
-def _taking_turns(labels: Sequence[str], index: int) -> list[str]:
-    """Each goes first once in so many tasks as there are; full prefill, if there, is always among the first `HELD`."""
+def _taking_turns(labels: Sequence[str], index: int, reference: str) -> list[str]:
+    """Each goes first once in so many tasks as there are; the `reference`, if there, is among the first `HELD`."""
     turn = index % len(labels)
     order = [*labels[turn:], *labels[:turn]]
-    if REFERENCE in order:
-        place = order.index(REFERENCE)
+    if reference in order:
+        place = order.index(reference)
         order.insert(place % HELD, order.pop(place))
     return order
 
@@ -239,13 +263,14 @@ def _room(config: FidelityConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Who runs over chunks that were computed in one way, in a store of their own.
+    """Who runs over chunks that were computed in one way, in a store of their own; `tasks` are as its model asks them.
 
     `runs` are prefills of a question's prompt, `baselines` ask from another one, both by the names of their rows.
     """
 
     warm: Warmth
     engine: Engine
+    tasks: Sequence[Task]
     runs: Mapping[str, Contender]
     baselines: Mapping[str, PromptBaseline] = field(default_factory=dict)
 
@@ -261,12 +286,42 @@ class _Way:
                 self.runs[label](prompt)
 
 
-def _first_way(engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig) -> _Way:
-    """Full prefill, how far another arithmetic takes it, all methods, and what is asked from another prompt."""
+def _ways(
+    engine: Engine,
+    tasks: Sequence[Task],
+    methods: Mapping[str, ReuseMethod],
+    config: FidelityConfig,
+    store: StoreConfig | None,
+    stack: ExitStack,
+    *,
+    sliced: bool,
+) -> list[_Way]:
+    """All methods and what is asked from another prompt, then the methods in each further way of warming.
+
+    If it is also to run in slices, that is how far another arithmetic takes full prefill.
+    """
     runs = _weaves(engine, {REFERENCE: methods[REFERENCE]}, config)
-    runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
+    if sliced:
+        runs[SLICED] = sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=_room(config))
     runs |= _weaves(engine, {label: method for label, method in methods.items() if label != REFERENCE}, config)
-    return _Way(config.warm, engine, runs, config.baselines)
+    ways = [_Way(config.warm, engine, tasks, runs, config.baselines)]
+    for warm in config.also_warm:
+        other = stack.enter_context(beside(engine, store))
+        ways.append(_Way(warm, other, tasks, _weaves(other, _named_by_way(methods, warm), config)))
+    return ways
+
+
+def _ways_of_base(
+    base: Base,
+    methods: Mapping[str, ReuseMethod],
+    config: FidelityConfig,
+    store: StoreConfig | None,
+    stack: ExitStack,
+) -> list[_Way]:
+    """The base's full prefill and full reuse, under names of their own."""
+    judges = {label: methods[label] for label in (REFERENCE, FULL_REUSE)}
+    ways = _ways(base.engine, base.tasks, judges, config, store, stack, sliced=True)
+    return [replace(way, runs={label + OF_BASE: run for label, run in way.runs.items()}, baselines={}) for way in ways]
 
 
 def _weaves(engine: Engine, methods: Mapping[str, ReuseMethod], config: FidelityConfig) -> dict[str, Contender]:
@@ -306,25 +361,25 @@ class _Ran:
 
 
 class _Question:
-    """One task, and what full prefill says to it once it has run."""
+    """One task, and what the full prefill that is the `reference` says to it once it has run."""
 
-    def __init__(self, task: Task, config: FidelityConfig, *, free: bool) -> None:
-        self._task, self._config, self._free = task, config, free
+    def __init__(self, index: int, config: FidelityConfig, reference: str, *, free: bool) -> None:
+        self._index, self._config, self._reference, self._free = index, config, reference, free
         self._continuation: tuple[int, ...] = ()
         self._expected = torch.empty(0)
 
     def samples(self, way: _Way, order: Sequence[str]) -> dict[str, FidelitySample]:
-        """All of `order`, one after the other; those that come before full prefill wait for what it says."""
+        """All of `order`, one after the other; those that come before the reference wait for what it says."""
         found: dict[str, FidelitySample] = {}
         held: dict[str, _Ran] = {}
         for label in order:
             held[label] = self._run(way, label)
-            if label == REFERENCE:
+            if label == self._reference:
                 full = held[label].prefilled
                 self._continuation = self._decoded(way.engine, full)
-                self._expected = self._behind(way.engine, full, follows=True)[0]
+                self._expected = self._behind(way, full, follows=True)[0]
             if self._continuation:
-                found |= {ran: self._sample(way.engine, ran, one) for ran, one in held.items()}
+                found |= {ran: self._sample(way, ran, one) for ran, one in held.items()}
                 held.clear()
         return found
 
@@ -332,7 +387,7 @@ class _Question:
         return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
 
     def _run(self, way: _Way, label: str) -> _Ran:
-        prompt, baseline = self._task.prompt, way.baselines.get(label)
+        prompt, baseline = way.tasks[self._index].prompt, way.baselines.get(label)
         if baseline is None:
             started = time.perf_counter()
             prefilled = way.runs[label](prompt)
@@ -346,26 +401,26 @@ class _Question:
         final = way.engine.runner.prefill(answer.final_prompt, make_method(REFERENCE), new_tokens=room, capture=False)
         return _Ran(final, answer.report, None, answer.token_ids, baseline.follows_full)
 
-    def _behind(self, engine: Engine, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
+    def _behind(self, way: _Way, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
         """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
 
         Always in one pass of one shape, so that full prefill is not even arithmetic away from itself.
         """
-        answer_ids = self._task.answer_ids
+        answer_ids = way.tasks[self._index].answer_ids
         wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
-        return list(log_probabilities(engine.loaded.model, one, *wanted))
+        return list(log_probabilities(way.engine.loaded.model, one, *wanted))
 
-    def _sample(self, engine: Engine, label: str, one: _Ran) -> FidelitySample:
-        answers, answer_ids = self._task.answers, self._task.answer_ids
+    def _sample(self, way: _Way, label: str, one: _Ran) -> FidelitySample:
+        answers, answer_ids = way.tasks[self._index].answers, way.tasks[self._index].answer_ids
         decoded = one.decoded
         if self._free and decoded is None:
-            decoded = self._continuation if label == REFERENCE else self._decoded(engine, one.prefilled)
-        found = self._behind(engine, one.prefilled, follows=one.follows)
+            decoded = self._continuation if label == self._reference else self._decoded(way.engine, one.prefilled)
+        found = self._behind(way, one.prefilled, follows=one.follows)
         kl: list[float] = []
         agrees: list[bool] = []
         if one.follows:
             kl, agrees = divergence(self._expected, found.pop(0))
-        text = None if decoded is None else answer_text(engine, decoded)
+        text = None if decoded is None else answer_text(way.engine, decoded)
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),

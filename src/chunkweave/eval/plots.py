@@ -19,15 +19,16 @@ def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
     figure, axes = _figure()
     by_name = {row.method: row for row in rows if row.kl is not None and row.speedup is not None}
     lines: dict[str, list[FidelityRow]] = defaultdict(list)
+    floor = next((row for row in by_name.values() if row.method.startswith("full-in-slices")), None)
     for row in by_name.values():
-        if row.method not in ("full", "full-in-slices"):
+        if row.kl and row is not floor:
             lines[row.method.partition("@")[0]].append(row)
     for name, points in lines.items():
         points.sort(key=lambda row: row.recompute_fraction or 0.0)
         kl = [(row.kl or 0.0, row.kl_low or 0.0, row.kl_high or 0.0) for row in points]
         _line(axes, [row.speedup for row in points], kl, name)
-    if "full-in-slices" in by_name:
-        axes.axhline(by_name["full-in-slices"].kl, color="black", linewidth=1, label="noise floor: full in slices")
+    if floor is not None:
+        axes.axhline(floor.kl, color="black", linewidth=1, label="noise floor: full in slices")
     axes.set_yscale("log")
     axes.set_xlabel("first token, times sooner than full prefill (median over questions)")
     axes.set_ylabel("mean KL(full prefill || method), nats")

@@ -319,23 +319,32 @@ class FidelityRow:
 
 
 def summarize_fidelity(
-    samples: Sequence[Mapping[str, FidelitySample]], values: Mapping[str, float | None] | None = None
+    samples: Sequence[Mapping[str, FidelitySample]],
+    values: Mapping[str, float | None] | None = None,
+    *,
+    reference: str = "full",
+    reused: str = "full-reuse",
 ) -> list[FidelityRow]:
     """One row a contender, in the order of the first question's; some are on fewer questions.
 
     `values` has the fitted parameters by row; contenders that have none (None) get a row without anything measured.
+    `reference` is the full prefill that the others are compared with, `reused` the full reuse whose error is all.
     """
     fitted = values or {}
-    measured = [_fidelity_row(label, samples, fitted.get(label)) for label in (samples[0] if samples else ())]
+    judges = reference, reused
+    measured = [_fidelity_row(label, samples, judges, fitted.get(label)) for label in (samples[0] if samples else ())]
     return [*measured, *(FidelityRow(label, 0) for label, value in fitted.items() if value is None)]
 
 
-def _fidelity_row(label: str, samples: Sequence[Mapping[str, FidelitySample]], value: float | None) -> FidelityRow:
+def _fidelity_row(
+    label: str, samples: Sequence[Mapping[str, FidelitySample]], judges: tuple[str, str], value: float | None
+) -> FidelityRow:
+    reference, all_reused = judges
     found = [one for one in samples if label in one]
-    own, full = [one[label] for one in found], [one["full"] for one in found]
+    own, full = [one[label] for one in found], [one[reference] for one in found]
     pairs = list(zip(own, full, strict=True))
     compared = [one for one in own if one.kl]
-    reused = [fmean(one["full-reuse"].kl) for one in found if one[label].kl]
+    reused = [fmean(one[all_reused].kl) for one in found if one[label].kl]
     divergences = [fmean(one.kl) for one in compared]
     kl = mean_interval(divergences) if compared else None
     left = ratio_interval(divergences, reused) if compared and any(reused) else None

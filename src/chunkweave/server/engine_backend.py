@@ -320,4 +320,5 @@ def load_engine(settings: Settings) -> Engine:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
     if model.model is None:
         raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
-    return Engine.load(model.model, device=model.device, dtype=model.dtype, **options)
+    where = {"device": model.device, "dtype": model.dtype}
+    return Engine.load(model.model, adapter=model.adapter, **where, **options)
