@@ -29,10 +29,14 @@ def brought(tmp_path_factory) -> zipfile.ZipFile:
         yield archive
 
 
-def in_git(*folders: str) -> set[str]:
+def in_git(*folders: str, added_soon: bool = True) -> set[str]:
+    """Files as git has them, and those that it does not ignore."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True)
+    others = ["--others", "--exclude-standard"] if added_soon else []
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", *others, *folders], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return set(listed.stdout.splitlines())
 
 
@@ -56,12 +60,11 @@ def test_a_wheel_has_the_package_the_licence_and_what_watches_it(brought: zipfil
 
 
 def test_a_source_distribution_has_all_that_is_in_git(tmp_path: Path):
-    listed = in_git()
     (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
     with tarfile.open(built) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names - listed == {"PKG-INFO"}
-    assert listed - names == set()
+    assert names - in_git() == {"PKG-INFO"}
+    assert in_git(added_soon=False) - names == set()
     assert Path(built).stat().st_size < 20 * _MIB
 
 

@@ -1,6 +1,6 @@
 """`chunkweave bench`: time to first token and loading. `bench quality` is in `quality`."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, table_of
@@ -16,7 +17,8 @@ from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_b
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import bundled_examples, load_dataset
-from chunkweave.eval.results import BenchmarkResult, peak_rss_bytes
+from chunkweave.eval.plots import Picture, require_matplotlib, ttft_figure
+from chunkweave.eval.results import BenchmarkResult, check_writable, peak_rss_bytes, write_text
 from chunkweave.eval.summaries import TtftRow, TtftSample, summarize
 from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.cost import CostModel
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(no_args_is_help=True, help="Measure reuse methods against each other.")
+
+
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", help="Also write a report to this file, to look at in a browser: table, pictures, how run."),
+]
 
 
 class Row(Protocol):
@@ -46,7 +54,8 @@ class BenchmarkRun(Generic[RowT]):
     """One measurement, from what was measured so far to a table and a file, also if it is interrupted.
 
     `summarize` makes one row a contender, of all that is measured by then; `table` shows them, given the result's
-    configuration with what was "auto" in it; `more` is what the result has beside rows; `draw` draws them.
+    configuration with what was "auto" in it; `more` is what the result has beside rows; `draw` draws the rows, as far
+    as pictures are asked for. `html` is where a report of all this goes.
     """
 
     name: str
@@ -56,7 +65,8 @@ class BenchmarkRun(Generic[RowT]):
     summarize: Callable[[], list[RowT]]
     table: Callable[[Sequence[RowT], dict[str, Any]], Table]
     more: Callable[[], dict[str, Any]] = dict
-    draw: Callable[[Sequence[RowT]], None] = lambda _: None
+    draw: Callable[[Sequence[RowT]], Sequence[Picture]] = lambda _: ()
+    html: Path | None = None
 
     def show(self, output: Output, *, complete: bool = True) -> dict[str, Any]:
         """Print the table and draw what is to be drawn; the JSON object that docs/benchmarks.md describes."""
@@ -65,11 +75,16 @@ class BenchmarkRun(Generic[RowT]):
         model, rows = self.engine.loaded.model, self.summarize()
         dtype, threads = str(model.dtype).removeprefix("torch."), torch.get_num_threads()
         config = {**self.config, "device": str(model.device), "dtype": dtype, "threads": threads}
-        output.show(self.table(rows, config))
-        self.draw(rows)
+        table, pictures = self.table(rows, config), self.draw(rows)
+        output.show(table)
+        for picture in pictures:
+            picture.save()
         found = [row.as_dict() for row in rows]
         command, more = options.command_line(), self.more()
-        return BenchmarkResult(self.name, command, self.seed, config, found, more, complete=complete).as_dict()
+        result = BenchmarkResult(self.name, command, self.seed, config, found, more, complete=complete).as_dict()
+        if self.html is not None:
+            write_text(self.html, result_page(result, table, pictures))
+        return result
 
     @contextmanager
     def reported(self, output: Output, samples: Sized) -> Iterator[None]:
@@ -85,6 +100,41 @@ class BenchmarkRun(Generic[RowT]):
         finally:
             if samples:
                 output.finish(self.show(output, complete=complete))
+
+
+def check_pictures(html: Path | None, *pngs: Path | None) -> None:
+    """Find out before a long run whether what is to be drawn of it can be drawn and written.
+
+    Raises:
+        UsageError: a file cannot be written, or matplotlib is not installed.
+    """
+    for path in (html, *pngs):
+        if path is not None:
+            check_writable(path)
+            require_matplotlib()
+
+
+def result_page(result: Mapping[str, Any], table: Table, pictures: Sequence[Picture]) -> str:
+    """A benchmark's result as one HTML file that needs no other: its table as on screen, pictures, how it was run."""
+    from chunkweave.page import asset, render
+
+    def plain(text: object) -> str:
+        return Text.from_markup(str(text or "")).plain
+
+    columns = [list(map(plain, column.cells)) for column in table.columns]
+    ran: dict[str, Any] = {"command": result["command"], "commit": result["commit"], "seed": result["seed"]}
+    return render(
+        "bench.html",
+        css=asset("page.css"),
+        name=result["benchmark"],
+        complete=result["complete"],
+        title=plain(table.title),
+        caption=plain(table.caption),
+        headings=[(plain(column.header), column.justify == "right") for column in table.columns],
+        rows=list(zip(*columns, strict=True)),
+        pictures=[(one.data_url, one.caption) for one in pictures],
+        ran=[ran, result["machine"], result["versions"], result["config"]],
+    )
 
 
 @app.command()
@@ -113,9 +163,11 @@ def ttft(
     questions: Annotated[int, typer.Option(help="Questions that are measured.")] = 10,
     hf_reference: Annotated[bool, typer.Option(help="Measure the Hugging Face forward too.")] = True,
     store: StoreConfig,
+    html: Html = None,
     output: Output,
 ) -> None:
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
+    check_pictures(html)
     model.named()
     model.bound_threads()
     from chunkweave.eval.ttft import TtftConfig, make_workload
@@ -144,12 +196,16 @@ def ttft(
     with model.open(store=store) as engine:
         workload = make_workload(examples, engine, config)
         samples: list[TtftSample] = []
-        with ttft_run(engine, config, origin, samples).reported(output, samples):
+        with ttft_run(engine, config, origin, samples, html).reported(output, samples):
             measure_ttft(engine, workload, config, samples)
 
 
 def ttft_run(
-    engine: "Engine", config: "TtftConfig", origin: dict[str, Any], samples: list[TtftSample]
+    engine: "Engine",
+    config: "TtftConfig",
+    origin: dict[str, Any],
+    samples: list[TtftSample],
+    html: Path | None = None,
 ) -> BenchmarkRun[TtftRow]:
     """Times of all contenders, the reference first."""
 
@@ -166,7 +222,12 @@ def ttft_run(
 
     whole = {**asdict(config), "warm": str(config.warm), **origin}
     table = lambda rows, shown: _ttft_table(rows, shown, engine)  # noqa: E731
-    return BenchmarkRun("ttft", engine, whole, config.seed, lambda: summarize(samples), table, more)
+
+    def draw(rows: Sequence[TtftRow]) -> list[Picture]:
+        about = "Left: times, and how many times sooner than full prefill. Right: where the prompt's tokens came from."
+        return [] if html is None else [Picture(ttft_figure(rows, origin["model"]), about)]
+
+    return BenchmarkRun("ttft", engine, whole, config.seed, lambda: summarize(samples), table, more, draw, html)
 
 
 def measure_ttft(engine: "Engine", workload: "Workload", config: "TtftConfig", samples: list[TtftSample]) -> None:

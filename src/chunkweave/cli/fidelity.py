@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import BenchmarkRun
+from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.cli.quality import WORLDS, generated_examples
@@ -21,7 +21,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.datasets import bundled_examples, digest_of, document_examples, load_dataset, read_text
-from chunkweave.eval.plots import plot_deviations, plot_fidelity
+from chunkweave.eval.plots import Picture, deviations_figure, fidelity_figure
 from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.planning import methods as reuse_methods
@@ -171,12 +171,13 @@ def fidelity(
         Path | None,
         typer.Option("--plot-deviations", help="Draw what --deviations measures into this PNG.", show_default=False),
     ] = None,
+    html: Html = None,
     output: Output,
 ) -> None:
     """How close reuse methods come to full prefill, and how much sooner: your model, your documents, no labels."""
-    for path in (plot, figures, samples):
-        if path is not None:
-            check_writable(path)
+    check_pictures(html, plot, figures)
+    if samples is not None:
+        check_writable(samples)
     if figures is not None and not deviations:
         raise UsageError("--plot-deviations needs --deviations, the number of questions to measure them on")
     if reference is Reference.BASE and (model.model.adapter is None or deviations):
@@ -231,7 +232,8 @@ def fidelity(
             summarize=lambda: summarize_fidelity(found, log.found, **judges_of(base is not None)),
             table=lambda rows, shown: fidelity_table(rows, shown),
             more=lambda: _more(log, strayed),
-            draw=lambda rows: _draw(rows, strayed, plot, figures, _title(whole)),
+            draw=lambda rows: _pictures(rows, strayed, plot, figures, _title(whole), every=html is not None),
+            html=html,
         )
         with run.reported(output, found):
             with progress("warming") as report:
@@ -318,20 +320,28 @@ def _more(log: QuestionLog, strayed: "Sequence[PromptDeviation]") -> dict[str, A
     return {"commits": sorted({commit for commit in log.of("commit") if commit}), **summarize_deviations(strayed)}
 
 
-def _draw(
+def _pictures(
     rows: Sequence[FidelityRow],
     strayed: "Sequence[PromptDeviation]",
     plot: Path | None,
     figures: Path | None,
     title: str,
-) -> None:
+    *,
+    every: bool,
+) -> list[Picture]:
+    """Those that have a file of their own; with `every` all that can be drawn."""
     from chunkweave.eval.deviation import summarize_deviations
 
-    if plot is not None:
-        plot_fidelity(rows, plot, title)
+    drawn = []
+    if every or plot is not None:
+        about = "Divergence from full prefill against how much sooner the first token is; lower right is better."
+        drawn.append(Picture(fidelity_figure(rows, title), about, plot))
     found = summarize_deviations(strayed)
-    if figures is not None and "figures" in found:
-        plot_deviations(found, rows, figures, title)
+    if (every or figures is not None) and "figures" in found:
+        drawn.append(
+            Picture(deviations_figure(found, rows, title), "CacheBlend's Figures 6 to 8, of this model.", figures)
+        )
+    return drawn
 
 
 def _title(config: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import BenchmarkRun
+from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures
 from chunkweave.cli.console import Output, progress, seconds, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import StoreConfig
@@ -18,7 +18,7 @@ from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import check_writable
+from chunkweave.eval.plots import Picture, quality_figure
 from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
 from chunkweave.planning import methods as reuse_methods
 
@@ -114,11 +114,11 @@ def quality(
     deviations: Annotated[int, typer.Option(help="Questions on which KV and attention deviation are measured.")] = 20,
     store: StoreConfig,
     plot: Annotated[Path | None, typer.Option(help="Draw F1 against recompute fraction into this PNG.")] = None,
+    html: Html = None,
     output: Output,
 ) -> None:
     """Answer quality by reuse method: the same questions, the same warm store, paired intervals."""
-    if plot is not None:
-        check_writable(plot)
+    check_pictures(html, plot)
     model.named()
     from chunkweave.eval.quality import QualityConfig
     from chunkweave.eval.warming import Warmth
@@ -150,7 +150,8 @@ def quality(
             summarize=lambda: summarize_quality(samples),
             table=lambda rows, _: _quality_table(rows, title),
             more=lambda: summarize_deviations(strayed),
-            draw=lambda rows: _draw(rows, plot, config),
+            draw=lambda rows: [] if plot is html is None else [_picture(rows, plot, config)],
+            html=html,
         )
         with run.reported(output, samples):
             _measure_quality(engine, config, examples, samples)
@@ -182,12 +183,9 @@ def _measure_deviations(
             strayed.append(one)
 
 
-def _draw(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> None:
-    """F1 against recompute fraction."""
-    if plot is not None:
-        from chunkweave.eval.plots import plot_quality
-
-        plot_quality(rows, plot, f"{rows[0].questions} questions, warm {config.warm}")
+def _picture(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> Picture:
+    figure = quality_figure(rows, f"{rows[0].questions} questions, warm {config.warm}")
+    return Picture(figure, "F1 against the share that is computed again, with 95 % intervals.", plot)
 
 
 def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:

@@ -1,21 +1,83 @@
-"""Pictures of benchmarks' rows. Imports no torch."""
+"""Pictures of benchmarks' rows. Imports no torch, and matplotlib when the first is drawn."""
 
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from chunkweave.errors import UsageError, install_extra
-from chunkweave.eval.summaries import FidelityRow, QualityRow
+from chunkweave.eval.summaries import FidelityRow, QualityRow, TtftRow
 
 
-def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
-    """Mean divergence against speed-up, a line a method from least to most recomputation; a PNG at `path`.
+def require_matplotlib() -> None:
+    """Find out before a long run whether its pictures can be drawn.
 
     Raises:
         UsageError: matplotlib is not installed.
     """
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"plots need matplotlib: {install_extra('bench')}")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawn figure, what it shows in a line, and the PNG that is to be made of it, if one is."""
+
+    figure: Any
+    caption: str
+    png: Path | None = None
+
+    def save(self) -> None:
+        """Write the PNG, if there is to be one."""
+        if self.png is not None:
+            self.figure.savefig(self.png, format="png")
+
+    @property
+    def data_url(self) -> str:
+        """The picture as an SVG within a URL, for a page that needs no other file."""
+        drawn = BytesIO()
+        self.figure.savefig(drawn, format="svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}"
+
+
+def ttft_figure(rows: Sequence[TtftRow], title: str) -> Any:
+    """Time to first token by method, median with 10th and 90th percentile; and where the prompt's tokens came from."""
+    figure, (times, tokens) = _figure(panels=2)
+    names = [row.method for row in rows]
+    medians = [row.ttft_median_s * 1e3 for row in rows]
+    spread = [
+        [(row.ttft_median_s - row.ttft_p10_s) * 1e3 for row in rows],
+        [(row.ttft_p90_s - row.ttft_median_s) * 1e3 for row in rows],
+    ]
+    times.barh(names, medians, xerr=spread, color="#3f8fd6", ecolor="black", capsize=3)
+    times.set(xlabel="time to first token, ms: median, 10th to 90th percentile")
+    for place, row in enumerate(rows):
+        times.annotate(f"{row.speedup:.2f}x", (0, place), xytext=(4, 0), textcoords="offset points", va="center")
+    begun = [0.0] * len(rows)
+    for kind, colour in _TOKEN_COLOURS.items():
+        counts = [getattr(row, f"{kind.replace('-', '_')}_tokens") for row in rows]
+        tokens.barh(names, counts, left=begun, color=colour, label=kind)
+        begun = [start + count for start, count in zip(begun, counts, strict=True)]
+    tokens.set(xlabel="tokens of a prompt, mean")
+    tokens.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=4, fontsize=8, frameon=False)
+    for axes in (times, tokens):
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3, axis="x")
+    figure.suptitle(title)
+    return figure
+
+
+_TOKEN_COLOURS = {"prefix-exact": "#1b7f5c", "reused": "#58b38f", "recomputed": "#d97706", "computed": "#9aa4b2"}
+"""Where tokens come from, in the colours of the page."""
+
+
+def fidelity_figure(rows: Sequence[FidelityRow], title: str) -> Any:
+    """Mean divergence against speed-up, a line a method from least to most recomputation."""
     figure, axes = _figure()
     by_name = {row.method: row for row in rows if row.kl is not None and row.speedup is not None}
     lines: dict[str, list[FidelityRow]] = defaultdict(list)
@@ -35,18 +97,15 @@ def plot_fidelity(rows: Sequence[FidelityRow], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="png")
+    return figure
 
 
-def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path: Path, title: str) -> None:
-    """CacheBlend's Figures 6 to 8 of what `summarize_deviations` found, a PNG at `path`.
+def deviations_figure(found: Mapping[str, Any], rows: Sequence[FidelityRow], title: str) -> Any:
+    """CacheBlend's Figures 6 to 8 of what `summarize_deviations` found.
 
     Left: attention deviation as more tokens are recomputed, with the methods of `rows` at their recompute fractions.
     Middle: how the tokens' KV deviation is distributed on some layers. Right: how far one layer's ranking of the tokens
     holds on another.
-
-    Raises:
-        UsageError: matplotlib is not installed.
     """
     figures, deviation = found["figures"], found["deviation"]
     figure, (left, middle, right) = _figure(panels=3)
@@ -77,7 +136,7 @@ def plot_deviations(found: Mapping[str, Any], rows: Sequence[FidelityRow], path:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _line(axes: Any, across: Sequence[float | None], up: Sequence[tuple[float, float, float]], label: str) -> None:
@@ -87,28 +146,19 @@ def _line(axes: Any, across: Sequence[float | None], up: Sequence[tuple[float, f
 
 
 def _figure(panels: int = 1) -> tuple[Any, Any]:
-    """An empty figure and its axes, those of several panels in a row.
+    """An empty figure and its axes, those of several panels in a row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(f"plots need matplotlib: {install_extra('bench')}") from error
     figure = Figure(figsize=(7.2 if panels == 1 else 4.8 * panels, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, panels)
 
 
-def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals; a PNG at `path`.
+def quality_figure(rows: Sequence[QualityRow], title: str) -> Any:
+    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals.
 
     Full prefill and prompt baselines, which have no such fraction, are horizontal.
-
-    Raises:
-        UsageError: matplotlib is not installed.
     """
     figure, axes = _figure()
     lines: dict[str, list[QualityRow]] = defaultdict(list)
@@ -131,4 +181,4 @@ def plot_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="png")
+    return figure

@@ -1,4 +1,4 @@
-"""What people look at in a browser: the server's page, and one answer as a file. No network, no build step.
+"""What people look at in a browser: the server's page, and answers and benchmarks as files. No network, no build step.
 
 `views` turns reports into what is drawn, `render` fills the templates. htmx (static/htmx.min.js, 2.0.11, Zero-Clause
 BSD) fetches and swaps pieces of the server's page.
