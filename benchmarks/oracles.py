@@ -8,13 +8,17 @@ each way of `--warm`, some reused KV (of some tokens, on some layers, keys or va
 question and the continuation are computed over that in one pass, as they are over full prefill's KV, and compared. No
 method can do that: it says where wrong KV does harm. Two kinds of rows replace nothing: those that recompute tokens
 which an oracle has chosen, over the reused KV as a method would, and the method `query`.
+
+Beside the ways of `bench fidelity --warm` there are `opening:N`, behind the first N tokens of all prompts (1: what a
+BOS token would be), and `neighbour`, behind the instruction and the passage before it in the same document.
+`corrections.py` and `drafts.py` ask the same questions.
 """
 
 import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -26,26 +30,31 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.neutral import neutral_id
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.cli.console import progress
 from chunkweave.cli.fidelity import PromptOptions, measured_with
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
+from chunkweave.errors import UsageError
+from chunkweave.eval.contenders import make_contenders
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.decoding import decode_greedily
 from chunkweave.eval.deviation import kv_deviation, question_attention, reused_positions
 from chunkweave.eval.fidelity import FidelityConfig, Task, divergence, log_probabilities, make_tasks
 from chunkweave.eval.results import BenchmarkResult, QuestionLog, check_writable, write_json
 from chunkweave.eval.scores import mean_interval, ratio_interval
-from chunkweave.eval.warming import Warmth
+from chunkweave.eval.warming import Warmth, prefill_and_store
 from chunkweave.fusion.rows import flags_of
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod, make_method, one_pass, prefer_neutral, reuse_every_hit
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
-from chunkweave.types import Geometry
+from chunkweave.store.records import segment_id
+from chunkweave.types import Chunk, Geometry
 
 WAYS = ("alone", "instruction", "neutral")
 BUDGETS = (0.05, 0.15)
@@ -57,7 +66,9 @@ FIRST = 4
 HEADS = (0.1, 0.33)
 """Shares of all heads of all layers that are replaced together."""
 READ = "attention x deviation"
-GROUPS = ("selection", "layers", "sides", "heads", "kinds", "places")
+CALIBRATED = "query:whole:late:stored"
+"""What calibration chooses for SmolLM2 over chunks computed behind neutral passages."""
+GROUPS = ("selection", "layers", "sides", "heads", "kinds", "places", "ways")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +176,11 @@ def recomputing(oracle: Oracle) -> Iterator[tuple[str, ReuseMethod]]:
             yield at_budget(f"{name}, recomputed", share), Chosen(tokens.nonzero()[:, 0].tolist())
 
 
+def calibrated(share: float) -> ReuseMethod:
+    """`CALIBRATED` at one recompute ratio."""
+    return next(iter(make_contenders((f"{CALIBRATED}@{share!r}",)).values()))
+
+
 def both(group: str, name: str, rows: torch.Tensor) -> Variant:
     """Keys and values of the same rows."""
     return Variant(group, name, rows, rows)
@@ -259,18 +275,36 @@ def by_place(oracle: Oracle, prompt: Prompt, holds_answer: Callable[[tuple[int, 
         yield both("places", name, mask.expand(layers, -1))
 
 
+class Judged:
+    """One task, and what full prefill says of it: its cache, its own answer, what it expects along that."""
+
+    def __init__(self, engine: Engine, task: Task, new_tokens: int) -> None:
+        self.task = task
+        self.full = engine.runner.prefill(task.prompt, make_method("full"), new_tokens=new_tokens, capture=False)
+        self.continuation = decode_greedily(engine, [self.full], new_tokens)[0].token_ids
+        self._expected = expected_behind(engine.loaded.model, self.full, self.continuation)
+
+    def compared(self, found: torch.Tensor) -> dict[str, float]:
+        """Mean divergence of distributions `[tokens, vocab]` along the answer, and top-1 agreement."""
+        kl, agrees = divergence(self._expected, found)
+        return {"kl": fmean(kl), "agreement": fmean(agrees)}
+
+    def over(self, engine: Engine, one: Prefilled) -> dict[str, float]:
+        """The same of a finished cache, the question computed anew over it."""
+        return self.compared(expected_behind(engine.loaded.model, one, self.continuation))
+
+
 class Question:
-    """One task: what full prefill says of it, and every variant over one way to compute its chunks."""
+    """Every variant of one task over one way to compute its chunks."""
 
     def __init__(self, engine: Engine, task: Task, new_tokens: int, groups: Sequence[str] = GROUPS) -> None:
         self._task = task
         self._groups = groups
-        self._full = engine.runner.prefill(task.prompt, make_method("full"), new_tokens=new_tokens, capture=False)
-        self._continuation = decode_greedily(engine, [self._full], new_tokens)[0].token_ids
-        self._expected = expected_behind(engine.loaded.model, self._full, self._continuation)
+        self._judged = Judged(engine, task, new_tokens)
+        self._full = self._judged.full
         self._attention = question_attention(self._full, engine.loaded.model)
 
-    def measured(self, engine: Engine) -> list[dict[str, Any]]:
+    def measured(self, _way: str, engine: Engine) -> list[dict[str, Any]]:
         """Of every variant the mean divergence along the continuation, top-1 agreement, and the share of KV replaced.
 
         Of a method the share is its recompute fraction.
@@ -283,12 +317,20 @@ class Question:
         for one in self._variants(oracle, engine, reused):
             share = sum(float(rows.sum()) / (rows[0, 0].numel() * 2 * cells) for rows in (one.keys, one.values))
             changed = replaced(self._full, reused, one.keys, one.values)
-            found.append({"group": one.group, "variant": one.name, "share": share, **self._compared(engine, changed)})
-        for name, method in recomputing(oracle) if "selection" in self._groups else ():
+            named = {"group": one.group, "variant": one.name, "share": share}
+            found.append({**named, **self._judged.over(engine, changed)})
+        for group, name, method in self._methods(oracle):
             woven = runner.prefill(prompt, method, capture=False)
             share = woven.recompute_work / cells
-            found.append({"group": "selection", "variant": name, "share": share, **self._compared(engine, woven)})
+            found.append({"group": group, "variant": name, "share": share, **self._judged.over(engine, woven)})
         return found
+
+    def _methods(self, oracle: Oracle) -> Iterator[tuple[str, str, ReuseMethod]]:
+        """What recomputes, with its group and name; `ways` has the calibrated `query` over each way's chunks."""
+        if "selection" in self._groups:
+            yield from (("selection", *one) for one in recomputing(oracle))
+        if "ways" in self._groups:
+            yield from (("ways", at_budget(f"`{CALIBRATED}`", share), calibrated(share)) for share in BUDGETS)
 
     def _variants(self, oracle: Oracle, engine: Engine, reused: Prefilled) -> Iterator[Variant]:
         """Nothing replaced, everything, and what belongs to the groups that are asked for."""
@@ -308,11 +350,6 @@ class Question:
             oracle, self._task.prompt, lambda ids: any(answer in tokenizer.decode(ids) for answer in answers)
         )
 
-    def _compared(self, engine: Engine, one: Prefilled) -> dict[str, float]:
-        found = expected_behind(engine.loaded.model, one, self._continuation)
-        kl, agrees = divergence(self._expected, found)
-        return {"kl": fmean(kl), "agreement": fmean(agrees)}
-
 
 def summarize(
     ways: Sequence[str], questions: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
@@ -320,18 +357,24 @@ def summarize(
     """One row a variant and way, means over questions with bootstrap intervals.
 
     `left` is of full reuse's divergence over chunks computed in the first way, `of_own` over chunks computed in this
-    one; both paired by question.
+    one, `of_plain` that of the variant that it names as `plain`; all paired by question. What else was measured comes
+    as a mean.
     """
     rows = []
     for way in ways:
+        names = [one["variant"] for one in questions[0][way]]
         for place, first in enumerate(questions[0][way]):
             own = [question[way][place] for question in questions]
             kl = [one["kl"] for one in own]
             row = {"chunks": way, "group": first["group"], "variant": first["variant"], "questions": len(own)}
-            row["share"] = fmean(one["share"] for one in own)
+            others = [key for key in first if key not in (*row, "kl", "agreement", "plain")]
+            row |= {key: fmean(one[key] for one in own) for key in others}
             intervals = {"kl": mean_interval(kl), "agreement": mean_interval([one["agreement"] for one in own])}
-            for name, reference in (("left", ways[0]), ("of_own", way)):
-                intervals[name] = ratio_interval(kl, [question[reference][0]["kl"] for question in questions])
+            references = {"left": (ways[0], 0), "of_own": (way, 0)}
+            if "plain" in first:
+                references["of_plain"] = (way, names.index(first["plain"]))
+            for name, (of, at) in references.items():
+                intervals[name] = ratio_interval(kl, [question[of][at]["kl"] for question in questions])
             for name, interval in intervals.items():
                 row |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
             rows.append(row)
@@ -341,7 +384,9 @@ def summarize(
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
     """One table a group of variants, all ways side by side."""
     groups = dict.fromkeys(row["group"] for row in result["rows"])
-    return {f"oracle-{group}": markdown_table(*_table(result["rows"], group)) for group in groups}
+    made = {group: _table(result["rows"], group) for group in groups if group != "ways"}
+    made |= {"ways": _ways_table(result["rows"])} if "ways" in groups else {}
+    return {f"oracle-{group}": markdown_table(*table) for group, table in made.items()}
 
 
 def _table(rows: Sequence[Mapping[str, Any]], group: str) -> tuple[list[str], list[list[str]]]:
@@ -355,16 +400,33 @@ def _table(rows: Sequence[Mapping[str, Any]], group: str) -> tuple[list[str], li
         own = [found[variant, way] for way in ways]
         cells.append([variant, f"{own[0]['share']:.1%}"])
         for row in own:
-            cells[-1].append(f"{row[share]:.0%}")
-            cells[-1].append(f"{row[f'{share}_low']:.0%}..{row[f'{share}_high']:.0%}")
-            cells[-1].append(f"{row['agreement']:.1%}")
+            cells[-1] += left_cells(row, share)
     return " | ".join(heads).split(" | "), cells
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
+def _ways_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """What chunks were computed behind, a line each: what full reuse leaves, and the calibrated `query`."""
+    shown = ("nothing", *(at_budget(f"`{CALIBRATED}`", share) for share in BUDGETS))
+    found = {(row["variant"], row["chunks"]): row for row in rows}
+    heads = ["chunks computed", "KL of full reuse"]
+    heads += [head for name in ("full reuse", *shown[1:]) for head in (f"{name}: left", "95 %", "top-1")]
+    cells = []
+    for way in dict.fromkeys(row["chunks"] for row in rows):
+        own = [found[name, way] for name in shown]
+        cells.append([way, f"{own[0]['kl']:.4f}", *(cell for row in own for cell in left_cells(row, "left"))])
+    return heads, cells
+
+
+def left_cells(row: Mapping[str, Any], what: str) -> list[str]:
+    """A share of some divergence with its interval, and top-1 agreement."""
+    interval = f"{row[f'{what}_low']:.0%}..{row[f'{what}_high']:.0%}"
+    return [f"{row[what]:.0%}", interval, f"{row['agreement']:.1%}"]
+
+
+def show(rows: Sequence[Mapping[str, Any]], made: Callable[..., tuple[list[str], list[list[str]]]] = _table) -> None:
     """The same tables on the terminal."""
     for group in dict.fromkeys(row["group"] for row in rows):
-        heads, cells = _table(rows, group)
+        heads, cells = made(rows, group)
         table = Table(title=group)
         for place, title in enumerate(heads):
             table.add_column(title, justify="right" if place else "left")
@@ -373,42 +435,124 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         Console(width=160).print(table)
 
 
-def measure(
-    engines: Mapping[str, Engine],
-    tasks: Sequence[Task],
-    log: QuestionLog,
-    new_tokens: int,
-    groups: Sequence[str] = GROUPS,
-) -> None:
-    """Measure every question that is not in the log."""
-    with progress("measuring") as report:
-        for index, task in enumerate(tasks):
-            if index not in log:
-                question = Question(next(iter(engines.values())), task, new_tokens, groups)
-                found = {}
-                for way, engine in engines.items():
-                    Warmth.parse(way).prepare(engine, task.prompt)
-                    found[way] = question.measured(engine)
-                log.add(index, {"ways": found})
-            report(index + 1, len(tasks))
+Measure = Callable[[str, Engine], list[dict[str, Any]]]
+"""What is measured of one question over chunks computed in a way, in that way's engine: a record a variant."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print tables, write JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """What all of these benchmarks work with: a model, an engine for each way to compute chunks, and the questions.
+
+    On `others` something may be fitted beforehand. `passages` are the data set's, by document and number.
+    """
+
+    arguments: argparse.Namespace
+    engines: Mapping[str, Engine]
+    tasks: Sequence[Task]
+    others: Sequence[Task]
+    passages: Mapping[str, Chunk]
+    log: QuestionLog
+
+    @property
+    def first(self) -> Engine:
+        return next(iter(self.engines.values()))
+
+    def prepare(self, way: str, task: Task) -> Engine:
+        """The engine of a way, with the task's chunks in its store as they are computed in that way."""
+        engine, before = self.engines[way], self._before(way, task.prompt)
+        if before is None:
+            Warmth.parse(way).prepare(engine, task.prompt)
+            return engine
+        stored = [part for part in task.prompt.parts if part.id is not None]
+        with engine.store.lease(engine.store.lookup(task.prompt)):
+            for part in stored:
+                request = Prompt((*before(part), part))
+                if segment_id(part.id, request.contexts()[-1]) not in engine.store:
+                    prefill_and_store(engine, request)
+        return engine
+
+    def _before(self, way: str, prompt: Prompt) -> Callable[[PromptPart], tuple[PromptPart, ...]] | None:
+        """What comes before each part in the ways that only these benchmarks have; None in all others."""
+        name, _, count = way.partition(":")
+        opening = tuple(part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM))
+        first = self._dropped([token for part in opening for token in part.token_ids][: int(count or 0)])
+        makers = {
+            "opening": lambda _: (first,),
+            "neighbour": lambda part: (*opening, self._neighbour(part)),
+        }
+        start = tuple(part for part in opening if part.kind is PartKind.START)
+        if name not in makers:
+            return None
+        return lambda part: makers[name](part) if part.kind is PartKind.CHUNK else start
+
+    def _neighbour(self, part: PromptPart) -> PromptPart:
+        """The passage before a chunk in its document; the one behind it if it is the first."""
+        document, _, number = part.source.rpartition("#")
+        other = f"{document}#{int(number) - 1 if int(number) else 1}" if number.isdecimal() else ""
+        if other not in self.passages:
+            raise UsageError(f"{part.source!r} has no neighbour in the data set")
+        return self._dropped(self.first.builder.chunk_part(self.passages[other]).token_ids)
+
+    def _dropped(self, ids: Sequence[int]) -> PromptPart:
+        """Tokens that a chunk is computed behind and that are in no prompt; so methods take what stands behind them."""
+        own = neutral_id(chunk_id(self.first.loaded.fingerprint, "", tuple(ids)))
+        return PromptPart(PartKind.CHUNK, tuple(ids), own)
+
+    def measure(self, ask: Callable[[Engine, Task], Measure]) -> None:
+        """Measure every question that is not in the log. `ask` gets the first engine, before anything is prepared."""
+        with progress("measuring") as report:
+            for index, task in enumerate(self.tasks):
+                if index not in self.log:
+                    measured = ask(self.first, task)
+                    self.log.add(index, {"ways": {way: measured(way, self.prepare(way, task)) for way in self.engines}})
+                report(index + 1, len(self.tasks))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all that was measured."""
+        return summarize(list(self.engines), self.log.of("ways"))
+
+    def write(self, script: str, argv: Sequence[str] | None) -> None:
+        """The result file, if one is asked for."""
+        asked = self.arguments
+        if asked.out is None:
+            return
+        about = asked.dataset.name if asked.dataset is not None else "bundled documents"
+        settings = settings_of(asked) | {"dataset": about}
+        settings["computed_in"] = str(self.first.loaded.model.dtype).removeprefix("torch.")
+        more = {"commits": sorted({one for one in self.log.of("commit") if one})}
+        command = shlex.join(["python", f"benchmarks/{script}.py", *(sys.argv[1:] if argv is None else argv)])
+        write_json(asked.out, BenchmarkResult(script, command, asked.seed, settings, self.rows(), more).as_dict())
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
+    return {name: str(value) for name, value in vars(arguments).items() if name not in ("samples", "out")}
+
+
+def arguments_of(
+    argv: Sequence[str] | None, document: str, groups: Sequence[str], ways: Sequence[str] = WAYS, *, fit: int = 0
+) -> argparse.Namespace:
+    """The command line that these benchmarks have; with `--fit` for one that fits something on other questions."""
+    parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--warm", default=",".join(WAYS), help="ways to compute chunks; the first is the reference")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="of variants; all if left out")
+    parser.add_argument("--warm", default=",".join(ways), help="ways to compute chunks; the first is the reference")
+    parser.add_argument("--groups", nargs="+", choices=groups, default=groups, help="of variants; all if left out")
+    if fit:
+        parser.add_argument("--fit", type=int, default=fit, help="other questions, on which something is fitted")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=Path, help="keep finished questions there, and go on from them")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def opened(arguments: argparse.Namespace, others: int = 0) -> Iterator[Bench]:
+    """The model and the questions, `others` more of them to fit on."""
     for path in (arguments.samples, arguments.out):
         if path is not None:
             check_writable(path)
@@ -419,21 +563,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(Engine.load(arguments.model, dtype=arguments.dtype))
         beside = [stack.enter_context(Engine(first.loaded)) for _ in ways[1:]]
-        every, drawn = asked.examples(first, arguments.seed, 0)
+        every, drawn = asked.examples(first, arguments.seed, others)
         tasks = make_tasks(first, every, drawn, config)
-        settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("samples", "out")}
-        log = QuestionLog(arguments.samples, {**settings, **measured_with(first, drawn)})
+        log = QuestionLog(arguments.samples, {**settings_of(arguments), **measured_with(first, drawn)})
         if log.found is None:
             log.begin({})
-        measure(dict(zip(ways, [first, *beside], strict=True)), tasks, log, arguments.new_tokens, arguments.groups)
-        dtype = str(first.loaded.model.dtype).removeprefix("torch.")
-    rows = summarize(ways, log.of("ways"))
-    show(rows)
-    if arguments.out is not None:
-        settings |= {"dataset": asked.about, "computed_in": dtype}
-        more = {"commits": sorted({one for one in log.of("commit") if one})}
-        command = shlex.join(["python", "benchmarks/oracles.py", *(sys.argv[1:] if argv is None else argv)])
-        write_json(arguments.out, BenchmarkResult("oracles", command, arguments.seed, settings, rows, more).as_dict())
+        engines = dict(zip(ways, [first, *beside], strict=True))
+        count = arguments.questions
+        yield Bench(arguments, engines, tasks[:count], tasks[count:], passages_of(every), log)
+
+
+def passages_of(examples: Sequence[Example]) -> dict[str, Chunk]:
+    return {chunk.source: chunk for example in examples for chunk in example.chunks}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print tables, write JSON."""
+    arguments = arguments_of(argv, __doc__ or "", GROUPS)
+    with opened(arguments) as bench:
+        bench.measure(lambda engine, task: Question(engine, task, arguments.new_tokens, arguments.groups).measured)
+        show(bench.rows())
+        bench.write("oracles", argv)
 
 
 if __name__ == "__main__":
