@@ -204,8 +204,9 @@ class AttentionKernel(StrEnum):
     """What computes attention."""
 
     AUTO = "auto"
-    """Our Triton kernel on CUDA where it runs, else PyTorch's."""
+    """Our Triton kernel on CUDA, oneDNN on CPUs with bfloat16 products and no AMX; PyTorch's where neither runs."""
     TRITON = "triton"
+    ONEDNN = "onednn"
     SDPA = "sdpa"
 
     @classmethod
@@ -229,7 +230,7 @@ class ComputeConfig:
     CUDA graph and replayed, so that it costs one launch instead of hundreds.
     """
 
-    attention: AttentionKernel = setting(AttentionKernel.AUTO, "What computes attention: auto, triton or sdpa.")
+    attention: AttentionKernel = setting(AttentionKernel.AUTO, "What computes attention: auto, triton, onednn or sdpa.")
     decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.")
     pinned_bytes: int = setting(
         4 * GIB,

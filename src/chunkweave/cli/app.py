@@ -29,9 +29,9 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-_SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+_SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "192", "LRU_CACHE_CAPACITY": "192"}
 """On CPUs oneDNN compiles each bfloat16 product anew for every number of tokens, and it and PyTorch keep 1024 of them
-each: some 700 MB of a server whose prompts are of all lengths. So many are a step's own and those of decoding.
+each: some 700 MB of a server whose prompts are of all lengths. So many are those of a step, attention and decoding.
 """
 
 

@@ -5,7 +5,8 @@ queries end in a run of consecutive positions that begins near the start, the ru
 are sorted by position and cut into blocks; a block reads keys only up to its last position, so that little beyond the
 visible half is computed. The query heads that share a key head become rows of one query block: on CPUs that is up to a
 fifth faster than SDPA's own grouped-query path, whose blocks of few scattered queries are too small for its matrix
-kernels. Rejected: plain matmul and softmax (faster still in bfloat16 on CPUs, but it rounds the scores to bfloat16).
+kernels. Rejected: plain matmul and softmax, which rounds the scores to bfloat16; on CPUs `onednn_attention` is faster
+without that.
 
 SDPA knows neither capped scores nor sinks. Where a model has them, scores and softmax are written out in float32.
 """
@@ -85,6 +86,14 @@ class ScatteredQueries:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def where(self) -> Sequence[int]:
+        """The positions for the host; asks the device if nobody has told."""
+        if self._where is None:
+            where: list[int] = self.positions.tolist()
+            self._where = where
+        return self._where
+
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: ScoreRule = PLAIN_SCORES
     ) -> torch.Tensor:
@@ -111,7 +120,7 @@ class ScatteredQueries:
 
     def _cut(self, *, runs: bool = True) -> tuple[list[QueryBlock], tuple[int, int] | None]:
         """The blocks of queries, and the causal run behind them: its first query and the positions before it."""
-        where: Sequence[int] = self.positions.tolist() if self._where is None else self._where
+        where = self.where
         window = self.window if where and self.window is not None and where[-1] >= self.window else None
         runs = runs and self.hidden is None and window is None
         first = _causal_from(where) if runs else len(where)
@@ -289,27 +298,55 @@ class SdpaAttention:
 def make_attention(
     kernel: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
 ) -> FlatAttention:
-    """The Triton kernel where it runs, is asked for or is best, else PyTorch's.
+    """The kernel that is asked for, or the best one that runs here, else PyTorch's.
 
-    `auto` takes it on CUDA if Triton is there, the model's shape fits, and a few scattered queries come out as they
-    should; a kernel that does not work here costs a warning, never an answer.
+    `auto` takes Triton on CUDA and oneDNN on CPUs that are faster with it, if the model's shape fits and a few
+    scattered queries come out as they should; a kernel that does not work here costs a warning, never an answer.
 
     Raises:
-        UsageError: Triton was asked for and cannot be had; the message says why.
+        UsageError: a kernel was asked for and cannot be had; the message says why.
     """
-    if kernel == AttentionKernel.SDPA or (kernel == AttentionKernel.AUTO and device.type != "cuda"):
+    if kernel == AttentionKernel.AUTO:
+        kernel = _best_kernel(dtype, device)
+        if kernel != AttentionKernel.SDPA:
+            attention, problem = _kernel_or_problem(kernel, geometry, dtype, device)
+            if attention is not None:
+                return attention
+            logger.warning("attention falls back to PyTorch's: %s", problem)
         return SdpaAttention()
-    problem: str | None = "Triton is not installed"
-    if find_spec("triton") is not None:
-        from chunkweave.models.triton_attention import TritonAttention, unsupported_reason
+    attention, problem = _kernel_or_problem(kernel, geometry, dtype, device)
+    if attention is None:
+        raise UsageError(f"the {kernel} kernel was asked for, but {problem}; use attention='sdpa'")
+    return attention
 
-        problem = unsupported_reason(geometry, dtype=dtype, device=device)
-        if problem is None:
-            return TritonAttention()
+
+def _best_kernel(dtype: torch.dtype, device: torch.device) -> AttentionKernel:
+    if device.type == "cuda":
+        return AttentionKernel.TRITON
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        from chunkweave.models.onednn_attention import worth_it
+
+        return AttentionKernel.ONEDNN if worth_it() else AttentionKernel.SDPA
+    return AttentionKernel.SDPA
+
+
+def _kernel_or_problem(
+    kernel: AttentionKernel, geometry: Geometry, dtype: torch.dtype, device: torch.device
+) -> tuple[FlatAttention | None, str | None]:
+    """The kernel, or None and why it does not run here."""
+    if kernel == AttentionKernel.ONEDNN:
+        from chunkweave.models import onednn_attention
+
+        problem = onednn_attention.unsupported_reason(geometry, dtype=dtype, device=device)
+        return (onednn_attention.OneDnnAttention(), None) if problem is None else (None, problem)
     if kernel == AttentionKernel.TRITON:
-        raise UsageError(f"the Triton kernel was asked for, but {problem}; use attention='sdpa'")
-    logger.warning("attention falls back to PyTorch's: %s", problem)
-    return SdpaAttention()
+        if find_spec("triton") is None:
+            return None, "Triton is not installed"
+        from chunkweave.models import triton_attention
+
+        problem = triton_attention.unsupported_reason(geometry, dtype=dtype, device=device)
+        return (triton_attention.TritonAttention(), None) if problem is None else (None, problem)
+    return SdpaAttention(), None
 
 
 class Ranks:
