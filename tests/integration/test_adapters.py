@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chunkweave import Engine
-from chunkweave.config import StoreConfig
+from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
 from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, bundled_adapters, read_adapter
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.calibration import CALIBRATION_FILE, read_records
 from chunkweave.server.engine_backend import EngineBackend, load_engine
 from chunkweave.server.settings import resolve
+from chunkweave.server.vllm_backend.prepare import chooser_for
 from chunkweave.testing import toy_model
 from tests.integration.adapter_files import LINEAR, write_adapter
 from tests.integration.command_line import invoke
@@ -351,8 +352,12 @@ def test_a_calibration_record_is_that_of_base_or_adapter_and_lies_beside_it(base
         assert (
             engine.generate("Who?", ["One.", "Two."], max_new_tokens=1, quality="balanced").report.why == "calibrated"
         )
+    before_vllm = {"method": None, "quality": None, "reuse": ReuseConfig(), "dtype": "float32"}
+    assert chooser_for(str(base), adapter=read_adapter(adapters[0]), **before_vllm).record == record
     shutil.copy(adapters[0] / CALIBRATION_FILE, base)
     shutil.copy(adapters[0] / CALIBRATION_FILE, adapters[1])
     for other in (None, adapters[1]):
         with Engine.load(base, adapter=other, dtype="float32") as engine:
             assert engine.calibration is None
+        lora = None if other is None else read_adapter(other)
+        assert chooser_for(str(base), adapter=lora, **before_vllm).record is None

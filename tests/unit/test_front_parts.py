@@ -15,6 +15,7 @@ import pytest
 
 from chunkweave.config import Backend
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.models.adapters import Adapter, read_adapter
 from chunkweave.server.settings import FleetSettings, resolve
 from chunkweave.server.vllm_backend.fleet import labelled
 from chunkweave.server.vllm_backend.process import VllmFlags
@@ -37,6 +38,64 @@ def test_flags_go_to_vllm_as_they_are():
     assert transfer["kv_connector_extra_config"] == {"host_budget": "1GiB"}
     assert command[command.index("--served-model-name") + 1] == "some/model"
     assert (flags.value("--dtype"), flags.value("--max_model_len", "--max-model-len")) == ("float32", "1024")
+
+
+def adapter(folder: Path, **config: object) -> Adapter:
+    """One as far as flags look at it."""
+    folder.mkdir(exist_ok=True)
+    given = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    return read_adapter(folder)
+
+
+def test_an_adapter_is_a_model_of_its_own_beside_the_one_without_it(tmp_path):
+    mine = adapter(tmp_path / "mine")
+    for flags, rank in (((), "8"), (("--max-lora-rank", "64"), "64")):
+        made = VllmFlags("some/model", flags, mine)
+        command = list(made.command(8001, {}))
+        assert made.name == "some/model+mine"
+        assert command[command.index("--served-model-name") + 1] == "some/model"
+        assert command.count("--served-model-name") == command.count("--max-lora-rank") == 1
+        assert command[command.index("--max-lora-rank") + 1] == rank
+        module = json.loads(command[command.index("--lora-modules") + 1])
+        path = str((tmp_path / "mine").resolve())
+        assert module == {"name": "some/model+mine", "path": path, "base_model_name": "some/model"}
+        assert "--enable-lora" in command
+    wide = VllmFlags("m", (), adapter(tmp_path / "mine", rank_pattern={"q_proj": 17})).command(8001, {})
+    assert wide[list(wide).index("--max-lora-rank") + 1] == "32"
+
+
+def test_the_name_that_is_given_is_that_of_model_and_adapter(tmp_path):
+    mine = adapter(tmp_path / "mine")
+    for flags in (
+        ("--served-model-name", "nicer", "--dtype", "float32"),
+        ("--dtype", "float32", "--served_model_name=nicer"),
+    ):
+        made = VllmFlags("some/model", flags, mine)
+        command = list(made.command(8001, {}))
+        assert made.name == json.loads(command[command.index("--lora-modules") + 1])["name"] == "nicer"
+        assert command[command.index("--served-model-name") + 1] == "some/model"
+        assert "--served_model_name=nicer" not in command
+        assert command[command.index("--dtype") + 1] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        (("--lora-modules", "a=b"), {}, "either --adapter or"),
+        (("--served-model-name", "a", "b"), {}, "give one --served-model-name"),
+        ((), {"r": 513}, "rank 512 at most"),
+    ],
+)
+def test_what_does_not_go_with_an_adapter_is_refused(tmp_path, flags, config, message):
+    with pytest.raises(UsageError, match=message):
+        VllmFlags("m", flags, adapter(tmp_path / "mine", **config))
+
+
+def test_an_adapter_is_not_for_servers_that_run_already():
+    with pytest.raises(UsageError, match="give those of upstream --lora-modules"):
+        resolve({"adapter": "mine", "upstream": ("http://a:1",)}, {}, backend=Backend.VLLM)
 
 
 def test_a_folder_is_served_by_its_name_alone(tmp_path):

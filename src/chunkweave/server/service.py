@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError
+from chunkweave.models.adapters import read_adapter
 from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.server.answering import Answering
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
@@ -58,13 +59,15 @@ def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] 
     """The backend that settings name. `model` and `vllm_flags` are what vLLM is given on its command line.
 
     Raises:
+        ModelError: an adapter that is not there, or cannot be used.
         UsageError: a flag that vLLM cannot be given here.
     """
     if settings.model.backend is BackendName.VLLM:
         from chunkweave.server.vllm_backend.backend import VllmBackend
         from chunkweave.server.vllm_backend.process import VllmFlags
 
-        return VllmBackend(settings, VllmFlags(model, (*settings.vllm_flags, *vllm_flags)))
+        adapter = None if settings.model.adapter is None else read_adapter(settings.model.adapter)
+        return VllmBackend(settings, VllmFlags(model, (*settings.vllm_flags, *vllm_flags), adapter))
     from chunkweave.server.engine_backend import EngineBackend
 
     return EngineBackend(settings)

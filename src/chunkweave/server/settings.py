@@ -229,6 +229,8 @@ class Settings:
             checked_method(self.requests.method)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
+        if self.model.adapter is not None and self.fleet.upstream:
+            raise UsageError("adapter is for vLLM servers that are started here: give those of upstream --lora-modules")
 
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: what is not as it is there by default. Secrets are in its environment."""

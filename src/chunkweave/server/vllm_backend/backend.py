@@ -61,7 +61,8 @@ class VllmBackend:
     def __init__(self, settings: Settings, flags: VllmFlags, *, tokenizer: TextTokenizer | None = None) -> None:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
-        self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag)
+        model = None if flags.adapter is None else self.name  # vLLM itself would take the model without it
+        self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag, model=model)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
         self.fleet: Fleet | None = None
@@ -289,6 +290,7 @@ class VllmBackend:
             quality=usual.quality,
             reuse=settings.reuse,
             dtype=self._flags.value("--dtype"),
+            adapter=self._flags.adapter,
         )
         return PromptPreparer(
             tokenizer,

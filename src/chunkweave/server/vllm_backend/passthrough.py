@@ -53,11 +53,13 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 class Passthrough:
     """Hands requests to the least loaded server."""
 
-    def __init__(self, fleet: Callable[[], Fleet], document_tag: str = "") -> None:
+    def __init__(self, fleet: Callable[[], Fleet], document_tag: str = "", *, model: str | None = None) -> None:
         """`fleet` is called for each request: it raises `HttpError` while there is none.
 
-        Requests with a `document_tag` in a text are the server's too.
+        Requests with a `document_tag` in a text are the server's too. Completion requests that name no model get
+        `model`, or vLLM's own choice.
         """
+        self._model = model
         self._document_tag = document_tag
         self.router = APIRouter()
         self.router.add_api_route("/{path:path}", self._any, methods=_METHODS)
@@ -70,7 +72,7 @@ class Passthrough:
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
         say_that_nothing_was_named()
-        salted = _salted(request.url.path, raw, body, tenant)
+        salted = self._completed(request.url.path, raw, body, tenant)
         return PassedThrough(self._fleet(), request, salted, also=NOTHING_NAMED)
 
     def _marked(self, body: dict[str, Any]) -> bool:
@@ -86,7 +88,19 @@ class Passthrough:
             raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
         raw = await request.body()
         body = _parsed(raw) if path.startswith("/v1/") and raw else None
-        return PassedThrough(self._fleet(), request, _salted(path, raw, body, tenant))
+        return PassedThrough(self._fleet(), request, self._completed(path, raw, body, tenant))
+
+    def _completed(self, path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
+        """A completion request with the tenant's own salt in the place of its own, and with a model; else as it came."""
+        if body is None or path not in SALTED:
+            return raw
+        given = body.get("cache_salt") or ""
+        added: dict[str, Any] = {}
+        if not tenant.anonymous and isinstance(given, str):
+            added["cache_salt"] = tenant.salt(given)
+        if self._model is not None and not body.get("model"):
+            added["model"] = self._model
+        return json.dumps({**body, **added}).encode() if added else raw
 
 
 def _refuse_other_paths(path: str) -> None:
@@ -125,14 +139,6 @@ def _texts(value: Any, levels: int = 5) -> Iterator[str]:
     elif isinstance(value, dict | list) and levels:
         for one in value.values() if isinstance(value, dict) else value:
             yield from _texts(one, levels - 1)
-
-
-def _salted(path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
-    """A body with the tenant's own salt in the place of the one that it gives; as it came if there are no tenants."""
-    given = "" if body is None else body.get("cache_salt") or ""
-    if body is None or tenant.anonymous or path not in SALTED or not isinstance(given, str):
-        return raw
-    return json.dumps({**body, "cache_salt": tenant.salt(given)}).encode()
 
 
 class PassedThrough(Response):

@@ -15,6 +15,7 @@ from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
+from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import models_folder
 from chunkweave.models.hub import hub_folder
 from chunkweave.ordering.arrangement import Promotion
@@ -196,23 +197,32 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
 
 
 def chooser_for(
-    source: str, *, method: str | None, quality: str | None, reuse: ReuseConfig, dtype: str | None
+    source: str,
+    *,
+    method: str | None,
+    quality: str | None,
+    reuse: ReuseConfig,
+    dtype: str | None,
+    adapter: Adapter | None = None,
 ) -> MethodChooser:
     """What chooses methods: what the operator says, and the calibration record beside the model, or a shipped one.
 
-    A record is that of weights and dtype: weights are read only if there is a record to compare with.
+    With an adapter it is the record beside that. A record is that of weights and dtype: weights are read only if there
+    is a record to compare with.
 
     Raises:
         UsageError: a quality without a record.
     """
-    record = _calibration(Path(source), dtype)
-    chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, f"chunkweave calibrate {source}")
+    record = _calibration(Path(source), dtype, adapter)
+    how = f"chunkweave calibrate {source}" + ("" if adapter is None else f" --adapter {adapter.folder}")
+    chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, how)
     chooser.choose_usual()
     return chooser
 
 
-def _calibration(folder: Path, dtype: str | None) -> CalibrationRecord | None:
-    if not (folder / CALIBRATION_FILE).is_file() and folder.parent != models_folder():
+def _calibration(folder: Path, dtype: str | None, adapter: Adapter | None) -> CalibrationRecord | None:
+    home = folder if adapter is None else adapter.folder
+    if not (home / CALIBRATION_FILE).is_file() and (adapter is not None or folder.parent != models_folder()):
         return None
     from transformers import AutoConfig
 
@@ -220,4 +230,5 @@ def _calibration(folder: Path, dtype: str | None) -> CalibrationRecord | None:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     meant = dtype if dtype not in (None, "auto") else str(getattr(config, "dtype", None) or "float32")
-    return stored_calibration(None, folder, fingerprint_folder(folder, config, str(meant).removeprefix("torch.")))
+    key = "" if adapter is None else adapter.key
+    return stored_calibration(None, home, fingerprint_folder(folder, config, str(meant).removeprefix("torch."), key))

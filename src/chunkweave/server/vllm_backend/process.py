@@ -17,7 +17,9 @@ from typing import Any
 
 import httpx
 
+from chunkweave.config import adapted_name
 from chunkweave.errors import ModelError, UsageError
+from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import checkpoint_folder
 
 logger = logging.getLogger(__name__)
@@ -39,16 +41,24 @@ _REFUSED = {
 }
 
 
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `--max-lora-rank` may be."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmFlags:
     """A model and the flags that go to vLLM as they are.
 
+    vLLM serves an `adapter` as a model of its own, under the name that clients ask for; the model without it keeps the
+    name that it has without one.
+
     Raises:
-        UsageError: a flag that this server has to set itself.
+        UsageError: a flag that this server has to set itself, or flags or ranks that an adapter cannot have.
     """
 
     model: str
     flags: tuple[str, ...] = ()
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         for flag in self.flags:
@@ -57,6 +67,14 @@ class VllmFlags:
                 raise UsageError(f"{name} cannot be given to vLLM here: {_REFUSED[name]}")
         if self.flags and not self.flags[0].startswith("-"):
             raise UsageError(f"{self.flags[0]!r} is no flag of vLLM: give the model first, then flags")
+        if self.adapter is None:
+            return
+        if self.given("--lora-modules"):
+            raise UsageError("give either --adapter or vLLM's --lora-modules")
+        if self.adapter.settings.highest_rank > _LORA_RANKS[-1]:
+            raise UsageError(f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, not as {self.adapter.name}")
+        if len(self.flags) - len(self._unnamed) > 2:
+            raise UsageError("with --adapter give one --served-model-name: it is that of model and adapter")
 
     def value(self, *names: str) -> str | None:
         """The value that a flag has, by any of its names, the last one given counting; None if it is not given."""
@@ -83,11 +101,39 @@ class VllmFlags:
 
     @property
     def name(self) -> str:
-        """What clients call the model; never a path."""
+        """What clients call the model, with its adapter if it has one; never a path."""
         served = self.value("--served-model-name")
         if served is not None:
             return served
+        return adapted_name(self._own_name, None if self.adapter is None else self.adapter.folder)
+
+    @property
+    def _own_name(self) -> str:
         return Path(self.model).name if Path(self.model).exists() else self.model
+
+    @property
+    def _unnamed(self) -> tuple[str, ...]:
+        """The flags without what the model is to be called."""
+        kept: list[str] = []
+        naming = False
+        for flag in self.flags:
+            if flag.startswith("-"):
+                naming = flag.partition("=")[0].replace("_", "-") == "--served-model-name"
+            if not naming:
+                kept.append(flag)
+        return tuple(kept)
+
+    def _adapting(self) -> list[str]:
+        """What has vLLM serve model and adapter under two names."""
+        if self.adapter is None:
+            return []
+        name, path = self.name, str(self.adapter.folder.resolve())
+        module = {"name": name, "path": path, "base_model_name": self._own_name}
+        flags = ["--served-model-name", self._own_name, "--enable-lora", "--lora-modules", json.dumps(module)]
+        if not self.given("--max-lora-rank"):
+            rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter.settings.highest_rank)
+            flags += ["--max-lora-rank", str(rank)]
+        return flags
 
     @property
     def tokenizer(self) -> str:
@@ -100,9 +146,10 @@ class VllmFlags:
         `python -m`: the `vllm` command of the CPU wheel fails.
         """
         transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": dict(connector)}
-        command = [sys.executable, "-m", SERVER, "--model", self.source, *self.flags]
+        flags = self.flags if self.adapter is None else (*self._unnamed, *self._adapting())
+        command = [sys.executable, "-m", SERVER, "--model", self.source, *flags]
         command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-        if not self.given("--served-model-name"):
+        if self.adapter is None and not self.given("--served-model-name"):
             command += ["--served-model-name", self.name]
         if not self.given("--use-tqdm-on-load", "--no-use-tqdm-on-load"):
             command += ["--no-use-tqdm-on-load"]  # its lines go to a log
