@@ -91,7 +91,7 @@ class Passthrough:
         return PassedThrough(self._fleet(), request, self._completed(path, raw, body, tenant))
 
     def _completed(self, path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
-        """A completion request with the tenant's own salt in the place of its own, and with a model; else as it came."""
+        """A completion request with the tenant's own salt in the place of its own, and a model; else as it came."""
         if body is None or path not in SALTED:
             return raw
         given = body.get("cache_salt") or ""
