@@ -12,6 +12,7 @@ DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
 TRITON_VENV := .venv-triton
+CHART_VENV := .venv-chart
 CLIENTS_VENV := .venv-clients
 AUDIT_VENV := .venv-audit
 DOCS_VENV := .venv-docs
@@ -21,7 +22,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
+.PHONY: help demo test test-triton test-chart test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ test: ## Fresh .venv-test, then linters, type check and all tests that need no s
 
 test-triton: $(TRITON_VENV)/.installed ## The attention kernel in Triton's interpreter, on the CPU
 	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest tests/triton
+
+test-chart: $(CHART_VENV)/.installed ## The Helm chart, linted and rendered by Helm's library, against Kubernetes' schemas
+	$(CHART_VENV)/bin/python -m pytest tests/chart
 
 test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(AT_ONCE)
@@ -101,7 +105,7 @@ prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come t
 		--out docs/results/sustained-own.json --update-docs docs/benchmarks.md
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -119,10 +123,14 @@ $(TEST_VENV)/.installed: pyproject.toml
 
 # Triton over what .venv-test has. Not in there: it is large, and nothing but its interpreter is of use without a GPU.
 $(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
-	$(call make_venv,$(TRITON_VENV))
-	$(TEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> $$($(TRITON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test-venv.pth
+	$(call make_venv_over_tests,$(TRITON_VENV))
 	$(TRITON_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps '$(shell sed -n "s/^ *\"\(triton>=[^;]*\);.*/\1/p" pyproject.toml)'
+	touch $@
+
+# Helm as a library (it is large) and Kubernetes' schemas, over what .venv-test has.
+$(CHART_VENV)/.installed: $(TEST_VENV)/.installed
+	$(call make_venv_over_tests,$(CHART_VENV))
+	$(CHART_VENV)/bin/python -m pip install $(PIP_ARGS) 'helm-python-sdk>=0.2,<0.3' 'kubernetes-validate>=1.34'
 	touch $@
 
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
@@ -165,4 +173,10 @@ define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "chunkweave needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 $(PYTHON) -m venv $(1)
+endef
+
+define make_venv_over_tests
+$(call make_venv,$(1))
+$(TEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test-venv.pth
 endef
