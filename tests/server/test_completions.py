@@ -276,6 +276,21 @@ def test_what_the_engine_does_not_support_is_refused_by_name(client: Client, doc
         assert "--backend vllm" in error["message"]
 
 
+FROM_A_ROUTER = {"ignore_eos": False, "skip_special_tokens": True, "include_reasoning": True, "no_stop_trim": False}
+
+
+def test_fields_that_say_what_holds_without_them_change_nothing(client: Client):
+    """vLLM's router (0.1.17) writes these into every chat request."""
+    assert client.ask(documents=[FERRY], **FROM_A_ROUTER).status_code == 200
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("name", FROM_A_ROUTER)
+def test_but_another_value_of_them_is_refused(client: Client, name: str):
+    refused = client.ask(documents=[FERRY], **(FROM_A_ROUTER | {name: not FROM_A_ROUTER[name]}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 @pytest.mark.backend("vllm")
 @pytest.mark.parametrize(
     "body",

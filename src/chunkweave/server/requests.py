@@ -1,6 +1,6 @@
 """The bodies of requests, the same for both backends: what is read, what is refused, and in which words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -36,6 +36,29 @@ _VLLM_ONLY = (
     "return_token_ids",
 )
 """Fields that the engine backend takes only with the values that they have when left out."""
+
+_VLLM_USUAL: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "ignore_eos": False,
+    "include_reasoning": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "no_stop_trim": False,
+    "repetition_penalty": 1.0,
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "store": False,
+    "stream_reasoning": True,
+    "use_beam_search": False,
+}
+"""Further fields of vLLM's, SGLang's and OpenAI's with what they are when left out. vLLM's router writes many of them
+into every request; so said they change nothing here.
+"""
 
 _MOST_STOPS = 4
 
@@ -261,9 +284,14 @@ class CompletionBody(Body):
         """Fields, given with a value that means something, that our own engine does not take."""
         typed = [name for name in _VLLM_ONLY if name in type(self).model_fields]
         return [
-            *(self.model_extra or {}),
+            *(name for name, value in (self.model_extra or {}).items() if not _as_left_out(name, value)),
             *(name for name in typed if getattr(self, name) != type(self).model_fields[name].default),
         ]
+
+
+def _as_left_out(name: str, value: Any) -> bool:
+    """Whether a field of vLLM's is given with the value that it has when left out."""
+    return name in _VLLM_USUAL and value == _VLLM_USUAL[name]
 
 
 class ChatBody(CompletionBody):
