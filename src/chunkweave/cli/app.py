@@ -10,6 +10,7 @@ from rich.markup import escape
 
 import chunkweave
 from chunkweave.cli import bench, cache, corpus, running_server
+from chunkweave.cli.adapt import adapt
 from chunkweave.cli.ask import ask
 from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
 from chunkweave.cli.calibrate import calibrate
@@ -69,7 +70,7 @@ app.command(rich_help_panel=_SERVE)(running_server.status)
 app.command(rich_help_panel=_KEEP)(ingest)
 for measuring in (profile, advise, simulate, analyze):
     app.command(rich_help_panel=_MEASURE)(measuring)
-for about_models in (models, calibrate):
+for about_models in (models, calibrate, adapt):
     app.command(rich_help_panel=_MODELS)(about_models)
 bench.app.command()(quality)
 bench.app.command()(fidelity)

@@ -235,26 +235,25 @@ def document_examples(
     return examples
 
 
+def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
+    """For each sentence of 10 to 40 words a question that gives its first half, and the second half."""
+    for sentence in _SENTENCE_END.split(text):
+        words = sentence.split()
+        if len(words) in _SENTENCE_WORDS:
+            half = len(words) // 2
+            beginning = " ".join(words[:half])
+            yield f'How does this sentence of the passages go on: "{beginning} ..."', " ".join(words[half:])
+
+
 def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
     """`count` questions for sentences, the rest of each sentence, and the place of its chunk."""
-    whole = [
-        (words, place)
-        for place, chunk in enumerate(chunks)
-        for sentence in _SENTENCE_END.split(chunk.text)
-        if len(words := sentence.split()) in _SENTENCE_WORDS
-    ]
+    whole = [(*asked, place) for place, chunk in enumerate(chunks) for asked in sentence_questions(chunk.text)]
     if len(whole) < count:
         raise UsageError(
             f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are to be asked for; give more "
             "documents, fewer questions, or questions of your own"
         )
-    for words, place in rng.sample(whole, count):
-        half = len(words) // 2
-        yield (
-            f'How does this sentence of the passages go on: "{" ".join(words[:half])} ..."',
-            " ".join(words[half:]),
-            place,
-        )
+    yield from rng.sample(whole, count)
 
 
 class PromptMaker:

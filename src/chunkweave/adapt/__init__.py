@@ -1,0 +1,1 @@
+"""Teaching a model to read reused chunks: low-rank adapters, distilled from the model itself."""
