@@ -174,12 +174,12 @@ class Distiller:
         A checkpoint is written at each look, and when the caller stops early.
         """
         kept = [self._lesson(held_out.prompt(index)) for index in range(self._config.held_out_prompts)]
-        if not self._looks:
-            yield self._progress(0.0, self._look(kept, None))
         recent: list[float] = []
         total_s, begun, before = self._config.minutes * 60.0, time.monotonic(), self._elapsed_s
         looked_at = before
         try:
+            if not self._looks:
+                yield self._progress(0.0, self._look(kept, None))
             while self._elapsed_s < total_s and not self._nothing_gained:
                 recent = [*recent[-19:], self._learn(source, total_s)]
                 self._elapsed_s = before + time.monotonic() - begun
@@ -188,9 +188,9 @@ class Distiller:
                     look, looked_at = self._look(kept, loss), self._elapsed_s
                     self._save_checkpoint()
                 yield self._progress(loss, look)
-        finally:
             if self._step > self._looks[-1].step:
-                self._look(kept, sum(recent) / len(recent))
+                self._look(kept, sum(recent) / len(recent) if recent else None)
+        finally:
             self._save_checkpoint()
 
     @property
