@@ -419,6 +419,43 @@ def test_the_workers_report_is_the_answers(side):
     assert side.finished(request)[1] == {"chunkweave": {"method": "epic"}}
 
 
+def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
+    """A prompt that comes again is found whole, and nothing of it is woven anew; it is no exact prefix for that."""
+    stored_chunks(side, 0, 2, exact=False)
+    first = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    woven(side, first)
+    report = {
+        "method": "cacheblend",
+        "prompt_tokens": 131,
+        "prefix_exact_tokens": 0,
+        "reused_tokens": 60,
+        "recomputed_tokens": 10,
+        "computed_tokens": 61,
+        "local_tokens": 0,
+        "recomputed": list(range(91, 101)),
+        "kv_sources": {"reused": [[1, 41], [91, 121]], "computed": [[0, 1], [41, 91], [121, 131]]},
+    }
+    side.note(StepResults(reports={"a": report}), {"a"})
+    assert side.finished(first)[1]["chunkweave"] == report
+
+    again = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="b", ids=[*IDS, 7, 8])
+    side.add(again)
+    side.matched(again, 128)
+    side.allocated(again, FakeBlocks(), 0)
+    found = side.finished(again)[1]["chunkweave"]
+    changed = {"prompt_tokens": 133, "computed_tokens": 63, "local_tokens": 128, "hits": {"vllm": 120}}
+    sources = {"reused": [[1, 41], [91, 121]], "computed": [[0, 1], [41, 91], [121, 133]]}
+    assert found == {**report, **changed, "kv_sources": sources}
+
+    computed = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="c")
+    side.add(computed)
+    side.matched(computed, 0)
+    side.finished(computed)  # its blocks had left the cache, and vLLM computed all of them
+    side.add(again)
+    side.matched(again, 128)
+    assert side.finished(again)[1]["chunkweave"]["method"] == "prefix"
+
+
 def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
     stored_chunks(side, 0)
     running, arrived = FakeRequest(CHUNKS), FakeRequest(CHUNKS, name="b")

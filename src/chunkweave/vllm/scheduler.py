@@ -6,7 +6,7 @@ tier too, a request with chunks that the mirror lacks waits until the workers ha
 """
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -31,6 +31,9 @@ from chunkweave.vllm.store_events import StoredMirror
 
 logger = logging.getLogger("vllm.chunkweave")
 
+
+_REMEMBERED = 4096
+"""Woven prompts whose reports are kept for requests that find their blocks in vLLM's own cache: some kilobytes each."""
 
 PLACED_PER_COMPUTED = 32
 """As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
@@ -248,6 +251,8 @@ class ConnectorScheduler:
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
+        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """Of woven blocks in vLLM's own cache, by their salt."""
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take the scheduler's block bookkeeping, from which block ids are read, before the first request."""
@@ -373,6 +378,8 @@ class ConnectorScheduler:
             tracked = self._requests[request_id]
             if tracked.report is None:  # later ones, after preemption, are of the rest only
                 tracked.report = results.reports[request_id]
+                if not tracked.exact_method:
+                    self._remember(tracked.request.salt, tracked.report)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, object] | None]:
         """A request ended, whichever way; its weave is cancelled.
@@ -389,11 +396,30 @@ class ConnectorScheduler:
             self._orders.cancelled.append(request.request_id)
         elif tracked.saving:
             self._orders.held.append(request.request_id)
-        tokens = len(tracked.request.prompt)
-        unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - tracked.local}
-        if tracked.unstored:
-            unwoven["why"] = f"{tracked.request.method}: nothing stored yet"
-        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or unwoven}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or self._unreported(tracked)}
+
+    def _unreported(self, tracked: _Tracked) -> dict[str, object]:
+        """The report of a request that no worker wove: vLLM computed it, or found it woven in its own cache."""
+        request, local = tracked.request, tracked.local
+        tokens = len(request.prompt)
+        if tracked.behind_exact:
+            self._reports.pop(request.salt, None)
+        elif (woven := self._reports.get(request.salt)) is not None:
+            parts_stop = tracked.parts[-1].span.stop
+            found = sum(max(0, min(part.span.stop, local) - part.span.start) for part in tracked.parts)
+            by_source = {name: _until(spans, parts_stop) for name, spans in woven["kv_sources"].items()}
+            by_source["computed"] = [*by_source.get("computed", []), [parts_stop, tokens]]
+            more = tokens - int(woven["prompt_tokens"])
+            counts = {"prompt_tokens": tokens, "computed_tokens": int(woven["computed_tokens"]) + more}
+            return {**woven, **counts, "local_tokens": local, "kv_sources": by_source, "hits": {"vllm": found}}
+        unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - local}
+        return {**unwoven, "why": f"{request.method}: nothing stored yet"} if tracked.unstored else unwoven
+
+    def _remember(self, salt: str, report: dict[str, Any]) -> None:
+        self._reports[salt] = report
+        self._reports.move_to_end(salt)
+        if len(self._reports) > _REMEMBERED:
+            self._reports.popitem(last=False)
 
     def _key(self, request: Any) -> str:
         """The fingerprint, with the adapter's key if the request names one."""
@@ -475,3 +501,8 @@ class ConnectorScheduler:
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)
+
+
+def _until(spans: Iterable[Sequence[int]], stop: int) -> list[list[int]]:
+    """What of spans lies before `stop`."""
+    return [[first, min(last, stop)] for first, last in spans if first < stop]
