@@ -13,6 +13,7 @@ import torch
 from starlette.testclient import TestClient
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
+from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import Backend as BackendName
 from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.server.app import create_app
@@ -56,9 +57,14 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
     """A server before servers that run already."""
     if fakes and fakes[0].report_to:
         values["report_socket"] = fakes[0].report_to
+    template = values.pop("chat_template", None)
     flags = {"upstream": tuple(fake.url for fake in fakes), **values}
     settings = resolve(flags, {}, backend=BackendName.VLLM).settings
-    return Service(settings, VllmBackend(settings, VllmFlags(name), tokenizer=bundled_tokenizer()), keys or KeyRing())
+    tokenizer = bundled_tokenizer()
+    if template is not None:
+        tokenizer = HuggingFaceTokenizer(tokenizer._tokenizer)
+        tokenizer._tokenizer.chat_template = template
+    return Service(settings, VllmBackend(settings, VllmFlags(name), tokenizer=tokenizer), keys or KeyRing())
 
 
 class Client(TestClient):

@@ -26,12 +26,15 @@ class FakeVllm:
     """Answers `max_tokens` tokens, the piece ` w<number>` each, and reports what its store would have reused.
 
     `behave` may answer in its place; `cached` tokens it says that it found in its own cache; `gate` holds answers back
-    until it is set; `break_after` tokens it drops the connection.
+    until it is set; `break_after` tokens it drops the connection. With `parses` it takes what it has answered for a
+    call of a tool once that has as many tokens, and what comes before for text.
     """
 
     report_to: str | None = None
     behave: Behave | None = None
     break_after: int | None = None
+    parses: int | None = None
+    parsed: list[dict[str, Any]] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
     paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     aborted: int = 0
@@ -75,6 +78,7 @@ class FakeVllm:
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions/derender", self._parse, methods=["POST"]),
                 Route("/{path:path}", self._other, methods=["GET", "POST"]),
             ]
         )
@@ -104,6 +108,25 @@ class FakeVllm:
             return JSONResponse({"error": {"message": "no such thing", "code": 404}}, 404)
         text = body.decode(errors="replace")
         return JSONResponse({"path": request.url.path, "query": request.url.query, "body": text})
+
+    async def _parse(self, request: Request) -> Response:
+        body = await request.json()
+        if self.parses is None or not body:
+            return JSONResponse({"error": {"message": "disabled or nothing"}}, 403 if self.parses is None else 400)
+        self.parsed.append(body)
+        streams = body.get("stream", False)
+        before = (body.get("stream_state") or {}).get("output_token_ids", [])
+        (choice,) = (body["generate_chunk"] if streams else body["generate_response"])["choices"]
+        new = choice["token_ids"]
+        text = "".join(f" w{token - 600}" for token in new if len(before) + 1 + new.index(token) < self.parses)
+        function = {"name": "get_time", "arguments": '{"town": "Halvik"}'}
+        calls = len(before) < self.parses <= len(before) + len(new)
+        tools = [{"id": "call-1", "type": "function", "function": function}] if calls else []
+        if not streams:
+            return JSONResponse({"choices": [{"message": {"role": "assistant", "content": text, "tool_calls": tools}}]})
+        delta = {"content": text or None, "tool_calls": [{**tools[0], "index": 0}] if tools else None, "role": None}
+        state = {"output_token_ids": [*before, *new], "tools_streamed": len(before) + len(new) >= self.parses}
+        return JSONResponse({"chunk": {"choices": [{"delta": delta}]}, "stream_state": state})
 
     async def _complete(self, request: Request) -> Response:
         try:
@@ -170,13 +193,14 @@ class FakeVllm:
 
 
 def _event(body: dict[str, Any], index: int, number: int, *, last: bool) -> bytes:
-    choice: dict[str, Any] = {"index": index, "text": f" w{number}", "finish_reason": "length" if last else None}
+    ends = "stop" if body.get("min_p") == 0 else "length"
+    choice: dict[str, Any] = {"index": index, "text": f" w{number}", "finish_reason": ends if last else None}
     choice["token_ids"] = [600 + number]
     if body.get("logprobs") is not None:
-        top = {f" w{number}": -0.1, " x": -2.5}
+        top = {f" w{number}": -3.5, " x": -0.1, " y": -2.5}
         choice["logprobs"] = {
             "tokens": [f" w{number}"],
-            "token_logprobs": [-0.1],
+            "token_logprobs": [-3.5],
             "top_logprobs": [top],
             "text_offset": [0],
         }

@@ -238,7 +238,8 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message"),
         ({"messages": [{"role": "user", "content": "x"}] * 2}, "earlier turns"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "last message"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "earlier turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ],
 )
@@ -255,7 +256,7 @@ def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"n": 2}, "n"),

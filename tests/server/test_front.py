@@ -8,6 +8,7 @@ import openai
 import pytest
 from starlette.responses import JSONResponse
 
+from tests.chat_tools import TEMPLATE, TOOL, called, said
 from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, running_front
@@ -99,10 +100,17 @@ def test_plain_completions_with_documents_and_several_answers(front):
 
 
 def test_log_probabilities_of_a_chat_look_like_a_chats(front):
-    told = front.ask(documents=DOCUMENTS, logprobs=True, top_logprobs=1).json()
+    told = front.ask(documents=DOCUMENTS, logprobs=True, top_logprobs=2).json()
     first = told["choices"][0]["logprobs"]["content"][0]
-    assert (first["token"], first["logprob"], first["bytes"]) == (" w0", -0.1, [32, 119, 48])
-    assert [one["token"] for one in first["top_logprobs"]] == [" w0"]
+    assert (first["token"], first["logprob"], first["bytes"]) == (" w0", -3.5, [32, 119, 48])
+    assert [one["token"] for one in first["top_logprobs"]] == [" x", " y"], "the likeliest, of which it is none"
+
+
+@pytest.mark.parametrize("front", [{"shadow_every": 1}], indirect=True)
+def test_a_completion_has_no_more_alternatives_than_it_asked_for(front):
+    body = {"prompt": "When?", "documents": DOCUMENTS, "max_tokens": 1, "logprobs": 1, "chunkweave": WEAVE}
+    logprobs = front.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{" w0": -3.5, " x": -0.1}]
 
 
 def test_openais_client(front):
@@ -140,7 +148,10 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({"documents": ["a"], "tools": [{"type": "function"}]}, "not supported with documents or chunkweave: tools"),
+        ({"documents": ["a"], "tools": [TOOL]}, "tools need --enable-auto-tool-choice"),
+        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "none"}, "no place for tools"),
+        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "required"}, "auto or none"),
+        ({"documents": ["a"], "truncate_prompt_tokens": 9}, "chunkweave: truncate_prompt_tokens"),
         ({"documents": [""]}, "documents[0] is empty"),
         ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
         ({"documents": ["a"], "chunkweave": {"methd": "full"}}, "unknown fields"),
@@ -157,6 +168,132 @@ def test_wrong_requests_are_refused_in_openais_form(front, vllm, body, told):
     assert 400 <= refused.status_code < 500
     assert told in refused.json()["error"]["message"]
     assert not vllm.seen
+
+
+def test_an_answer_that_ends_with_no_token_is_told_no_stop_tokens(front, vllm):
+    front.ask(documents=DOCUMENTS)
+    front.ask(documents=DOCUMENTS, ignore_eos=True, stop_token_ids=[7])
+    assert [bool(sent["stop_token_ids"]) for sent in vllm.seen] == [True, True]
+    assert vllm.seen[1]["stop_token_ids"] == [7]
+
+
+def test_an_adapters_chunks_are_not_expected_where_anothers_are(two):
+    """The adapter is part of what routes go by, as of the plug-in's keys."""
+    front, one, other = two
+    front.ask(documents=DOCUMENTS, model="ada")
+    mirrors = [replica.contents for replica in front.service.backend.fleet.replicas]
+    builder = front.service.backend.context.preparer.builder
+    assert sum(mirror.tokens > 0 for mirror in mirrors) == 1
+    prompt = builder.build("When?", DOCUMENTS)
+    path = [part.id for part in prompt.parts if part.id is not None]
+    sizes = [len(part) for part in prompt.parts if part.id is not None]
+    assert [mirror.cached_tokens(path, sizes, weaves=True) for mirror in mirrors] == [0, 0]
+    assert {sent["model"] for sent in (*one.seen, *other.seen)} == {"ada"}
+
+
+@pytest.fixture
+def with_tools(tmp_path):
+    """vLLM that parses, and a front whose chat template has a place for tools."""
+    with (
+        FakeVllm(str(tmp_path / "reports"), parses=3) as vllm,
+        running_front(vllm, chat_template=TEMPLATE) as front,
+    ):
+        yield front, vllm
+
+
+def rendered(front, sent) -> str:
+    tokenizer = front.service.backend.context.preparer.tokenizer
+    return tokenizer._tokenizer.decode(sent["prompt"])
+
+
+def test_tools_are_rendered_and_their_calls_parsed_by_vllm(with_tools):
+    front, vllm = with_tools
+    told = front.ask(documents=DOCUMENTS, tools=[TOOL], parallel_tool_calls=False, min_p=0).json()
+    (choice,) = told["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["id"], call["type"], call["function"]["name"]) == ("call-1", "function", "get_time")
+    assert choice["message"]["content"] == " w0 w1"
+    assert choice["finish_reason"] == "tool_calls"
+    assert told["chunkweave"]["chunks"]
+    assert '"name": "get_time"' in rendered(front, vllm.seen[0]).partition(DOCUMENTS[0])[0]
+    (parsed,) = vllm.parsed
+    assert parsed["chat_request"]["tools"] == [TOOL]
+    assert parsed["chat_request"]["parallel_tool_calls"] is False
+    assert parsed["generate_response"]["prompt_token_ids"] == vllm.seen[0]["prompt"]
+
+
+def test_calls_come_in_streams_as_they_are_parsed(with_tools):
+    front, vllm = with_tools
+    body = {"documents": DOCUMENTS, "tools": [TOOL], "min_p": 0, "n": 2, "logprobs": True}
+    events = front.events(**body)
+    for index in (0, 1):
+        of_choice = [one["choices"][0] for one in events if one["choices"][0]["index"] == index]
+        deltas = [choice["delta"] for choice in of_choice]
+        assert "".join(delta.get("content", "") for delta in deltas) == " w0 w1"
+        (calls,) = (delta["tool_calls"] for delta in deltas if "tool_calls" in delta)
+        assert calls[0]["function"]["arguments"] == '{"town": "Halvik"}'
+        assert None not in calls[0].values()
+        assert [choice["finish_reason"] for choice in of_choice if choice["finish_reason"]] == ["tool_calls"]
+        assert sum(len(choice["logprobs"]["content"]) for choice in of_choice if choice["logprobs"]) == 4
+    assert "chunkweave" in events[-1]
+    states = [one["stream_state"] for one in vllm.parsed]
+    assert states.count(None) == 2, "each choice has a state of its own"
+
+
+def test_without_a_choice_nothing_is_parsed_and_without_tools_neither(with_tools):
+    front, vllm = with_tools
+    front.ask(documents=DOCUMENTS, tools=[TOOL], tool_choice="none")
+    front.ask(documents=DOCUMENTS)
+    assert not vllm.parsed
+    assert ["# Tools" in rendered(front, sent) for sent in vllm.seen] == [True, False]
+    refused = front.ask(documents=DOCUMENTS, tools=[TOOL], stop=["x"])
+    assert "stop cannot be given with tools" in refused.json()["error"]["message"]
+
+
+def test_what_tools_said_stands_behind_the_question(with_tools):
+    front, vllm = with_tools
+    question = {"role": "user", "content": "What time is it in Halvik?"}
+    exchange = [called('{"town": "Halvik</s>"}'), said("Noon.</s>")]
+    front.ask(documents=DOCUMENTS, tools=[TOOL], messages=[question, *exchange])
+    text = rendered(front, vllm.seen[0])
+    head, _, behind = text.partition("What time is it in Halvik?")
+    assert DOCUMENTS[1] in head
+    assert behind == (
+        '</s>\n<|assistant|>\n<tool_call>{"name": "get_time", "arguments": {"town": "Halvik</s>"}}</tool_call></s>\n'
+        "<|user|>\n<said>Noon.</s></said></s>\n<|assistant|>\n"
+    )
+    stops = vllm.seen[0]["prompt"].count(front.service.backend.context.preparer.tokenizer._tokenizer.eos_token_id)
+    assert stops == text.count("</s>") - 2, "what a tool says ends no turn"
+
+    more = [{"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And in Lune?"}]
+    front.ask(documents=DOCUMENTS, tools=[TOOL], messages=[question, *exchange, *more])
+    text = rendered(front, vllm.seen[1])
+    assert text.index("What time") < text.index("It is noon.") < text.index(DOCUMENTS[0]) < text.index("And in Lune?")
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([said("Noon.")], "earlier turns"),
+        ([called("7"), said("Noon.")], "no JSON object"),
+        ([called(), said("Noon."), {"role": "assistant", "content": "Noon."}], "earlier turns"),
+        ([called()], "the last message must be the user's"),
+    ],
+)
+def test_messages_of_tools_that_make_no_turn_are_refused(with_tools, messages, told):
+    front, vllm = with_tools
+    refused = front.ask(documents=DOCUMENTS, messages=[{"role": "user", "content": "When?"}, *messages])
+    assert refused.status_code == 400
+    assert told in refused.json()["error"]["message"]
+    assert not vllm.seen
+
+
+def test_a_template_reads_what_the_request_says_to_it(with_tools):
+    front, vllm = with_tools
+    front.ask(documents=DOCUMENTS, chat_template_kwargs={"brief": True})
+    assert rendered(front, vllm.seen[0]).endswith("<|assistant|>\nIn short: ")
+    refused = front.ask(documents=DOCUMENTS, chat_template_kwargs={"tokenize": True})
+    assert "chat_template_kwargs" in refused.json()["error"]["message"]
 
 
 def test_what_vllm_refuses_is_told_in_its_words(front, vllm):

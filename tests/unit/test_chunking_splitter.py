@@ -102,7 +102,7 @@ class ForwardingTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bundled().decode(token_ids)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str | None:
+    def render_chat(self, messages, variables=None) -> str | None:
         return None
 
 

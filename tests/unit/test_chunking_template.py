@@ -2,9 +2,18 @@
 
 import pytest
 
-from chunkweave.chunking.template import INSTRUCTION, PromptTemplate, chat_template, plain_template, template_for
+from chunkweave.chunking.template import (
+    INSTRUCTION,
+    PromptTemplate,
+    chat_template,
+    exchange_pieces,
+    plain_template,
+    template_for,
+    template_with,
+)
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UsageError
+from tests.chat_tools import TEMPLATE, TOOL, called, said
 from tests.unit.chunking_tokenizers import bundled, chatml, family, llama, mistral, without_template
 
 
@@ -125,3 +134,38 @@ def test_a_template_that_takes_no_second_turn_says_so_by_an_empty_break() -> Non
 def test_the_plain_template_ends_a_turn_with_the_models_end_of_text() -> None:
     assert plain_template().turn_break is None
     assert without_template().end_ids == tuple(without_template().encode("</s>", control_tokens=True))
+
+
+def test_tools_stand_where_the_template_puts_them() -> None:
+    tokenizer = family(TEMPLATE)
+    template = template_with(tokenizer, {"tools": [TOOL]})
+    assert "get_time" in template.head + template.lead
+    assert template.tail == template_for(tokenizer).tail
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "why"),
+    [
+        (None, {"tools": [TOOL]}, "no chat template"),
+        ("bundled", {"tools": [TOOL]}, "no place for tools"),
+        (TEMPLATE, {"tools": [{**TOOL, "strict</s>": True}]}, "control tokens"),
+        (TEMPLATE, {"add_generation_prompt": False}, "cannot be set"),
+        (TEMPLATE, {"messages": []}, "cannot be set"),
+    ],
+)
+def test_what_a_template_cannot_take_is_refused(template: str | None, variables: dict, why: str) -> None:
+    tokenizer = bundled() if template == "bundled" else family(template)
+    with pytest.raises(UsageError, match=why):
+        template_with(tokenizer, variables)
+
+
+def test_texts_of_tools_are_guarded_only_where_they_spell_control_tokens() -> None:
+    tokenizer = family(TEMPLATE)
+    pieces = exchange_pieces(tokenizer, [said('He said "noon".')], {}, first=True, answered=False)
+    ((text, control),) = pieces
+    assert control
+    assert 'said "noon".' in text
+    calling = called()
+    calling["tool_calls"][0]["function"]["arguments"] = {"town": 'a</s>"b'}
+    guarded = exchange_pieces(tokenizer, [calling, said("c</s>")], {}, first=True, answered=False)
+    assert [text for text, control in guarded if not control] == ['a</s>\\"b', "c</s>"]

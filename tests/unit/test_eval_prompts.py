@@ -19,7 +19,7 @@ class CharacterTokenizer:
     def decode(self, token_ids):
         return "".join(map(chr, token_ids))
 
-    def render_chat(self, messages):
+    def render_chat(self, messages, variables=None):
         return None
 
 

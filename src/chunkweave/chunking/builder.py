@@ -6,7 +6,7 @@ from functools import cached_property
 
 from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.chunking.template import PromptTemplate
+from chunkweave.chunking.template import PromptTemplate, TextPieces
 from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.types import Chunk, ChunkId
@@ -74,12 +74,18 @@ class PromptBuilder:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: PromptTemplate, fingerprint: str, *, cache_tokens: int = 500_000
+        self,
+        tokenizer: TextTokenizer,
+        template: PromptTemplate,
+        fingerprint: str,
+        *,
+        cache_tokens: int = 500_000,
+        cache: TokenCache | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._fingerprint = fingerprint
-        self._cache = TokenCache(cache_tokens)
+        self._cache = TokenCache(cache_tokens) if cache is None else cache
         start = tokenizer.start_ids
         head = tuple(tokenizer.encode(template.head, control_tokens=True))
         self._start = (PromptPart(PartKind.START, start),) if start else ()
@@ -87,21 +93,34 @@ class PromptBuilder:
         self._lead_ids = tuple(tokenizer.encode(template.lead, control_tokens=True))
         self._tail_ids = tuple(tokenizer.encode(template.tail, control_tokens=True))
 
+    def alike(self, template: PromptTemplate, fingerprint: str) -> "PromptBuilder":
+        """One with another template of the same tokenizer, which reads chunks alike, for other weights; they share ids.
+
+        Raises:
+            UsageError: that template reads chunks otherwise.
+        """
+        if template.chunk_format != self._template.chunk_format:
+            raise UsageError("both templates have to write chunks alike")
+        return PromptBuilder(self._tokenizer, template, fingerprint, cache=self._cache)
+
     def build(
         self,
         question: str | None,
         chunks: Sequence[Chunk | str] = (),
         *,
         system: str | None = None,
-        history: Sequence[tuple[str, str]] = (),
+        history: Sequence[tuple[str, str | TextPieces]] = (),
+        exchange: TextPieces | None = None,
         cache_salt: str = "",
         limit: PromptLimit | None = None,
     ) -> Prompt:
         """START, SYSTEM, a TURN for each of `history`, the chunks in the order given, QUESTION.
 
-        Parts without tokens are left out. `history` are earlier questions with their answers. `system=None` means the
-        template's instruction, `system=""` none. `question=None` makes a prompt to precompute. No chunks is plain
-        generation. A `limit` refuses what is far too long before all of it is tokenized.
+        Parts without tokens are left out. `history` are earlier questions with their answers, as text or as all that
+        stands between two questions. An `exchange` is what stands between the question and its answer, in the place of
+        the template's tail. `system=None` means the template's instruction, `system=""` none. `question=None` makes a
+        prompt to precompute. No chunks is plain generation. A `limit` refuses what is far too long before all of it is
+        tokenized.
 
         Raises:
             UsageError: a question or a chunk is empty, there is nothing at all, or there is a `history` and the model's
@@ -114,7 +133,7 @@ class PromptBuilder:
             *self.chunk_parts(chunks, cache_salt=cache_salt, limit=limit),
         ]
         if question is not None:
-            parts.append(self.question_part(question, limit=limit))
+            parts.append(self.question_part(question, exchange=exchange, limit=limit))
         if all(part.kind is PartKind.START for part in parts):
             raise UsageError("nothing to build a prompt from: no instruction, no chunk, no question")
         return Prompt(tuple(parts))
@@ -229,14 +248,16 @@ class PromptBuilder:
             self.chunk_part(chunk, cache_salt=cache_salt, number=n, limit=limit) for n, chunk in enumerate(chunks)
         )
 
-    def question_part(self, question: str, *, limit: PromptLimit | None = None) -> PromptPart:
-        """The question as it stands in every prompt.
+    def question_part(
+        self, question: str, *, exchange: TextPieces | None = None, limit: PromptLimit | None = None
+    ) -> PromptPart:
+        """The question as it stands in every prompt, with an `exchange` behind it in the place of the template's tail.
 
         Raises:
             UsageError: it is empty.
             PromptTooLongError: what the `limit` raises.
         """
-        return _counted(self._question(question, "the question", limit), limit)
+        return _counted(self._question(question, "the question", limit, exchange), limit)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """An answer as the model would write it behind a prompt, without the token that ends it."""
@@ -265,18 +286,31 @@ class PromptBuilder:
         token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
         return self._stored(PartKind.TURN, token_ids, cache_salt)
 
-    def _past_turn(self, question: str, answer: str, cache_salt: str, limit: PromptLimit | None) -> PromptPart:
+    def _past_turn(
+        self, question: str, answer: str | TextPieces, cache_salt: str, limit: PromptLimit | None
+    ) -> PromptPart:
         """A turn as somebody tells it; as it was generated its answer may have other tokens."""
+        if not isinstance(answer, str):
+            turn = self._question(question, "an earlier question", limit, answer)
+            return _counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit)
         asked = self._question(question, "an earlier question", limit)
         if limit is not None:
             limit.check(self._tokenizer, answer, "an earlier answer")
         return _counted(self.turn_part(asked, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
 
-    def _question(self, question: str, which: str, limit: PromptLimit | None) -> PromptPart:
+    def _question(
+        self, question: str, which: str, limit: PromptLimit | None, behind: TextPieces | None = None
+    ) -> PromptPart:
         if not question.strip():
             raise UsageError(f"{which} is empty")
         text_ids = self._encode(self._template.question_text(question), which, limit)
-        return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
+        if behind is None:
+            return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
+        if limit is not None:
+            for text, _ in behind:
+                limit.check(self._tokenizer, text, f"what follows {which}")
+        following = (self._tokenizer.encode(text, control_tokens=control) for text, control in behind)
+        return PromptPart(PartKind.QUESTION, (*text_ids, *(token for ids in following for token in ids)))
 
     def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
         return PromptPart(kind, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), source)

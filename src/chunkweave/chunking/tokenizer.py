@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from threading import Lock
 from typing import Any, Protocol
@@ -36,10 +36,13 @@ class TextTokenizer(Protocol):
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer: EOS and the end of the assistant's turn."""
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str | None:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str | None:
         """`messages` ({"role", "content"}) through the chat template, with the header of the assistant's turn.
 
-        None if the tokenizer has no chat template.
+        `variables` are others that the template may read: `tools`, `enable_thinking`. None if the tokenizer has no chat
+        template.
 
         Raises:
             UsageError: the template refuses these messages, for example a system role.
@@ -113,22 +116,26 @@ class HuggingFaceTokenizer:
         found.update(self._end_of_turn_ids())
         return frozenset(found)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str | None:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str | None:
         """`messages` through the chat template with the generation prompt, or None without a template.
 
         Raises:
             UsageError: the template refuses these messages.
         """
-        return self._render(messages, add_generation_prompt=True)
+        return self._render(messages, variables or {}, add_generation_prompt=True)
 
-    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str | None:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str | None:
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         from jinja2 import TemplateError
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except TemplateError as error:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
@@ -141,7 +148,7 @@ class HuggingFaceTokenizer:
         """
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         try:
-            rendered = self._render(conversation, add_generation_prompt=False)
+            rendered = self._render(conversation, {}, add_generation_prompt=False)
         except UsageError:
             return []
         after = (rendered or "").partition(_MARK)[2].lstrip()

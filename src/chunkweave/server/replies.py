@@ -77,18 +77,23 @@ class ReplyForm:
 
     def _choice(self, choice: Choice) -> Choice:
         text = choice["text"]
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        return {"index": choice["index"], **content, **self._details(choice)}
+        if not self.chat:
+            return {"index": choice["index"], "text": text, **self._details(choice)}
+        message = {"role": "assistant", "content": text, "refusal": None, **_parsed(choice)}
+        if message.get("tool_calls") and not text:
+            message["content"] = None
+        return {"index": choice["index"], "message": message, **self._details(choice)}
 
     def _piece(self, choice: Choice) -> Choice:
         text = choice.get("text", "")
-        content = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        delta = {**({"content": text} if text else {}), **_parsed(choice)}
+        content = {"delta": delta} if self.chat else {"text": text}
         return {"index": choice["index"], **content, **self._details(choice)}
 
     def _details(self, choice: Choice) -> Choice:
         logprobs = choice.get("logprobs") if self.alternatives is not None else None
-        if logprobs is not None and self.chat:
-            logprobs = chat_logprobs(logprobs, self.alternatives or 0)
+        if logprobs is not None:
+            logprobs = (chat_logprobs if self.chat else completion_logprobs)(logprobs, self.alternatives or 0)
         details = {"logprobs": logprobs, "finish_reason": choice.get("finish_reason")}
         if choice.get("stop_reason") is not None:
             details["stop_reason"] = choice["stop_reason"]
@@ -107,6 +112,11 @@ class ReplyForm:
     def _frame(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
         return {"id": number, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _parsed(choice: Choice) -> dict[str, Any]:
+    """What parsers found in a choice, or a piece of one."""
+    return {name: choice[name] for name in ("tool_calls", "reasoning") if choice.get(name)}
 
 
 def _usage(end: AnswerEnd) -> dict[str, Any]:
@@ -137,8 +147,15 @@ class WholeChoices:
             for name in ("finish_reason", "stop_reason"):
                 if piece.get(name) is not None:
                     whole[name] = piece[name]
+            if piece.get("reasoning"):
+                whole["reasoning"] = whole.get("reasoning", "") + piece["reasoning"]
+            if piece.get("tool_calls"):  # whole ones: pieces of calls are for streams
+                calls = [
+                    {name: value for name, value in call.items() if name != "index"} for call in piece["tool_calls"]
+                ]
+                whole["tool_calls"] = [*whole.get("tool_calls", []), *calls]
             if piece.get("logprobs"):
-                whole["logprobs"] = _joined(whole["logprobs"], piece["logprobs"])
+                whole["logprobs"] = joined_logprobs(whole["logprobs"], piece["logprobs"])
 
     @property
     def choices(self) -> list[Choice]:
@@ -153,18 +170,33 @@ def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
         "content": [
             {
                 **_alternative(token, logprob),
-                "top_logprobs": [_alternative(*one) for one in list((top or {}).items())[:most]],
+                "top_logprobs": [_alternative(*one) for one in _likeliest(top or {}, most)],
             }
             for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
         ]
     }
 
 
+def completion_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Log-probabilities with no more alternatives than were asked for, beside the token itself."""
+    tops = [
+        top and {**{token: top[token] for token in (chosen,) if token in top}, **dict(_likeliest(top, most))}
+        for chosen, top in zip(logprobs["tokens"], logprobs.get("top_logprobs") or [], strict=False)
+    ]
+    return {**logprobs, "top_logprobs": tops}
+
+
+def _likeliest(top: Mapping[str, float], most: int) -> list[tuple[str, float]]:
+    """The likeliest: where vLLM names more, it begins with the chosen token, however unlikely that was."""
+    return sorted(top.items(), key=lambda one: -one[1])[:most]
+
+
 def _alternative(token: str, logprob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
 
 
-def _joined(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of one piece and of the next."""
     if before is None:
         return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
     return {

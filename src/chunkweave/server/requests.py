@@ -1,5 +1,6 @@
 """The bodies of requests, the same for both backends: what is read, what is refused, and in which words."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -34,6 +35,10 @@ _VLLM_ONLY = (
     "best_of",
     "echo",
     "return_token_ids",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
 )
 """Fields that the engine backend takes only with the values that they have when left out."""
 
@@ -119,17 +124,75 @@ class TextPart(Body):
     text: Text
 
 
+class CalledFunction(Body):
+    """The function of a tool's call; `arguments` are JSON, an object."""
+
+    name: Name
+    arguments: Text
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as chat templates read them.
+
+        Raises:
+            HttpError: they are no object.
+        """
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or nested_too_deeply(found):
+            message = f"the arguments of a call of {self.name} are no JSON object"
+            raise HttpError(400, message, param="messages")
+        return found
+
+
+class ToolCall(Body):
+    """One call of a tool, as the assistant made it."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] = ""
     name: Text | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: Field required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant calls tools")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one text; parts are lines of their own."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    @property
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates read it.
+
+        Raises:
+            HttpError: arguments of a tool's call are no object.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            calls = [{"name": one.function.name, "arguments": one.function.parsed} for one in self.tool_calls]
+            message["tool_calls"] = [
+                {"id": one.id, "type": one.type, "function": call}
+                for one, call in zip(self.tool_calls, calls, strict=True)
+            ]
+        also = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {**message, **{name: value for name, value in also.items() if value is not None}}
 
 
 class StreamOptions(Body):
@@ -185,13 +248,15 @@ class Question:
     """The question: the last message, and the instruction if one was given.
 
     `earlier` questions of the same conversation were sent along with it. If no server keeps that, they are in `history`
-    with their answers.
+    with their answers. Where tools were called, `exchanges` are all messages behind each of these questions, and behind
+    this one.
     """
 
     text: str
     system: str | None = None
     earlier: int = 0
     history: tuple[tuple[str, str], ...] = ()
+    exchanges: tuple[tuple[Message, ...], ...] = ()
 
 
 class CompletionBody(Body):
@@ -301,6 +366,23 @@ class ChatBody(CompletionBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] = 0
+    tools: list[dict[str, Any]] = []
+    tool_choice: Text | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _shallow_for_templates(self) -> "ChatBody":
+        for name in ("tools", "chat_template_kwargs"):
+            value = getattr(self, name)
+            if nested_too_deeply({name: value}):
+                raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
+            _encodable(json.dumps(value, ensure_ascii=False))
+        if "tools" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
+        if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("in a conversation that the server keeps there are no tools and no chat_template_kwargs")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatBody":
@@ -330,8 +412,14 @@ class ChatBody(CompletionBody):
     @property
     def _places(self) -> list[int]:
         """Of the instruction and of the question."""
-        last = len(self.messages) - 1
+        last = self._asked_at
         return sorted({last, *([0] if self.messages[0].role in ("system", "developer") else [])})
+
+    @property
+    def _asked_at(self) -> int:
+        """The place of the user's last message; of the last one if none is the user's."""
+        places = [place for place, message in enumerate(self.messages) if message.role == "user"]
+        return places[-1] if places else len(self.messages) - 1
 
     @property
     def question(self) -> Question:
@@ -339,25 +427,64 @@ class ChatBody(CompletionBody):
 
         Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
         Else they are turns of the prompt, and have to alternate: folded into the question they would make another
-        prompt than the one that was meant.
+        prompt than the one that was meant. Behind each question the assistant may have called tools, and been answered.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
-        if not messages or messages[-1].role != "user":
+        with_tools = any(message.role == "tool" for message in messages)
+        if not messages or (messages[-1].role != "user" and not with_tools):
             raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
         if any(message.role in ("system", "developer") for message in messages):
             raise HttpError(400, "only the first message can be the system's", param="messages")
-        if not messages[-1].text.strip():
-            raise HttpError(400, "the question is empty", param=f"messages[{len(self.messages) - 1}].content")
-        earlier = messages[:-1]
+        asked = self.messages[self._asked_at].text
+        if not asked.strip():
+            raise HttpError(400, "the question is empty", param=f"messages[{self._asked_at}].content")
+        turns = _turns(messages)
         if self.chunkweave.conversation_id is not None:
-            return Question(messages[-1].text, system, sum(message.role == "user" for message in earlier))
-        if [message.role for message in earlier] != ["user", "assistant"] * (len(earlier) // 2):
+            if with_tools:
+                message = "in a conversation that the server keeps there are no messages of tools"
+                raise HttpError(400, message, param="messages")
+            return Question(asked, system, sum(message.role == "user" for message in messages[:-1]))
+        if turns is None:
             message = "earlier turns are questions with their answers: user's and assistant's messages alternate"
             raise HttpError(400, message, param="messages", code="unsupported_conversation")
-        texts = [message.text for message in earlier]
-        history = tuple(zip(texts[::2], texts[1::2], strict=True))
-        return Question(messages[-1].text, system, history=history)
+        history = tuple((question.text, behind[-1].text) for question, behind in turns[:-1])
+        exchanges = tuple(behind for _, behind in turns) if with_tools else ()
+        return Question(asked, system, history=history, exchanges=exchanges)
+
+
+_Turns = Sequence[tuple[Message, tuple[Message, ...]]]
+
+
+def _turns(messages: Sequence[Message]) -> _Turns | None:
+    """Each question with the messages behind it; None if they are no turns.
+
+    Behind a question stands its answer. Before that, and behind the last one, there may be calls of tools, each with
+    what those said.
+    """
+    turns: list[tuple[Message, tuple[Message, ...]]] = []
+    for message in messages:
+        if message.role == "user":
+            turns.append((message, ()))
+        elif not turns:
+            return None
+        else:
+            question, behind = turns[-1]
+            turns[-1] = question, (*behind, message)
+    for number, (_, behind) in enumerate(turns, 1):
+        calls = behind if number == len(turns) else behind[:-1]
+        expected = "assistant"
+        for message in calls:
+            if message.role == "tool" and expected != "assistant":
+                continue
+            if message.role != "assistant" or not message.tool_calls:
+                return None
+            expected = "tool"
+        if calls and calls[-1].role != "tool":
+            return None
+        if number < len(turns) and (not behind or behind[-1].role != "assistant" or behind[-1].tool_calls):
+            return None
+    return turns
 
 
 class PromptBody(CompletionBody):
@@ -456,6 +583,9 @@ def refuse_for_engine(body: CompletionBody) -> None:
     if unsupported := body.only_for_vllm:
         message = f"not supported by the engine backend: {', '.join(unsupported)}; vLLM's fields need --backend vllm"
         raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+    if body.question.exchanges:
+        message = "messages of tools are not supported by the engine backend: they need --backend vllm"
+        raise HttpError(400, message, param="messages", code="unsupported_field")
     if len(body.stops) > _MOST_STOPS:
         raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
     if body.temperature > 2:

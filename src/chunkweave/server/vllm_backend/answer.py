@@ -15,6 +15,7 @@ from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import HttpError
 from chunkweave.server.replies import WholeChoices
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
+from chunkweave.server.vllm_backend.parsing import AnswerParser
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
 from chunkweave.server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
 from chunkweave.server.vllm_backend.shadow import VllmShadow
@@ -55,8 +56,11 @@ class VllmAnswer:
         arrived_s: float,
         speculative: bool = False,
         tenant: str = "",
+        parsing: Mapping[str, Any] | None = None,
+        streamed: bool = False,
     ) -> None:
-        """`body` is what vLLM is sent but for the prompt."""
+        """`body` is what vLLM is sent but for the prompt, `parsing` what its parsers read, if it is to be parsed."""
+        self._parsing, self._streamed = parsing, streamed
         self._tenant = tenant
         self.end: AnswerEnd | None = None
         self._context = context
@@ -157,6 +161,7 @@ class VllmAnswer:
         request_id = uuid.uuid4().hex
         try:
             body = {**self._body, **_prompt(placed, prepared.room)}
+            parser = self._parser(placed)
             async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
                 async for event in stream:
                     if event.get("usage"):
@@ -165,11 +170,19 @@ class VllmAnswer:
                         if self._first_s is None:
                             self._first_s = time.perf_counter()
                         self._whole.add(choices)
-                        yield choices
+                        if parsed := choices if parser is None else await parser.parsed(choices):
+                            yield parsed
             if self._first_s is not None:
                 await self._conclude(placed, request_id if "kv_transfer_params" in body else None)
         finally:
             fleet.leave(placed, served=self.end is not None)
+
+    def _parser(self, placed: Placed) -> AnswerParser | None:
+        if self._parsing is None:
+            return None
+        stop_ids, upstream = set(self._body["stop_token_ids"]), placed.replica.upstream
+        ids = placed.prompt.token_ids
+        return AnswerParser(upstream, ids, self._parsing, stop_ids=stop_ids, stream=self._streamed)
 
     async def _prefill(self) -> Placed | None:
         """Compute one token that nobody sees; returns where, None if that failed."""

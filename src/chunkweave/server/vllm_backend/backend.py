@@ -22,9 +22,16 @@ from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
 from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
+from chunkweave.server.vllm_backend.parsing import PARSE
 from chunkweave.server.vllm_backend.passthrough import Passthrough
-from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, chooser_for, load_tokenizer
-from chunkweave.server.vllm_backend.process import VllmFlags, VllmProcess
+from chunkweave.server.vllm_backend.prepare import (
+    ChatDetails,
+    PreparedPrompt,
+    PromptPreparer,
+    chooser_for,
+    load_tokenizer,
+)
+from chunkweave.server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
 from chunkweave.server.vllm_backend.reports import ReportInbox
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
@@ -38,18 +45,26 @@ _POLL_S = 0.5
 _WATCH_S = 2.0
 
 _UNSUPPORTED_IN_CHAT = (
-    "tools",
     "functions",
     "function_call",
     "chat_template",
-    "chat_template_kwargs",
     "continue_final_message",
     "reasoning_effort",
     "thinking_token_budget",
 )
 """What vLLM's chat endpoint does and its completions do not: a prompt of token ids goes through the latter."""
 
-_UNSUPPORTED = ("kv_transfer_params", "prompt_embeds", "suffix", "use_beam_search", "prompt_logprobs")
+_UNSUPPORTED = (
+    "kv_transfer_params",
+    "prompt_embeds",
+    "suffix",
+    "use_beam_search",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+
+
+_TOOL_FLAGS = "--enable-auto-tool-choice and --tool-call-parser"
 
 
 class VllmBackend:
@@ -75,6 +90,7 @@ class VllmBackend:
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
         self._passages: tuple[str, ...] = ()
+        self._parsers = flags.parsers
 
     @property
     def unavailable(self) -> str | None:
@@ -98,6 +114,8 @@ class VllmBackend:
         fleet = Fleet(self._upstreams, self._settings)
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
+        if not self.processes and await self._upstreams[0].serves(PARSE):
+            self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
         shadowing = self._settings.shadow
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
@@ -136,7 +154,7 @@ class VllmBackend:
         preparer = self.context.preparer
         prepared = await self._threads.run(
             submission.tenant,
-            lambda: preparer.prepare(submission.request, submission.method_request),
+            lambda: preparer.prepare(submission.request, submission.method_request, _details(submission.body)),
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
@@ -147,6 +165,8 @@ class VllmBackend:
             arrived_s=submission.arrived_s,
             speculative=speculative,
             tenant=submission.tenant,
+            parsing=self._parsing(submission.body),
+            streamed=submission.body.stream,
         )
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
@@ -206,10 +226,40 @@ class VllmBackend:
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+        if isinstance(body, ChatBody) and body.tools:
+            self._check_tools(body)
+
+    def _check_tools(self, body: ChatBody) -> None:
+        if body.tool_choice not in ("auto", "none"):
+            message = "with documents or chunkweave tool_choice can be auto or none: no answer is forced into a call"
+            raise HttpError(400, message, param="tool_choice", code="unsupported_field")
+        if body.tool_choice == "auto" and not self._parsers.tools:
+            message = f"tools need {_TOOL_FLAGS} at the server's start, or at that of the vLLM servers"
+            raise HttpError(400, message, param="tools", code="unsupported_field")
+        if body.tool_choice == "auto" and body.stops:
+            raise HttpError(400, "stop cannot be given with tools", param="stop", code="unsupported_field")
+
+    def _parsing(self, body: CompletionBody) -> dict[str, Any] | None:
+        """What vLLM's parsers read of a request; None if nothing is to be parsed."""
+        if not isinstance(body, ChatBody):
+            return None
+        calls = bool(body.tools) and body.tool_choice == "auto"
+        if not calls and (body.stops or not self._parsers.reasoning):  # it would not end where the text does
+            return None
+        chat: dict[str, Any] = {
+            "model": body.model or self.name,
+            "messages": [{"role": "user", "content": body.question.text}],
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+        if calls:
+            chat |= {"tools": body.tools, "tool_choice": "auto", "parallel_tool_calls": body.parallel_tool_calls}
+        return chat
 
     def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
         given = body.passed_on
-        stops = set(given.get("stop_token_ids") or ()) | set(self.context.preparer.tokenizer.stop_ids)
+        stops = set(given.get("stop_token_ids") or ())
+        if not given.get("ignore_eos"):
+            stops |= self.context.preparer.tokenizer.stop_ids
         upstream: dict[str, Any] = {
             **given,
             "model": body.model or self.name,
@@ -301,6 +351,15 @@ class VllmBackend:
             shadow=self.shadow,
             conversations=settings.conversations,
         )
+
+
+def _details(body: CompletionBody) -> ChatDetails:
+    """What a request says that templates read, beside its texts."""
+    if not isinstance(body, ChatBody):
+        return ChatDetails(body.model)
+    variables = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
+    exchanges = [[message.rendered for message in behind] for behind in body.question.exchanges]
+    return ChatDetails(body.model, variables, exchanges)
 
 
 async def _open_inbox(path: Path | None = None) -> ReportInbox:

@@ -1,14 +1,16 @@
 """From a question over chunks to prompt and method, as in our own engine, but with a tokenizer alone."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.neutral import is_neutral
 from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.chunking.template import template_for
+from chunkweave.chunking.template import Messages, TextPieces, exchange_pieces, template_for, template_with
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
@@ -49,6 +51,23 @@ class PreparedPrompt:
         return self.choice.method not in EXACT_METHODS
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatDetails:
+    """What a request says beside questions and answers: the adapter that it names, and what its template reads.
+
+    `variables` are the template's: `tools`, `chat_template_kwargs`. `exchanges` are messages of the assistant and of
+    tools behind each question, if tools were called.
+    """
+
+    model: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    exchanges: Sequence[Messages] = ()
+
+
+_BUILDERS = 64
+"""Sets of tools, and adapters, whose templates are kept."""
+
+
 class PromptPreparer:
     """Makes prompts for one model. May be called from several threads; its state is what conversations have said."""
 
@@ -70,31 +89,28 @@ class PromptPreparer:
         self.tokenizer = tokenizer
         self.chooser = chooser or MethodChooser()
         self.builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{model}")
+        self._model = model
+        self._builder_for = lru_cache(_BUILDERS)(self._alike)
         self.conversations = Conversations(conversations)
         self._turn_builder = TurnBuilder(self.builder, None, self.conversations, most_tokens)
         self._most_tokens = most_tokens
         self._usual_order = usual_order
         self._shadow = shadow
 
-    def prepare(self, request: Request, method_request: MethodRequest) -> PreparedPrompt:
+    def prepare(
+        self, request: Request, method_request: MethodRequest, chat: ChatDetails | None = None
+    ) -> PreparedPrompt:
         """Everything that does not depend on the replica; `end` or `abandon` it.
 
         Raises:
-            UsageError: an empty question or chunk, no such order, a method that vLLM cannot run, or a conversation
-                that is still being answered.
+            UsageError: an empty question or chunk, no such order, a method that vLLM cannot run, a conversation that is
+                still being answered, or tools where the chat template has no place for them.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         choice = self._choice(method_request)
         turn: TurnUnderWay | None = None
         if request.conversation_id is None:
-            prompt = self.builder.build(
-                request.question,
-                request.chunks,
-                system=request.system,
-                history=request.history,
-                cache_salt=request.cache_salt,
-                limit=PromptLimit(self._most_tokens),
-            )
+            prompt = self._built(request, chat or ChatDetails())
         else:
             turn, prompt = self._turn_builder.begin(request)
         room = self._most_tokens - len(prompt) - (0 if turn is None else len(turn.closing))
@@ -141,6 +157,37 @@ class PromptPreparer:
         """A request ends without an answer; harmless behind `end`."""
         if prepared.turn is not None:
             self._turn_builder.abandon(prepared.turn)
+
+    def _built(self, request: Request, chat: ChatDetails) -> Prompt:
+        model = None if chat.model == self._model else chat.model
+        builder = self._builder_for(model, json.dumps(chat.variables, sort_keys=True))
+        last = len(chat.exchanges) - 1
+        pieces = [
+            exchange_pieces(self.tokenizer, messages, chat.variables, first=not number, answered=number < last)
+            if messages
+            else None
+            for number, messages in enumerate(chat.exchanges)
+        ]
+        history: list[tuple[str, str | TextPieces]] = list(request.history)
+        for number, found in enumerate(pieces[:-1]):
+            history[number] = history[number][0], found or history[number][1]
+        return builder.build(
+            request.question,
+            request.chunks,
+            system=request.system,
+            history=history,
+            exchange=pieces[-1] if pieces else None,
+            cache_salt=request.cache_salt,
+            limit=PromptLimit(self._most_tokens),
+        )
+
+    def _alike(self, adapter: str | None, variables: str) -> PromptBuilder:
+        """The builder for an adapter, whose chunks are none of the model's, and for a template with its `variables`."""
+        read = json.loads(variables)
+        if adapter is None and not read:
+            return self.builder
+        template = template_with(self.tokenizer, read) if read else template_for(self.tokenizer)
+        return self.builder.alike(template, f"front:{self._model}" + (f"+{adapter}" if adapter else ""))
 
     def _choice(self, method_request: MethodRequest) -> MethodChoice:
         choice = self.chooser.choose(method_request)

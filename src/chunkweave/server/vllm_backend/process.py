@@ -46,6 +46,14 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
+class Parsers:
+    """What vLLM's servers can parse in answers."""
+
+    tools: bool = False
+    reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class VllmFlags:
     """A model and the flags that go to vLLM as they are.
 
@@ -136,6 +144,12 @@ class VllmFlags:
         return flags
 
     @property
+    def parsers(self) -> Parsers:
+        """What vLLM parses by these flags."""
+        tools = self.given("--tool-call-parser") and self.given("--enable-auto-tool-choice")
+        return Parsers(tools, self.given("--reasoning-parser"))
+
+    @property
     def tokenizer(self) -> str:
         """Where the tokenizer is loaded from."""
         return self.value("--tokenizer") or self.source
@@ -155,6 +169,8 @@ class VllmFlags:
             command += ["--no-use-tqdm-on-load"]  # its lines go to a log
         if not self.given("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"):
             command += ["--enable-prompt-tokens-details"]
+        if self.parsers != Parsers() and not self.given("--enable-scale-out", "--no-enable-scale-out"):
+            command += ["--enable-scale-out"]  # its endpoint parses woven answers
         return command
 
 

@@ -112,6 +112,34 @@ class Upstream:
         finally:
             await reply.aclose()
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a body, both JSON.
+
+        Raises:
+            UpstreamLostError: the server is gone, or failed.
+            HttpError: it refused the body, in its own words.
+        """
+        try:
+            reply = await self._client.post(path, json=body)
+            if reply.status_code != 200:
+                raise _refusal(reply.status_code, reply.content)
+            found = reply.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise UpstreamLostError(f"{self.name} does not answer {path}: {type(error).__name__} {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    async def serves(self, path: str) -> bool:
+        """Whether something takes bodies there: what is missing or switched off does not.
+
+        Raises:
+            UpstreamLostError: it does not answer.
+        """
+        try:
+            reply = await self._client.post(path, json={})
+        except httpx.HTTPError as error:
+            raise UpstreamLostError(f"{self.name} does not answer {path}: {error}") from error
+        return reply.status_code in (400, 422)
+
     async def text(self, path: str, *, timeout_s: float = 5.0) -> str:
         """The body of a GET.
 

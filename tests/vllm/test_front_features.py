@@ -1,0 +1,210 @@
+"""What vLLM can do beside answering, asked for together with documents through `chunkweave vllm-serve`."""
+
+import json
+from importlib.resources import files
+
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from chunkweave.server.vllm_backend.process import free_port
+from tests.chat_tools import CALL, TEMPLATE, TOOL, said
+from tests.vllm.fronts import PASSAGES, ask, front_process, streamed
+
+LEADER = {
+    "type": "object",
+    "properties": {"leader": {"enum": ["Otto", "Karin"]}, "singers": {"type": "integer", "maximum": 9}},
+    "required": ["leader", "singers"],
+    "additionalProperties": False,
+}
+
+
+ENDLESS = {"1": -100}
+"""No end of the answer: the reader has little to say."""
+
+
+def make_adapter(folder, seed: int) -> str:
+    """One for the reader whose answers differ from its own by far."""
+    config = json.loads((files("chunkweave") / "assets" / "reader" / "config.json").read_text())
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    hidden, head = config["hidden_size"], config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q_proj", config["num_attention_heads"]), ("v_proj", config["num_key_value_heads"])):
+            to = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{to}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
+            weights[f"{to}.lora_B.weight"] = torch.randn(heads * head, 8, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    template = folder / "tools.jinja"
+    template.write_text(TEMPLATE)
+    adapters = [f"{name}={make_adapter(folder / name, seed)}" for seed, name in enumerate(("ada", "bob"))]
+    options = ("--connector", "host_budget=1GiB", "--method", "cacheblend", "--chat-template", str(template))
+    dense = (
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    )  # a small model would write nothing else
+    parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters)
+    with front_process(folder, free_port(), *options, *dense, *parsers, *lora) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(front):
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+    for passage in PASSAGES:
+        ask(client, [passage])
+    return client
+
+
+def woven(answer) -> dict:
+    report = answer.model_extra["chunkweave"]
+    assert report["reused_tokens"] > 0, report
+    assert report["method"] == "cacheblend"
+    return report
+
+
+@pytest.mark.parametrize(
+    ("constraint", "check"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: text.lstrip().startswith("{")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "leader", "schema": LEADER}}},
+            lambda text: set(json.loads(text)) == {"leader", "singers"},
+        ),
+        ({"structured_outputs": {"regex": "[A-C]{3}-[0-9]"}}, lambda text: text[3] == "-" and len(text) == 5),
+    ],
+)
+def test_answers_keep_to_a_form(client, constraint, check):
+    answer = ask(client, PASSAGES[::-1], max_tokens=64, **constraint)
+    assert check(answer.choices[0].message.content), answer.choices[0].message.content
+    woven(answer)
+
+
+def test_a_woven_prompt_that_comes_again_is_no_exact_prefix(client):
+    first, again = (ask(client, PASSAGES[::-1], "Who built the mill?") for _ in range(2))
+    report = woven(again)
+    assert report["local_tokens"] > 0
+    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "prompt_tokens")
+    assert [report[name] for name in names] == [woven(first)[name] for name in names]
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_sampling_is_vllms(client):
+    def text(**more) -> list[str]:
+        answer = ask(client, PASSAGES[::-1], **{"temperature": 1.0, "max_tokens": 24, "logit_bias": ENDLESS, **more})
+        return [choice.message.content for choice in answer.choices]
+
+    several = text(n=3, seed=7)
+    assert len(set(several)) > 1
+    assert text(n=3, seed=7) == several
+    assert text(seed=8) != text(seed=9)
+    (greedy,) = text(temperature=0)
+    assert text(temperature=0, frequency_penalty=2.0, presence_penalty=2.0) != [greedy]
+    assert text(temperature=0, repetition_penalty=1.9) != [greedy]
+    stop = greedy[5:9]
+    assert text(temperature=0, stop=[stop]) == [greedy.partition(stop)[0]]
+
+
+def test_an_answer_goes_on_behind_its_end_where_it_is_to(client):
+    short = ask(client, PASSAGES, max_tokens=48)
+    assert short.choices[0].finish_reason == "stop"
+    long = ask(client, PASSAGES, max_tokens=48, ignore_eos=True)
+    assert (long.choices[0].finish_reason, long.usage.completion_tokens) == ("length", 48)
+
+
+def test_log_probabilities_name_the_likeliest(client):
+    options = {"temperature": 2.0, "seed": 3, "ignore_eos": True, "max_tokens": 24}
+    answer = ask(client, PASSAGES[::-1], logprobs=True, top_logprobs=3, **options)
+    content = answer.choices[0].logprobs.content
+    for token in content:
+        found = [one.logprob for one in token.top_logprobs]
+        assert found == sorted(found, reverse=True)
+        assert token.logprob <= found[0]
+    assert any(token.logprob < token.top_logprobs[-1].logprob for token in content), "none of the likeliest is chosen"
+
+
+def test_a_stream_counts_its_tokens(client):
+    events = list(ask(client, PASSAGES, stream=True, n=2, temperature=1.0, stream_options={"include_usage": True}))
+    assert events[-1].usage.completion_tokens > 0
+    assert events[-1].usage.prompt_tokens_details.cached_tokens > 0
+    assert all(event.usage is None for event in events[:-1])
+    assert {choice.index for event in events for choice in event.choices} == {0, 1}
+
+
+def test_adapters_are_asked_by_name_and_their_chunks_are_their_own(client):
+    assert [model.id for model in client.models.list()] == ["reader", "ada", "bob"]
+    fresh = [f"{passage} It was told in June." for passage in PASSAGES]
+    ask(client, fresh)
+    answers = {}
+    for name in ("ada", "bob"):
+        first = ask(client, fresh, model=name)
+        assert first.model == name
+        report = first.model_extra["chunkweave"]
+        assert (report["reused_tokens"], report["prefix_exact_tokens"]) == (0, 0), "nobody's chunks are its own"
+        answers[name] = ask(client, fresh[::-1], model=name)
+        assert woven(answers[name])["recomputed_tokens"] > 0
+    texts = {one.choices[0].message.content for one in (*answers.values(), ask(client, fresh[::-1]))}
+    assert len(texts) == 3
+    with pytest.raises(openai.NotFoundError):
+        ask(client, fresh, model="nobody")
+
+
+def test_tools_are_called_over_documents(client):
+    """The reader calls none by itself: its answer is held to one."""
+    question = "What time is it in Halvik?"
+    forced = {"structured_outputs": {"choice": [f"I look. {CALL}"]}, "tools": [TOOL], "max_tokens": 128}
+    ask(client, PASSAGES, question, **forced)
+    answer = ask(client, PASSAGES[::-1], question, **forced)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {"town": "Halvik"})
+    assert (choice.message.content.strip(), choice.finish_reason) == ("I look.", "tool_calls")
+    woven(answer)
+
+    events = list(ask(client, PASSAGES[::-1], question, stream=True, **forced))
+    deltas = [event.choices[0].delta for event in events if event.choices]
+    pieces = [piece.function for delta in deltas for piece in delta.tool_calls or []]
+    assert "".join(piece.name or "" for piece in pieces) == "get_time"
+    assert json.loads("".join(piece.arguments or "" for piece in pieces)) == {"town": "Halvik"}
+    assert len(pieces) > 2, "arguments come as they are written"
+    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
+    assert events[-1].choices[0].finish_reason == "tool_calls"
+
+    messages = [{"role": "user", "content": question}, choice.message.model_dump(exclude_none=True), said("Noon.")]
+    messages[1].pop("refusal", None)
+    told = client.chat.completions.create(
+        model="reader", messages=messages, tools=[TOOL], max_tokens=4, extra_body={"documents": PASSAGES[::-1]}
+    )
+    assert told.usage.prompt_tokens > answer.usage.prompt_tokens
+    woven(told)
+
+
+def test_with_tools_a_text_is_streamed_as_without(client):
+    more = {"stream": True, "max_tokens": 24, "logit_bias": ENDLESS, "tools": [TOOL]}
+    text, _ = streamed(ask(client, PASSAGES, tool_choice="none", **more))
+    parsed, report = streamed(ask(client, PASSAGES, **more))
+    assert parsed == text != "", "the same prompt, once with a parser behind it"
+    assert report["reused_tokens"] + report["prefix_exact_tokens"] > 0
+
+
+def test_metrics_are_one_text_that_prometheus_reads(client, front):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    ask(client, PASSAGES, model="ada")
+    families = list(text_string_to_metric_families(front.get("/metrics")))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    samples = [(one.name, tuple(sorted(one.labels.items()))) for family in families for one in family.samples]
+    assert len(samples) == len(set(samples))
+    assert {"vllm:lora_requests_info", "vllm:prompt_tokens", "chunkweave:replica_up"} <= set(names)
+    assert all("replica" in dict(labels) for name, labels in samples if name.startswith("vllm:"))
