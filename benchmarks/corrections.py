@@ -120,7 +120,7 @@ def _first_tokens(prompt: Prompt, count: int, length: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Moments:
-    """Sums over tokens, in float64: of `x` `[tokens, inputs]`, of `y` `[tokens, outputs]`, and of their products."""
+    """Sums over tokens, kept in float64: of `x` `[tokens, inputs]`, of `y` `[tokens, outputs]`, and their products."""
 
     count: int = 0
     x: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -129,23 +129,22 @@ class Moments:
     xy: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Take in some tokens."""
-        x, y = x.double(), y.double()
+        """Take in some tokens, float32."""
         self.count += len(x)
-        self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
-        self.xx, self.xy = self.xx + x.T @ x, self.xy + x.T @ y
+        self.x, self.y = self.x + x.sum(0).double(), self.y + y.sum(0).double()
+        self.xx, self.xy = self.xx + (x.T @ x).double(), self.xy + (x.T @ y).double()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Map:
-    """y = x weight + bias, `weight` `[inputs, outputs]`."""
+    """y = x weight + bias in float32, `weight` `[inputs, outputs]`."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Of rows `[tokens, inputs]`."""
-        return x.double() @ self.weight + self.bias
+        return x @ self.weight + self.bias
 
 
 def fitted(moments: Moments, rank: int | None, blocks: int = 1) -> Map:
@@ -168,7 +167,7 @@ def fitted(moments: Moments, rank: int | None, blocks: int = 1) -> Map:
     if rank:
         axes = torch.linalg.eigh(weight.T @ xx @ weight).eigenvectors[:, -rank:]
         weight = weight @ axes @ axes.T
-    return Map(weight, mean_y - mean_x @ weight)
+    return Map(weight.float(), (mean_y - mean_x @ weight).float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +257,7 @@ def corrected(
         found = [side.clone() for side in reused.cache.view(layer, tokens)]
         for side in sides:
             guess = maps[layer][side](old[side] if one.by_head else torch.cat(old, dim=1))
-            off = (exact[side] - old[side]).double()
+            off = exact[side] - old[side]
             left[side] += (off - guess).pow(2).sum().item()
             whole[side] += off.pow(2).sum().item()
             new = old[side] + guess

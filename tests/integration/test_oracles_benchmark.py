@@ -158,8 +158,8 @@ def test_weighing_nothing_otherwise_is_the_method_and_a_scale_of_nothing_hides(b
 
 def test_a_map_of_low_rank_is_found_again_and_blocks_are_not_connected():
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(4000, 6, generator=draw, dtype=torch.float64)
-    weight = torch.outer(torch.arange(6.0), torch.tensor([1.0, -2.0, 0.5, 3.0])).double()
+    x = torch.randn(4000, 6, generator=draw)
+    weight = torch.outer(torch.arange(6.0), torch.tensor([1.0, -2.0, 0.5, 3.0]))
     moments = corrections.Moments()
     for piece in x.split(1000):
         moments.add(piece, piece @ weight + 2.0)
@@ -168,7 +168,7 @@ def test_a_map_of_low_rank_is_found_again_and_blocks_are_not_connected():
     torch.testing.assert_close(one(x), x @ weight + 2.0, atol=0.5, rtol=0.05)
     constant = corrections.fitted(moments, 0)
     assert not constant.weight.any()
-    assert constant.bias == pytest.approx((x @ weight + 2.0).mean(0).tolist())
+    assert constant.bias == pytest.approx((x @ weight + 2.0).mean(0).tolist(), abs=1e-3)
     square = corrections.Moments()
     square.add(x, x.flip(1))
     apart = corrections.fitted(square, None, blocks=2).weight
@@ -184,7 +184,7 @@ def test_correcting_by_full_prefills_own_difference_is_full_prefill(bench):
     rows, maps = corrections.Rows(model, positions), []
     for layer in range(model.geometry.num_layers):
         off = [exact - old for exact, old in zip(rows.of(full, layer), rows.of(reused, layer), strict=True)]
-        maps.append(tuple(lambda _, delta=delta: delta.double() for delta in off))
+        maps.append(tuple(lambda _, delta=delta: delta for delta in off))
     one = corrections.Correction("exact", None)
     changed, explained = corrections.corrected(model, full, reused, one, maps)
     assert explained == pytest.approx(1.0)
