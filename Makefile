@@ -102,7 +102,7 @@ prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memo
 
 prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come twice, on our engine; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/sustained.py --engine own --threads 1 --shape smollm2-135m \
-		--out docs/results/sustained-own.json --update-docs docs/benchmarks.md
+		--out docs/results/sustained-own.json --update-docs docs/results/tables-benchmarks.md
 
 clean: ## Remove everything that the other targets made
 	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) build dist *.egg-info src/*.egg-info

@@ -1,6 +1,7 @@
 """How many more tokens a second a batching engine decodes than one request at a time.
 
-    python benchmarks/batching.py --shape smollm2-135m --out batching.json --update-docs docs/batching.md
+    python benchmarks/batching.py --shape smollm2-135m --out batching.json \
+        --update-docs docs/results/tables-benchmarks.md
 
 Decode-heavy work: every request asks its own question over the same stored chunks, for many tokens. Each number of
 running requests answers the same requests, all submitted at once; tokens a second are those of all answers over the

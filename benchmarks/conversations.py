@@ -1,9 +1,9 @@
 r"""Conversations over generated worlds: computed tokens, TTFT and F1 with and without deduplication (CRAFT, Figure 7).
 
     python benchmarks/conversations.py --model reader --conversations 60 --out docs/results/conversations-reader.json \
-        --update-docs docs/conversations.md
+        --update-docs docs/results/tables-benchmarks.md
     python benchmarks/conversations.py --shape smollm2-135m --conversations 4 --turns 6 --chunks 5 \
-        --out docs/results/conversations-smollm2-135m.json --update-docs docs/conversations.md
+        --out docs/results/conversations-smollm2-135m.json --update-docs docs/results/tables-benchmarks.md
 
 A conversation is about `--pool` passages of one held-out world. Each of its turns asks a question over `--chunks` of
 them: those that the question takes and others in random order, as retrieval might bring them, so that passages come

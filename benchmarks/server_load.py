@@ -1,7 +1,7 @@
 """TTFT, TPOT, throughput and errors of an OpenAI-compatible server under open-loop load, by reuse method or settings.
 
     python benchmarks/server_load.py --serve "chunkweave serve --model reader --method {method} --port 8011" \
-        --url http://127.0.0.1:8011 --out server-load.json --update-docs docs/benchmarks.md
+        --url http://127.0.0.1:8011 --out server-load.json --update-docs docs/results/tables-benchmarks.md
     python benchmarks/server_load.py --url http://127.0.0.1:8000 --methods none
     python benchmarks/server_load.py --serve "chunkweave serve --model smollm2 --port 8011 {way}" \
         --url http://127.0.0.1:8011 --way "full: --method full" --way "PGDSF: --method prefix --policy pgdsf" \

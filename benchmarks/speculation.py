@@ -1,6 +1,7 @@
 """Prefill beside the search: non-overlapping search time and TTFT with and without speculation (RAGCache Table 3).
 
-    python benchmarks/speculation.py --index-file ivf.faiss --out speculation.json --update-docs docs/ragcache.md
+    python benchmarks/speculation.py --index-file ivf.faiss --out speculation.json \
+        --update-docs docs/results/tables-ragcache.md
 
 A million synthetic vectors (clustered_index.py); vector n stands for passage n modulo `--texts`, so that nobody has to
 make a million texts. Questions come one at a time, and both contenders answer each, in turns; each contender has an

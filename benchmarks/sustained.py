@@ -1,6 +1,7 @@
 """Does reuse last? Many queries over a corpus that the store cannot hold (what LMCache's users see decay to 1x).
 
-    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json --update-docs docs/benchmarks.md
+    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json \
+        --update-docs docs/results/tables-benchmarks.md
     python benchmarks/sustained.py --engine vllm --model smollm2 --dataset musique_150.json --every 5 ...
 
 `--queries` queries of `--chunks` distinct documents in random order, drawn by Zipf's law from `--documents` of

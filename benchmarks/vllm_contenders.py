@@ -1,6 +1,7 @@
 """Every way to serve the same requests with vLLM, in one run: first tokens, throughput, the reader's answers beside.
 
-    python benchmarks/vllm_contenders.py --out docs/results/vllm-contenders.json --update-docs docs/vllm.md
+    python benchmarks/vllm_contenders.py --out docs/results/vllm-contenders.json \
+        --update-docs docs/results/tables-vllm.md
 
 Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Contenders are vLLM engines of their own,
 all alive at the same time, with the same token ids to answer but for the order of chunks:

@@ -1,6 +1,6 @@
 r"""What the plug-in costs where it cannot help, and where it can: vLLM with it against vLLM without, in turn.
 
-    python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/vllm.md
+    python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/results/tables-vllm.md
 
 Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
 own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the

@@ -1,7 +1,7 @@
 """What sliding windows save of stored KV: bytes that are brought, and time to the first token.
 
     python benchmarks/window_loading.py --model FILE.gguf --dataset musique.json --out window-loading.json \
-        --update-docs docs/fidelity.md
+        --update-docs docs/results/tables-fidelity.md
 
 Chunks are fully reused, from memory and over a link that takes `--quotient` of full prefill's time to bring all their
 KV: once without what no window reaches, and once with it. The two take turns.

@@ -1,6 +1,6 @@
 """What the GPU benchmarks can show at most, from sizes and a machine's rates alone. Needs no GPU, and no PyTorch.
 
-    PYTHONPATH=src python benchmarks/gpu/limits.py --update-docs docs/gpu.md
+    PYTHONPATH=src python benchmarks/gpu/limits.py --update-docs docs/results/tables-gpu.md
 
 A time is the largest of three: operations over the rate of a large matrix product; the weights, read once, over the
 bandwidth of device memory; the reused KV over the bandwidth of where it lies. Nothing is measured.

@@ -25,20 +25,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of a page to what is not on the site are its path; to a page that lies elsewhere they are to that."""
-    return markdown if page.file.src_uri in PAGES.values() else _relinked(markdown, ROOT / "docs")
+    if page.file.src_uri in PAGES.values():
+        return markdown
+    return _relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
 
 
 def _relinked(text: str, folder: Path) -> str:
-    """A page's text with its links as they are on the site, where all pages are in one folder."""
+    """A page's text with its links as they are on the site, where all pages are in one folder but tables of results."""
+    up = "../" * len(folder.relative_to(ROOT / "docs").parts) if folder.is_relative_to(ROOT / "docs") else ""
 
     def link(found: re.Match[str]) -> str:
         words, target = found.groups()
         path, hash_, anchor = target.partition("#")
         there = (folder / path).resolve().relative_to(ROOT)
         if there.as_posix() in PAGES:
-            return f"[{words}]({PAGES[there.as_posix()]}{hash_}{anchor})"
+            return f"[{words}]({up}{PAGES[there.as_posix()]}{hash_}{anchor})"
         if there.parts[0] == "docs":
-            return f"[{words}]({there.relative_to('docs').as_posix()}{hash_}{anchor})"
+            return f"[{words}]({up}{there.relative_to('docs').as_posix()}{hash_}{anchor})"
         return f"{words} (`{there.as_posix()}`)"
 
     pieces, at = [], 0

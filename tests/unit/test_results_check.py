@@ -142,6 +142,16 @@ def test_a_page_that_says_something_else_is_found(checkout, old, new, said):
     assert any(said in line for line in checkout.said()[:-1]), checkout.said()
 
 
+def test_tables_beside_the_results_are_checked_as_those_of_pages(checkout):
+    tables = checkout.results / "tables-a.md"
+    tables.write_text("# A\n\n1.5 s of 2.04x.\n\n<!-- ttft: a.json -->\n<!-- /ttft -->\n", encoding="utf-8")
+    assert sum("docs/results/tables-a.md" in line for line in checkout.said()) == 3  # the table, and two numbers
+    update_page(tables, checkout.results / "a.json")
+    figures = "\n<!-- figures\n1.5 = rows/epic/ttft_median_s\n2.04 = rows/epic/speedup\n-->\n"
+    tables.write_text(tables.read_text(encoding="utf-8") + figures, encoding="utf-8")
+    assert checkout.said() == ["1 files, 3 pages: 0 problems, 0 files allowed"]
+
+
 def test_a_claim_needs_a_file_where_a_section_names_none(checkout):
     (checkout.root / "docs" / "b.md").write_text("# B\n\nIt is 4.5x sooner and loses 0.1 F1.\n", encoding="utf-8")
     assert sum("names no result file" in line for line in checkout.said()) == 2
