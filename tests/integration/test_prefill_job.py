@@ -148,9 +148,13 @@ def test_a_cache_that_grows_keeps_what_it_has(bench):
     cache = RequestCache(geometry, 4, dtype=torch.float32, device=torch.device("cpu"))
     keys, values = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     cache.write(1, torch.arange(3), keys, values)
+    cache.write(2, torch.arange(3), values, keys)
     cache.grow(8)
     cache.write(1, torch.tensor([7]), keys[:1], values[:1])
+    for layer in (0, 3):
+        cache.write(layer, torch.arange(8), *torch.zeros(2, 8, 2, 16))
     assert torch.equal(cache.view(1, 3)[0], keys)
+    assert torch.equal(torch.stack(cache.view(2, 3)), torch.stack((values, keys)))
     assert torch.equal(cache.view(1, 8)[1][7], values[0])
     cache.grow(5)
     assert cache.capacity == 8

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
+from math import prod
 
 import torch
 
@@ -10,6 +11,9 @@ from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
 from chunkweave.types import Geometry, Span
 
 _versions = count()
+
+_TOGETHER = 16 << 20
+"""So many bytes of a cache are allocated at a time: enough for huge pages, and there twice while a cache grows."""
 
 Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, keys `[tokens, kv_heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
@@ -104,6 +108,8 @@ class RequestCache:
         self._placed: dict[tuple[Placement, ...], _Placed] = {}
         self._raw: tuple[int, list[torch.Tensor]] | None = None
         self._loaded = [not self._placements] * geometry.num_layers
+        self._spare: list[torch.Tensor] = []
+        """Layers that have memory and no contents yet."""
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
         """Bring all placed segments' KV of `layer` in: keys rotated to their positions, values as they are.
@@ -162,16 +168,17 @@ class RequestCache:
         return cache[0, :stop], cache[1, :stop]
 
     def grow(self, capacity: int) -> None:
-        """Make room for positions below `capacity`; copies what is there, one layer after the other.
+        """Make room for positions below `capacity`; copies what is there, a few layers after the others.
 
-        So at no time more than one layer is there twice. Growing by fixed steps rather than doubling wastes no more
-        than a step; the copy costs little, since decoding as many tokens reads the cache that often anyway.
+        So at no time more than those are there twice. Growing by fixed steps rather than doubling wastes no more than a
+        step; the copy costs little, since decoding as many tokens reads the cache that often anyway.
         """
         if capacity <= self.capacity:
             return
         before, self.capacity = self.capacity, capacity
         self.version = next(_versions)
         self._shape = (2, capacity, *self._shape[2:])
+        self._spare = []
         for layer, old in enumerate(self._layers):
             if old is not None:
                 self._layers[layer] = None
@@ -186,6 +193,7 @@ class RequestCache:
         self.capacity = 0
         self._layers = [None] * len(self._layers)
         self._kept = [None] * len(self._kept)
+        self._spare = []
         self.release_segments()
 
     def release_segments(self) -> None:
@@ -195,8 +203,17 @@ class RequestCache:
     def _layer(self, layer: int) -> torch.Tensor:
         cache = self._layers[layer]
         if cache is None:
-            cache = self._layers[layer] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._spare = self._spare or self._some_layers()
+            cache = self._layers[layer] = self._spare.pop()
         return cache
+
+    def _some_layers(self) -> list[torch.Tensor]:
+        """Memory of one layer, or on the host of as many as are allocated together."""
+        if self._device.type != "cpu":
+            return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
+        left, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
+        together = max(1, min(left, _TOGETHER // max(1, nbytes)))
+        return list(segment_memory((together, *self._shape), self._dtype).unbind())
 
     def _kept_layer(self, layer: int) -> torch.Tensor:
         kept = self._kept[layer]

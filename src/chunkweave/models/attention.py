@@ -84,7 +84,7 @@ class ScatteredQueries:
         self._ways: tuple[list[QueryBlock], tuple[int, int] | None] | None = None
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self.positions.shape[0]
 
     @property
     def where(self) -> Sequence[int]:
