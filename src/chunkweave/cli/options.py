@@ -51,7 +51,10 @@ HOW_WARM = (
 )
 Warm = Annotated[str, typer.Option(help=HOW_WARM)]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of PyTorch; its own choice if left out.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="CPU threads of PyTorch; as many as this process has cores, or CPUs by its quota, if left out."),
+]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
@@ -326,6 +329,11 @@ class ModelOptions:
         """What random weights are drawn with."""
         return 0
 
+    @property
+    def threads_given(self) -> bool:
+        """Whether somebody has said how many CPU threads compute."""
+        return False
+
     def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
         if self.model.adapter is not None:
@@ -336,7 +344,10 @@ class ModelOptions:
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
+            from chunkweave.models.threads import keep_within_cpus
 
+            if not self.threads_given:
+                keep_within_cpus()
             where = {"device": self.model.device, "dtype": self.model.dtype}
             if self.model.model is not None:
                 return Engine.load(self.model.model, adapter=self.model.adapter, **where, **options)
@@ -397,6 +408,11 @@ class TimedModelOptions(SeededModelOptions):
     """Which model is measured, and on how many threads."""
 
     threads: Threads = None
+
+    @property
+    def threads_given(self) -> bool:
+        """Whether there is a number."""
+        return self.threads is not None
 
     def bound_threads(self) -> None:
         """Bound the CPU threads of PyTorch, if that was asked for.
