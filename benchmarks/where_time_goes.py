@@ -1,0 +1,235 @@
+"""Where the time of prefilling, weaving and decoding goes on a CPU, as shares, with each attention kernel.
+
+    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json --update-docs docs/benchmarks.md
+
+Methods and kernels alternate over one prompt whose chunks are stored, each computed alone. What counts is the CPU time
+of the one thread that computes, so that other work on the machine weighs less. The steps of the layer loop are timed by
+their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` brings stored
+KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
+around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from docs_tables import markdown_table, update_page
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from chunkweave import Engine
+from chunkweave.config import AttentionKernel
+from chunkweave.eval.datasets import bundled_examples
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave.eval.ttft import (
+    HF_REFERENCE,
+    REFERENCE,
+    TtftConfig,
+    company_of,
+    first_tokens,
+    make_workload,
+)
+from chunkweave.fusion.rows import ActiveRows
+from chunkweave.kv.request_cache import RequestCache
+from chunkweave.models.attention import FlatAttention, make_attention
+from chunkweave.models.huggingface import HuggingFaceModel
+
+METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
+DECODING = (1, 8)
+"""Requests that decode at a time."""
+
+HEADS = ["what", "attention by", "ms", "speed", "products", "attention", "assembly", "evidence", "rest"]
+_SHOWN = ("products", "attention", "assembly", "evidence")
+
+Case = Callable[[], object]
+
+
+class Stopwatch:
+    """CPU seconds by step; a step inside another counts for the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside = False
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, its time noted."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return function(*args, **kwargs)
+            self._inside, started = True, time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.thread_time() - started
+                self._inside = False
+
+        return run
+
+    @contextmanager
+    def over(self, kernels: Mapping[str, FlatAttention]) -> Iterator[None]:
+        """Time the steps of the layer loop until the block ends."""
+        steps = [
+            *((HuggingFaceModel, name, "products") for name in ("embed", "qkv", "finish", "logits")),
+            *((HuggingFaceModel, name, "rotation") for name in ("rotate_queries", "rotate_keys")),
+            *((ActiveRows, name, "evidence") for name in ("refine", "look")),
+            (ActiveRows, "write", "writing"),
+            (RequestCache, "load_layer", "assembly"),
+            *((kind, "attend", "attention") for kind in {type(kernel) for kernel in kernels.values()}),
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in steps]
+        try:
+            for owner, name, step in steps:
+                setattr(owner, name, self.timed(step, getattr(owner, name)))
+            yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--kernels", default="onednn,sdpa", help="of each its rows, if it runs here")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    torch.set_num_threads(1)
+    engine = Engine.load(arguments.model)
+    rows = _measured(engine, arguments)
+    table = _table(rows)
+    _show(table, arguments)
+    if arguments.out is not None:
+        config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
+        config["dtype"] = str(engine.loaded.model.dtype).removeprefix("torch.")
+        command = shlex.join(["python", *sys.argv])
+        write_json(
+            arguments.out, BenchmarkResult("where_time_goes", command, arguments.seed, config, rows, {}).as_dict()
+        )
+    if arguments.update_docs is not None:
+        update_page(arguments.update_docs, arguments.out)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    return {"where-time-goes": markdown_table(HEADS, _table(result["rows"]))}
+
+
+def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    methods = tuple(arguments.methods.split(","))
+    config = TtftConfig(
+        methods, chunks=arguments.chunks, chunk_tokens=arguments.chunk_tokens, questions=1, seed=arguments.seed
+    )
+    workload = make_workload(bundled_examples(1, seed=arguments.seed), engine, config)
+    prompt = workload.measured[0]
+    config.warm.prepare(engine, prompt, company_of(workload.measured, 0))
+    runner, model = engine.runner, engine.loaded.model
+    kernels = {
+        name: make_attention(AttentionKernel.parse(name), model.geometry, dtype=model.dtype, device=model.device)
+        for name in arguments.kernels.split(",")
+    }
+    cases: dict[tuple[str, str], Case] = {}
+    for name, contender in first_tokens(engine, config).items():
+        for kernel in [""] if name == HF_REFERENCE else kernels:
+            cases[name, kernel] = lambda contender=contender: contender(prompt)
+    caches = [
+        runner.prefill(prompt, config.contenders()["full-reuse"], new_tokens=4 * (arguments.rounds + 2), capture=False)
+        for _ in range(max(DECODING))
+    ]
+    at = [len(prompt)] * len(caches)
+    for count in DECODING:
+        for kernel in kernels:
+
+            def decode(count: int = count) -> None:
+                runner.decode([one.cache for one in caches[:count]], [5] * count, at[:count])
+                at[:count] = [position + 1 for position in at[:count]]
+
+            cases[f"decode {count}", kernel] = decode
+    cases["hf-decode 1", ""] = _hugging_face_decode(model, prompt.token_ids)
+    samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
+    for round_ in track(range(arguments.rounds + 1), "measuring", console=Console(stderr=True)):
+        for (name, kernel), case in cases.items():
+            if kernel:
+                runner.attention = kernels[kernel]
+            watch = Stopwatch()
+            with watch.over(kernels):
+                started = time.thread_time()
+                case()
+                seconds = time.thread_time() - started
+            if round_:
+                samples[name, kernel].append((seconds, dict(watch.seconds)))
+    return [_row(name, kernel, found) for (name, kernel), found in samples.items()]
+
+
+def _hugging_face_decode(model: HuggingFaceModel, token_ids: tuple[int, ...]) -> Case:
+    """One more token behind a cache that the model's own forward has filled."""
+    with torch.inference_mode():
+        past = model.model(torch.tensor([token_ids]), use_cache=True, logits_to_keep=1).past_key_values
+
+    @torch.inference_mode()
+    def decode() -> None:
+        model.model(torch.tensor([[5]]), past_key_values=past, use_cache=True, logits_to_keep=1)
+
+    return decode
+
+
+def _row(name: str, kernel: str, found: list[tuple[float, dict[str, float]]]) -> dict[str, Any]:
+    total = sum(seconds for seconds, _ in found)
+    steps = sorted({step for _, mine in found for step in mine})
+    shares = {step: sum(mine.get(step, 0.0) for _, mine in found) / total for step in steps}
+    return {
+        "what": name,
+        "kernel": kernel,
+        "cpu_s": statistics.median(seconds for seconds, _ in found),
+        "least_cpu_s": min(seconds for seconds, _ in found),
+        "shares": shares,
+        "samples_s": [seconds for seconds, _ in found],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Prefills against `full` of the same kernel; decoding by the tokens a second of one request at a time."""
+    by_case = {(row["what"], row["kernel"]): row for row in rows}
+    first_kernel = next(row["kernel"] for row in rows if row["kernel"])
+    lines = []
+    for row in rows:
+        kernel = row["kernel"] or first_kernel
+        decodes = "decode" in row["what"]
+        tokens = int(row["what"].rpartition(" ")[2]) if decodes else 1
+        base = by_case["decode 1" if decodes else REFERENCE, kernel]["cpu_s"]
+        shares = [f"{row['shares'][step]:.0%}" if step in row["shares"] else "" for step in _SHOWN]
+        rest = f"{1 - sum(row['shares'].get(step, 0.0) for step in _SHOWN):.0%}" if row["kernel"] else ""
+        speed = f"{tokens * base / row['cpu_s']:.2f}x"
+        lines.append([row["what"], row["kernel"] or "its own", f"{row['cpu_s'] * 1e3:.0f}", speed, *shares, rest])
+    return lines
+
+
+def _show(rows: list[list[str]], arguments: argparse.Namespace) -> None:
+    title = f"{arguments.model}: {arguments.chunks} x {arguments.chunk_tokens} tokens, one thread, CPU time"
+    table = Table(title=title, title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    main()
