@@ -217,6 +217,21 @@ def test_one_for_another_base_is_loaded_with_a_warning(base, weights, tmp_path, 
     assert not caplog.text
 
 
+def test_it_is_merged_into_a_gguf_file_too(tmp_path):
+    from tests.integration.gguf_files import write_gguf
+
+    file = write_gguf(tmp_path / "tiny.gguf")
+    base = load_folder(file, dtype="float32")
+    adapter = write_adapter(tmp_path / "a", base.model.model)
+    loaded = load_folder(file, adapter=adapter, dtype="float32")
+    halves = load_file(adapter / WEIGHTS_FILE)
+    down, up = (halves[f"base_model.model.{Q0}.lora_{half}.weight"] for half in "AB")
+    before, after = (one.model.model.state_dict()[f"{Q0}.weight"] for one in (base, loaded))
+    torch.testing.assert_close(after, before + 2 * up @ down)
+    assert (loaded.name, loaded.folder, loaded.adapter) == ("tiny.gguf+a", base.folder, adapter)
+    assert loaded.fingerprint != base.fingerprint
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -320,6 +335,21 @@ def test_commands_take_it_and_say_so(base, weights, tmp_path):
     refused = invoke("ask", "--shape", "demo", "--adapter", adapter, "Where?")
     assert refused.exit_code == 2
     assert "random weights have none" in " ".join(refused.stderr.split())
+
+
+def test_the_demo_answers_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("chunkweave.cli.demo.smollm2_file", lambda: None)
+    adapter = write_adapter(tmp_path / "tiny", load_folder("reader").model.model, size=0.2)
+    out = tmp_path / "demo.json"
+    texts = []
+    for more in ([], ["--adapter", adapter]):
+        done = invoke("demo", "--out", out, *more)
+        assert done.exit_code == 0, done.output
+        data = json.loads(out.read_text(encoding="utf-8"))
+        texts.append([answer["by_method"]["full"] for answer in data["answers"]])
+    assert data["model"] == data["fidelity"]["config"]["model"] == "reader+tiny"
+    assert "reader+tiny, 4 questions" in done.stdout
+    assert texts[0] != texts[1]
 
 
 def test_the_server_takes_it_from_file_environment_and_flag(base, weights, tmp_path):

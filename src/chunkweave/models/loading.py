@@ -28,7 +28,7 @@ from chunkweave.config import adapted_name, is_hub_name, resolve_device, resolve
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
-from chunkweave.models.gguf import SMOLLM2, checkpoint_folder, smollm2_file
+from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
 from chunkweave.planning.cost import known_shape
@@ -98,7 +98,7 @@ def load_folder(
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
     weights = weights.to(device).eval()
     if lora is not None:
-        warn_of_other_base(lora, name, str(smollm2_file() or "") if str(model) == SMOLLM2 else "")
+        warn_of_other_base(lora, name)
         merge_adapter(weights, lora)
     driven = HuggingFaceModel(weights)
     if verify:
