@@ -57,14 +57,16 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
     """A server before servers that run already."""
     if fakes and fakes[0].report_to:
         values["report_socket"] = fakes[0].report_to
-    template = values.pop("chat_template", None)
+    template, adapter = values.pop("chat_template", None), values.pop("lora", None)
     flags = {"upstream": tuple(fake.url for fake in fakes), **values}
     settings = resolve(flags, {}, backend=BackendName.VLLM).settings
     tokenizer = bundled_tokenizer()
     if template is not None:
         tokenizer = HuggingFaceTokenizer(tokenizer._tokenizer)
         tokenizer._tokenizer.chat_template = template
-    return Service(settings, VllmBackend(settings, VllmFlags(name), tokenizer=tokenizer), keys or KeyRing())
+    return Service(
+        settings, VllmBackend(settings, VllmFlags(name, adapter=adapter), tokenizer=tokenizer), keys or KeyRing()
+    )
 
 
 class Client(TestClient):

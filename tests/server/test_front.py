@@ -3,11 +3,13 @@
 import json
 import re
 import threading
+from pathlib import Path
 
 import openai
 import pytest
 from starlette.responses import JSONResponse
 
+from chunkweave.models.adapters import Adapter, LoraSettings
 from tests.chat_tools import TEMPLATE, TOOL, called, said
 from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, wait_until
 from tests.server.fake_vllm import FakeVllm
@@ -135,6 +137,17 @@ def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm)
         assert [line for line in reply.iter_lines() if line] == ["data: 0", "data: 1", "data: 2"]
         assert reply.headers["content-type"].startswith("text/event-stream")
     assert {method for method, *_ in vllm.paths} == {"GET", "POST"}
+
+
+def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):
+    lora = Adapter("tiny", Path("tiny"), LoraSettings(4, 8.0, False, ("q_proj",)), "", "key")
+    with running_front(vllm, lora=lora) as front:
+        for named in ({}, {"model": "m"}, {"model": "m+tiny"}):
+            front.ask(documents=DOCUMENTS, **named)
+            front.post("/v1/completions", json={"prompt": "Hi", **named})
+        front.post("/v1/embeddings", json={"input": "Hi"})
+    assert [sent["model"] for sent in vllm.seen] == ["m+tiny", "m+tiny", "m", "m", "m+tiny", "m+tiny"]
+    assert json.loads(vllm.paths[-1][3]) == {"input": "Hi"}, "vLLM has no adapter there"
 
 
 def test_fields_of_vllm_go_on_to_it(front, vllm):
