@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from chunkweave import Engine
 from chunkweave.adapt.distill import RECORD, AdaptConfig, Distiller, Progress
-from chunkweave.adapt.prompts import Group, PromptSizes, PromptSource, held_out
+from chunkweave.adapt.prompts import Group, PromptSizes, PromptSource, TrainingPrompt, held_out
 from chunkweave.adapt.reading import Passages, Reading
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
@@ -108,6 +108,23 @@ def test_it_ends_when_nothing_is_gained(tmp_path: Path) -> None:
     assert len(list(steps)) < 20
     best = min(distiller.looks, key=lambda look: look.kl)
     assert len(distiller.looks) - 1 - distiller.looks.index(best) == 2
+
+
+class _Answered:
+    """The same prompt again and again, with the same answers."""
+
+    def prompt(self, _: int) -> TrainingPrompt:
+        return TrainingPrompt(GROUPS[0].chunks, ("Who?", "Where?"), ("Ada of Aldwick", "behind the bridge"))
+
+
+def test_given_answers_are_learnt(tmp_path: Path) -> None:
+    config = _config(readings=(Reading.FULL,), looked_at=(Reading.FULL,), learning_rate=1e-2)
+    distiller, _ = _training(tmp_path, config)
+    steps = distiller.train(_Answered(), _Answered())
+    losses = [now.loss for now in islice(steps, 12)]
+    steps.close()  # type: ignore[attr-defined]
+    assert losses[-1] < 0.8 * losses[1]
+    assert list(distiller.looks[0].held_out) == ["full"]
 
 
 def test_recomputed_activations_give_the_same_weights(tmp_path: Path) -> None:

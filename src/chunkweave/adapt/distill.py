@@ -3,7 +3,7 @@
 The teacher is the model without its adapters, under full attention. It answers the questions of a prompt greedily; the
 student, the same weights with adapters, reads the same passages as reuse has them (`Reading`), and the loss is
 KL(teacher || student) along the teacher's own answer. No labels are needed. Among the readings is full attention, so
-that what the model says by full prefill moves little.
+that what the model says by full prefill moves little. Where a prompt has answers, these are the teacher.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from chunkweave.adapt.prompts import PromptSizes, PromptSource, TrainingPrompt
+from chunkweave.adapt.prompts import PromptSizes, TrainingPrompt, TrainingPrompts
 from chunkweave.adapt.reading import PassageReader, Passages, Reading
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.errors import UsageError
@@ -42,8 +42,8 @@ class AdaptConfig:
 
     `targets` are names of linear modules, or `all-linear`. `readings` come in turn. The learning rate rises over
     `warmup_steps` and falls along a cosine to a tenth until `minutes` are over. A step is `prompts_a_step` prompts.
-    Every `check_minutes` the adapters are held against `held_out_prompts` prompts that are not learnt from, in all
-    readings; after `patience` such looks without gain it is enough.
+    Every `check_minutes` the adapters are held against `held_out_prompts` prompts that are not learnt from, in the
+    readings `looked_at`; after `patience` such looks without gain it is enough.
     """
 
     minutes: float = 60.0
@@ -53,6 +53,7 @@ class AdaptConfig:
     learning_rate: float = 5e-4
     warmup_steps: int = 20
     readings: tuple[Reading, ...] = (Reading.ALONE, Reading.NEUTRAL, Reading.INSTRUCTION, Reading.FULL)
+    looked_at: tuple[Reading, ...] = tuple(Reading)
     sizes: PromptSizes = field(default_factory=PromptSizes)
     answer_tokens: int = 24
     prompts_a_step: int = 2
@@ -76,7 +77,7 @@ class AdaptConfig:
     def learnt(self) -> dict[str, Any]:
         """What must be the same to go on from a checkpoint: all but how long it goes on."""
         values = asdict(self)
-        for name in ("minutes", "check_minutes", "patience", "recompute_activations"):
+        for name in ("minutes", "check_minutes", "patience", "recompute_activations", "looked_at"):
             del values[name]
         return values
 
@@ -85,7 +86,8 @@ class AdaptConfig:
 class Distance:
     """How far one reading of the held-out prompts is from full prefill of the model without adapters.
 
-    `kl` is the mean over answer tokens in nats, `agreement` how often the most likely token is the same.
+    `kl` is the mean over answer tokens in nats, `agreement` how often the most likely token is the same. Of given
+    answers they are the mean negative log-likelihood and how often the most likely token is the answer's.
     """
 
     kl: float
@@ -120,11 +122,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lesson:
-    """A prompt, and what the teacher said to each of its questions."""
+    """A prompt, and the answer to each of its questions: tokens, and what the teacher expected at each of them.
+
+    None where the answer is given: then its tokens are what is to be expected.
+    """
 
     passages: Passages
     questions: list[tuple[int, ...]]
-    answers: list[tuple[list[int], torch.Tensor]]
+    answers: list[list[int]]
+    expected: torch.Tensor | None
 
 
 class Distiller:
@@ -168,7 +174,7 @@ class Distiller:
         """All looks at the held-out prompts so far; the first is before any step."""
         return tuple(self._looks)
 
-    def train(self, source: PromptSource, held_out: PromptSource) -> Iterator[Progress]:
+    def train(self, source: TrainingPrompts, held_out: TrainingPrompts) -> Iterator[Progress]:
         """Train until the minutes are over or nothing is gained any more, and yield after each step.
 
         A checkpoint is written at each look, and when the caller stops early.
@@ -206,21 +212,29 @@ class Distiller:
         chunks = self._builder.chunk_parts(prompt.chunks)
         passages = Passages(self._frame.opening, self._frame.neutral, chunks)
         questions = [self._builder.question_part(one).token_ids for one in prompt.questions]
+        if prompt.answers:
+            stop = min(self._stop_ids)
+            given = [[*self._builder.answer_ids(answer), stop] for answer in prompt.answers]
+            return _Lesson(passages, questions, given, None)
         with self._adapted.disable_adapter():
             answers = self._reader.answer(
                 passages, questions, stop_ids=self._stop_ids, max_new_tokens=self._config.answer_tokens
             )
-        return _Lesson(passages, questions, answers)
+        return _Lesson(passages, questions, [own for own, _ in answers], torch.cat([rows for _, rows in answers]))
 
     def _read(self, lesson: _Lesson, reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of the teacher and of the student at all answer tokens, `[tokens, vocab]` each."""
-        asked = zip(lesson.questions, lesson.answers, strict=True)
-        questions = [(*question, *tokens[:-1]) for question, (tokens, _) in asked]
-        last = [len(tokens) for tokens, _ in lesson.answers]
-        found = self._reader.logits(lesson.passages, questions, reading, last=last)
-        return torch.cat([rows for _, rows in lesson.answers]), torch.log_softmax(torch.cat(found), -1)
+        """Distance from what is expected at each answer token, in nats, and whether the most likely token is right."""
+        pairs = zip(lesson.questions, lesson.answers, strict=True)
+        questions = [(*question, *answer[:-1]) for question, answer in pairs]
+        found = self._reader.logits(lesson.passages, questions, reading, last=[len(one) for one in lesson.answers])
+        log_probs = torch.log_softmax(torch.cat(found), -1)
+        if lesson.expected is not None:
+            kl = (lesson.expected.exp() * (lesson.expected - log_probs)).sum(-1)
+            return kl, lesson.expected.argmax(-1) == log_probs.argmax(-1)
+        given = torch.tensor([token for answer in lesson.answers for token in answer], device=log_probs.device)
+        return -log_probs.gather(1, given[:, None])[:, 0], log_probs.argmax(-1) == given
 
-    def _learn(self, source: PromptSource, total_s: float) -> float:
+    def _learn(self, source: TrainingPrompts, total_s: float) -> float:
         """One step; returns its loss."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * self._rate(total_s)
@@ -228,7 +242,7 @@ class Distiller:
         loss, count = 0.0, self._config.prompts_a_step
         for place in range(self._step * count, (self._step + 1) * count):
             reading = self._config.readings[place % len(self._config.readings)]
-            own = _kl(*self._read(self._lesson(source.prompt(place)), reading)).mean() / count
+            own = self._read(self._lesson(source.prompt(place)), reading)[0].mean() / count
             own.backward()  # type: ignore[no-untyped-call]
             loss += own.item()
         torch.nn.utils.clip_grad_norm_(self._weights.values(), 1.0)
@@ -246,11 +260,9 @@ class Distiller:
     def _look(self, kept: Sequence[_Lesson], loss: float | None) -> Look:
         """Hold the adapters against the held-out prompts, and keep them if they are the best so far."""
         found: dict[str, Distance] = {}
-        for reading in Reading:
-            pairs = [self._read(lesson, reading) for lesson in kept]
-            kl = torch.cat([_kl(*pair) for pair in pairs])
-            same = torch.cat([one.argmax(-1) == other.argmax(-1) for one, other in pairs])
-            found[reading] = Distance(kl.mean().item(), same.float().mean().item())
+        for reading in self._config.looked_at:
+            kl, same = zip(*(self._read(lesson, reading) for lesson in kept), strict=True)
+            found[reading] = Distance(torch.cat(kl).mean().item(), torch.cat(same).float().mean().item())
         look = Look(self._step, self._elapsed_s, loss, found)
         self._looks.append(look)
         if self._step and look.kl < self._best:
@@ -336,11 +348,6 @@ class Distiller:
 def _look_of(saved: dict[str, Any]) -> Look:
     held_out = {reading: Distance(**one) for reading, one in saved["held_out"].items()}
     return Look(saved["step"], saved["elapsed_s"], saved["loss"], held_out)
-
-
-def _kl(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """KL(expected || found) of log-probabilities at each token, in nats."""
-    return (expected.exp() * (expected - found)).sum(-1)
 
 
 def _with_adapters(model: Any, config: AdaptConfig) -> Any:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from chunkweave.chunking.documents import Document, SplitConfig, split_text
 from chunkweave.chunking.tokenizer import TextTokenizer
@@ -48,10 +49,21 @@ class PromptSizes:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """Chunks in the order in which they stand, and the questions that are asked about them, each by itself."""
+    """Chunks in the order in which they stand, and the questions that are asked about them, each by itself.
+
+    With `answers`, one a question, these are learnt instead of what the model itself says.
+    """
 
     chunks: tuple[Chunk, ...]
     questions: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+
+
+class TrainingPrompts(Protocol):
+    """Where training prompts come from."""
+
+    def prompt(self, index: int) -> TrainingPrompt:
+        """The i-th one, the same each time."""
 
 
 def groups_of_documents(documents: Sequence[Document], tokenizer: TextTokenizer, rng: Random) -> list[Group]:
