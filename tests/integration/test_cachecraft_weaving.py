@@ -324,6 +324,16 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
     bench.runner.store.check()
 
 
+@pytest.mark.parametrize(("ratio", "captured"), [(0.2, False), (0.7, True)])
+def test_what_a_rule_keeps_little_of_is_not_followed(qwen, ratio, captured):
+    """Nobody knows beforehand which tokens a rule keeps, and following all parts takes time."""
+    prompt = make_prompt(SIZES, system=6)
+    qwen.runner.capture = HALF
+    qwen.precompute(prompt)
+    woven = qwen.prefill(prompt, "cacheblend", ratio=ratio)
+    assert any(capture.part.kv_source is KVSource.REUSED for capture in woven.captures) is captured
+
+
 def test_a_stored_woven_prompt_is_answered_alike_without_recomputing(qwen):
     prompt = make_prompt(SIZES, system=6)
     qwen.runner.capture = HALF

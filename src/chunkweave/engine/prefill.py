@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from sys import maxsize
 from typing import Self
 
 import torch
@@ -14,7 +15,7 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.loop import LoopTimes, PassRun
-from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
+from chunkweave.fusion.rows import ActiveRows, CountedWork, counted, flags_of
 from chunkweave.kv.request_cache import Placement, RequestCache, before_rope
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -294,17 +295,32 @@ def parts_to_keep(
 
     The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
     context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
+    Which tokens a rule will keep nobody knows yet: a part is expected to get its share of them. One that gets more by
+    chance is not stored again; to follow every part for its sake takes longer than that saves.
     """
     sources = {placement.span: placement.segment for placement in placements}
     least = woven_fraction if len(plan.passes) == 1 else None
+    active = _active_tokens(plan.passes[0], plan.prompt_tokens) if least else torch.zeros(plan.prompt_tokens)
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         if part.part.id is None or not part.kept:
             continue
         if part.kv_source is KVSource.COMPUTED:
             yield part, None
-        elif part.kv_source is KVSource.REUSED and least and segment_id(part.part.id, context) not in store:
+        elif part.kv_source is not KVSource.REUSED or not least:
+            continue
+        elif (
+            active[part.span.start : part.span.stop].sum() >= least * len(part.span)
+            and segment_id(part.part.id, context) not in store
+        ):
             record = None if part.segment is None else store.record(part.segment)
             yield part, WovenFrom(sources[part.span], None if record is None else record.attention, least)
+
+
+def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
+    """Of each of so many tokens, how likely it is active at the last layer of a pass, `[tokens]` on the host."""
+    required, candidates = flags_of(a_pass.required, tokens), flags_of(a_pass.candidates, tokens)
+    share = a_pass.candidates_at(maxsize) / max(1, a_pass.candidate_tokens)
+    return required.double().maximum(candidates * share)
 
 
 def segments_of(

@@ -194,15 +194,20 @@ class RequestBlocks:
         return self.tables[self._groups[layer]]
 
 
+_MOST_PASSIVE = 0.75
+"""Where a larger share of a segment's tokens is passive, all of them are brought."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fill:
     """What the segments bring to one group of layers, where `passive` tokens need it: worked out once for all of them.
 
-    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others.
+    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others. They are
+    places in a row where the others are few, whose KV is overwritten behind it: to pick rows out costs a copy.
     """
 
     passive: torch.Tensor
-    rows: torch.Tensor
+    rows: torch.Tensor | slice
     at: torch.Tensor
     to: torch.Tensor
     slots: torch.Tensor
@@ -272,11 +277,13 @@ class PagedCache:
         group = self._paged.groups[layer]
         if group not in self._fills or self._fills[group].passive is not passive:
             inside = self._inside(layer, self.cached)
-            rows = passive[(passive >= inside.start) & (passive < inside.stop)]
+            picked = passive[(passive >= inside.start) & (passive < inside.stop)]
+            most = len(picked) > _MOST_PASSIVE * (inside.stop - inside.start)
+            rows = inside if most else picked
             to = self.cached[rows]
             self._fills[group] = _Fill(passive, rows, self._keys_at[rows], to, self._blocks.of(layer).slots(to))
         fill = self._fills[group]
-        if len(fill.rows):
+        if len(fill.slots):
             keys, values = self._gather(layer)[:, fill.rows]
             self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
 

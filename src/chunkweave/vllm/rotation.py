@@ -38,9 +38,7 @@ class Rotation:
 
     def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys before RoPE `[tokens, heads, head_dim]` -> as they are at `positions` `[tokens]`."""
-        cos, sin = self._angles(positions)
-        one, two = self._split(keys)
-        return self._join(one * cos - two * sin, two * cos + one * sin, keys)
+        return self._rotated(keys, *self._angles(positions))
 
     def inverse(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys as they are at `positions` `[tokens]` -> before RoPE, `[tokens, heads, head_dim]`."""
@@ -55,8 +53,7 @@ class Rotation:
         if self._turned is None or self._turned[0] is not at or self._turned[1] is not to:
             self._turned = at, to, *self._between(at, to)
         _, _, cos, sin = self._turned
-        one, two = self._split(keys)
-        return self._join(one * cos - two * sin, two * cos + one * sin, keys)
+        return self._rotated(keys, cos, sin)
 
     def _between(self, at: torch.Tensor, to: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the rotation from one to the other, as `_angles` has them."""
@@ -75,18 +72,21 @@ class Rotation:
         none = (positions == BEFORE_ROPE)[:, None, None]
         return cos.masked_fill(none, 1.0), sin.masked_fill(none, 0.0)
 
-    def _split(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rotated = keys[..., : self._dims].float()
-        if self._halves:
-            one, two = rotated.chunk(2, dim=-1)
-            return one, two
-        return rotated[..., 0::2], rotated[..., 1::2]
+    def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Keys turned by angles, in float32; dims that are not rotated stay. In few launches: each layer has them."""
+        turned, rotated = torch.empty_like(keys), keys[..., : self._dims].float()
+        (one, two), (first, second) = self._halves_of(rotated), self._halves_of(turned[..., : self._dims])
+        first.copy_((one * cos).addcmul_(two, sin, value=-1.0))
+        second.copy_((two * cos).addcmul_(one, sin))
+        if self._dims < keys.shape[-1]:
+            turned[..., self._dims :] = keys[..., self._dims :]
+        return turned
 
-    def _join(self, one: torch.Tensor, two: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The rotated dims, followed by those of `keys` that are not."""
-        joined = torch.cat((one, two), dim=-1) if self._halves else torch.stack((one, two), dim=-1).flatten(-2)
-        joined = joined.to(keys.dtype)
-        return joined if self._dims == keys.shape[-1] else torch.cat((joined, keys[..., self._dims :]), dim=-1)
+    def _halves_of(self, dims: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._halves:
+            one, two = dims.chunk(2, dim=-1)
+            return one, two
+        return dims[..., 0::2], dims[..., 1::2]
 
 
 def _table_of(rotary: Any) -> Any:

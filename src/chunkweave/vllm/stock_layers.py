@@ -6,11 +6,13 @@ attention backend as a request of its own that shares the real block table. Its 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -32,12 +34,15 @@ from chunkweave.vllm.layer_modules import LayerModules
 from chunkweave.vllm.paged_kv import BlockTable, PagedKV, RequestBlocks
 from chunkweave.vllm.rotation import Rotations, SharedRotary
 
+MOST_RUNS = 1024
+"""Runs in one call of a backend: some size buffers by the number of requests that there may be."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveSet:
     """Positions that go through a layer together, `[tokens]` ascending, with their attention metadata.
 
-    `pieces` are at most as many rows each as the backend was sized for, with metadata and slots by layer name.
+    `pieces` are at most as many rows and runs each as the backend was sized for, with metadata and slots by layer name.
     """
 
     positions: torch.Tensor
@@ -83,9 +88,10 @@ class StockLayers:
         self.rotations = Rotations([self._rotary_of(layer) for layer in range(self.num_layers)])
         builder = attentions[0].get_attn_backend().get_builder_cls()
         self._builders = []
+        eager = _without_graphs(vllm_config)
         for group in groups:
             spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
-            self._builders.append((group.layer_names, builder(spec, group.layer_names, vllm_config, self.device)))
+            self._builders.append((group.layer_names, builder(spec, group.layer_names, eager, self.device)))
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         windows, sinks = windows_of(attentions), sinks_of(attentions)
         self.geometry: Geometry = replace(geometry_of(config), windows=windows, sinks=sinks)
@@ -103,14 +109,19 @@ class StockLayers:
         return _joined(done)
 
     def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
-        """Prepare a set of positions, `[tokens]` ascending, of the request with those blocks."""
-        pieces = []
-        for rows in self._pieces(len(positions)):
+        """Prepare a set of positions, `[tokens]` ascending, of the request with those blocks.
+
+        The host asks the device once where they are: all that it has to know of their runs follows.
+        """
+        pieces, where = [], positions.cpu()
+        for rows in self._pieces_by_runs(where):
             metadata: dict[str, Any] = {}
             slots: dict[str, torch.Tensor] = {}
+            runs = _Runs.of(where[rows])
             for table, (names, builder) in zip(blocks.tables, self._builders, strict=True):
-                metadata |= dict.fromkeys(names, builder.build(0, _runs(positions[rows], table)))
-                slots |= dict.fromkeys(names, table.slots(positions[rows]))
+                own = table.slots(positions[rows])
+                metadata |= dict.fromkeys(names, builder.build(0, runs.metadata(positions[rows], table, own)))
+                slots |= dict.fromkeys(names, own)
             pieces.append((rows, metadata, slots))
         return ActiveSet(positions, tuple(pieces))
 
@@ -189,6 +200,14 @@ class StockLayers:
         for start in range(0, rows, self._most_rows):
             yield slice(start, min(start + self._most_rows, rows))
 
+    def _pieces_by_runs(self, where: torch.Tensor) -> Iterator[slice]:
+        """Positions `[tokens]`, on the host, in pieces of as many rows and runs as there may be in one call."""
+        starts = _starts(where).tolist()
+        for rows in self._pieces(len(where)):
+            inside = [start for start in starts if rows.start < start < rows.stop]
+            cuts = [rows.start, *inside[MOST_RUNS - 1 :: MOST_RUNS], rows.stop]
+            yield from (slice(first, stop) for first, stop in pairwise(cuts))
+
     @contextmanager
     def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
         """What vLLM's modules expect around them; attention needs `metadata` and `slots` by layer name."""
@@ -201,27 +220,59 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _runs(positions: torch.Tensor, table: BlockTable) -> CommonAttentionMetadata:
-    """Each run of consecutive positions as a request whose cache ends with the run."""
-    breaks = torch.nonzero(positions[1:] != positions[:-1] + 1).squeeze(1) + 1
-    edge = breaks.new_tensor([0])
-    starts = torch.cat((edge, breaks, edge + len(positions))).to(torch.int32)
-    lengths = (positions[starts[1:].long() - 1] + 1).to(torch.int32)
-    count = len(lengths)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts.cpu(),
-        seq_lens=lengths,
-        num_reqs=count,
-        num_actual_tokens=len(positions),
-        max_query_len=int((starts[1:] - starts[:-1]).max()),
-        max_seq_len=int(lengths.max()),
-        block_table_tensor=table.rows(count),
-        slot_mapping=table.slots(positions),
-        causal=True,
-        positions=positions,
-        seq_lens_cpu_upper_bound=lengths.cpu(),
-    )
+def _without_graphs(config: VllmConfig) -> VllmConfig:
+    """What builders of metadata for eager passes are to see of vLLM's config.
+
+    With CUDA graphs, backends copy metadata to addresses that are captured, in buffers for `max_num_seqs` requests.
+    These builders are not vLLM's own, and what they build is seen by no graph.
+    """
+    eager = copy(config)
+    eager.compilation_config = copy(config.compilation_config)
+    eager.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    eager.scheduler_config = copy(config.scheduler_config)
+    eager.scheduler_config.max_num_seqs = max(MOST_RUNS, config.scheduler_config.max_num_seqs)
+    return eager
+
+
+def _starts(where: torch.Tensor) -> torch.Tensor:
+    """Rows at which runs of consecutive positions begin, but for the first."""
+    return torch.nonzero(where[1:] != where[:-1] + 1).squeeze(1) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """Runs of consecutive positions, each as a request whose cache ends with it; on the host.
+
+    `starts` `[runs + 1]` are the rows at which they begin, and the end; `lengths` `[runs]` those of the caches.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, where: torch.Tensor) -> "_Runs":
+        """Those of positions `[tokens]`, ascending."""
+        edge = torch.tensor([0])
+        starts = torch.cat((edge, _starts(where), edge + len(where)))
+        return cls(starts.to(torch.int32), (where[starts[1:] - 1] + 1).to(torch.int32))
+
+    def metadata(self, positions: torch.Tensor, table: BlockTable, slots: torch.Tensor) -> CommonAttentionMetadata:
+        """As vLLM has it of a batch; `positions` and their `slots` `[tokens]` are on the device."""
+        device, count = positions.device, len(self.lengths)
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts.to(device, non_blocking=True),
+            query_start_loc_cpu=self.starts,
+            seq_lens=self.lengths.to(device, non_blocking=True),
+            num_reqs=count,
+            num_actual_tokens=len(positions),
+            max_query_len=int((self.starts[1:] - self.starts[:-1]).max()),
+            max_seq_len=int(self.lengths.max()),
+            block_table_tensor=table.rows(count),
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            seq_lens_cpu_upper_bound=self.lengths,
+        )
 
 
 class TensorParallelRanks(Ranks):
