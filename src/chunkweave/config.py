@@ -188,9 +188,13 @@ class StoreConfig:
         "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
         unit=Unit.BYTES,
         name="host_pinned",
-        places=_OWN_ENGINE,
         least=0,
     )
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """Most bytes that are page-locked, with a GPU."""
+        return self.host_budget_bytes if self.pinned_bytes is None else self.pinned_bytes
 
     def __post_init__(self) -> None:
         for limit in (self.max_variants, self.max_instances):

@@ -514,6 +514,22 @@ def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
     assert not side.orders(step()).lookups
 
 
+def test_workers_hear_of_requests_that_get_no_blocks_yet():
+    """What they need is read meanwhile; those that got blocks in the step in which they came read for themselves."""
+    side = ConnectorScheduler("model", (BOS,), Defaults())
+    side.bind_kv_cache_manager(FakeManager())
+    side.begin_with({0: Holdings(frozenset(), shared=True)})
+    stored_chunks(side, 0, 1, 2)
+    side.orders(step())
+    waits, placed, gone = (FakeRequest(CHUNKS, name=name) for name in "abc")
+    for request in (waits, placed, gone):
+        side.add(request)
+    side.allocated(placed, FakeBlocks(), side.matched(placed, 0))
+    side.finished(gone)
+    assert list(side.orders(step()).waiting) == ["a"]
+    assert not side.orders(step()).waiting, "once"
+
+
 def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
     known = ConnectorScheduler("model", (BOS,), Defaults())
     known.begin_with({0: Holdings(frozenset(), True)})

@@ -51,6 +51,7 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
     """A model, a configuration and KV cache groups that pass, but for what is changed."""
     values = {
         "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "tensor_parallel_size": 1,
         "speculative": None,
         "multimodal": False,
@@ -78,6 +79,7 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=values["pipeline_parallel_size"],
+            data_parallel_size=values["data_parallel_size"],
             tensor_parallel_size=values["tensor_parallel_size"],
         ),
         speculative_config=values["speculative"],
@@ -132,6 +134,7 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"name": "TransformersForCausalLM", "family": "olmo2", "rope": "dynamic"}, "RoPE type dynamic depend on more"),
         ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),
+        ({"data_parallel_size": 2}, "with data parallelism its experts wait"),
         ({"speculative": object()}, "with speculative decoding drafts have a KV cache of their own"),
         ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
         ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),

@@ -419,6 +419,45 @@ def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_pat
     after.close()
 
 
+def on_disk(side, folder) -> PluginSettings:
+    """The two chunks on disk, as an earlier process left them."""
+    hold(side)
+    settings = PluginSettings.from_config({"cache_dir": str(folder)}, {})
+    before = ConnectorWorker(side._layers, "model", settings)
+    for record in side._store.records():
+        before._store.insert(record, side._store.get(record.id))
+    before.close()
+    return settings
+
+
+def test_what_a_waiting_request_will_need_is_read_while_it_waits(side, tmp_path, monkeypatch):
+    after = ConnectorWorker(side._layers, "model", on_disk(side, tmp_path))
+    after.step(StepOrders(waiting={"a": request(), "b": request()}))
+    until = time.monotonic() + 10
+    while (ahead := after._ahead.find("a")) is None or not all(one.complete for one in ahead._loader.segments):
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
+    prepared = after.plan(order, after.look_up(order))
+    assert prepared.pinned.complete, "nothing is left to be read when its turn comes"
+    assert {id(one.segment) for one in prepared.pinned.placements} == {id(one) for one in ahead._loader.segments}
+    prepared.pinned.close()
+    after.forget(["a", "b"])
+    until = time.monotonic() + 10
+    while any(level.store._pins.ids() for level in after._store.levels):
+        assert time.monotonic() < until, "what waits no longer pins nothing"
+        time.sleep(0.002)
+    after.close()
+
+
+def test_one_that_gets_its_blocks_at_once_reads_for_itself(side, tmp_path):
+    after = ConnectorWorker(side._layers, "model", on_disk(side, tmp_path))
+    after.step(StepOrders(waiting={"a": request()}, weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
+    assert after._ahead.find("a") is None
+    assert not after._ahead._reading
+    after.close()
+
+
 def test_a_segment_that_is_gone_from_disk_is_planned_without(side, tmp_path):
     hold(side)
     settings = PluginSettings.from_config({"cache_dir": str(tmp_path)}, {})
@@ -459,5 +498,20 @@ def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(paged, si
         assert counts() == [(3, 1)] * 3
         side.step(StepOrders(weaves=[WeaveOrder("c", request(asked=False), BLOCKS, 0, 35)], idle=True))
         assert counts() == [(3, 1)] * 3, "nobody asked for it"
+    finally:
+        side.close()
+
+
+def test_what_vllms_own_cache_has_of_a_woven_prompt_is_used_too(side):
+    """Chunks that are asked for again and again stay hot, though nothing of them is read any more."""
+    side.close()
+    side = ConnectorWorker(side._layers, "model", PluginSettings.from_config({"policy": "pgdsf"}, {}))
+    policy = side._store.levels[0].store._index._policy
+    hold(side, context=("another",))
+    try:
+        stored = [record.id for record in side._store.records()]
+        approximate = request()
+        whole(side, asked=[AskedOrder("a", approximate.prompt, 35, approximate)])
+        assert [policy._known[one].frequency for one in stored if one in policy._known] == [1, 1]
     finally:
         side.close()

@@ -81,7 +81,7 @@ def _memory(
     if config.device_budget_bytes and device.type != "cpu":
         tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
         yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
-    memory = host_memory_for(device, config.host_budget_bytes if config.pinned_bytes is None else config.pinned_bytes)
+    memory = host_memory_for(device, config.most_pinned_bytes)
     # On a CPU whatever is computed or read lies in the host's memory already.
     host: HostTier[SegmentSource] = HostTier(None if device.type == "cpu" else partial(moved_into, memory))
     yield Level("host", _store(config, host, config.host_budget_bytes, prefill_s))

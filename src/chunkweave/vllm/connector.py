@@ -110,7 +110,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             return
         ranks = RankAgreement() if self._vllm_config.parallel_config.tensor_parallel_size > 1 else Alone()
-        self._worker = ConnectorWorker(layers, model_fingerprint(self._vllm_config), self._settings, ranks)
+        number = self._vllm_config.parallel_config.data_parallel_index
+        fingerprint = model_fingerprint(self._vllm_config)
+        self._worker = ConnectorWorker(layers, fingerprint, self._settings, ranks, replica=number)
         logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

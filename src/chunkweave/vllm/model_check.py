@@ -60,6 +60,8 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
         return
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline parallelism would need hidden-state transfer"
+    if config.parallel_config.data_parallel_size > 1:  # 1 for the engines of a dense model, which are independent
+        yield "with data parallelism its experts wait in every layer for engines that weave nothing then"
     if config.speculative_config is not None:
         yield "with speculative decoding drafts have a KV cache of their own"
     if config.model_config.is_multimodal_model:

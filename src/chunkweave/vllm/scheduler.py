@@ -95,11 +95,15 @@ class LookupOrder:
 
 @dataclass(frozen=True, slots=True)
 class AskedOrder:
-    """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, it computes the others."""
+    """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, it computes the others.
+
+    If those were woven for another one, `woven` says how.
+    """
 
     request_id: str
     prompt: Prompt
     local: int
+    woven: WeaveRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +118,14 @@ class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has 
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
     """Scheduler to workers. `idle`: nothing else is to be computed in this step.
 
-    Blocks of `preempted` requests are given to others in this step; those of `held` ones, which have ended, when the
-    workers have copied what they were to save.
+    Requests that are `waiting` have come in and got no blocks in this step. Blocks of `preempted` requests are given to
+    others in this step; those of `held` ones, which have ended, when the workers have copied what they were to save.
     """
 
     weaves: list[WeaveOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     lookups: list[LookupOrder] = field(default_factory=list)
+    waiting: dict[str, WeaveRequest] = field(default_factory=dict)
     asked: list[AskedOrder] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
@@ -251,6 +256,8 @@ class ConnectorScheduler:
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
+        self._arrived: set[str] = set()
+        """Requests that have no blocks yet, and that workers do not know of."""
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """Of woven blocks in vLLM's own cache, by their salt."""
 
@@ -302,6 +309,8 @@ class ConnectorScheduler:
             tracked.shared = self._exact_stop(tracked)
             keep_apart(request, woven.salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
         nothing = reuses_nothing(woven.method, woven.reuse)
+        if self._shared and not nothing:
+            self._arrived.add(request.request_id)
         if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
@@ -333,13 +342,16 @@ class ConnectorScheduler:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The request got blocks; with `external_tokens`, order its weave into them. It counts the first time."""
+        self._arrived.discard(request.request_id)
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         counted, tracked.counted = tracked.counted, True
         if not external_tokens:
             if not counted and self._weaves:
-                self._orders.asked.append(AskedOrder(request.request_id, tracked.request.prompt, tracked.local))
+                woven = None if tracked.behind_exact else tracked.request
+                asked = AskedOrder(request.request_id, tracked.request.prompt, tracked.local, woven)
+                self._orders.asked.append(asked)
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
@@ -353,6 +365,9 @@ class ConnectorScheduler:
     def orders(self, scheduler_output: Any) -> StepOrders:
         """What the workers are to do in this step; call it once a step."""
         orders, self._orders = self._orders, StepOrders()
+        waiting = {one for one in self._arrived if not self._requests[one].lookups}
+        orders.waiting.update({one: self._requests[one].request for one in waiting})
+        self._arrived -= waiting
         orders.idle = not scheduler_output.total_num_scheduled_tokens
         if self._requests and self._weaves:
             orders.preempted = frozenset(scheduler_output.preempted_req_ids or ()) & self._requests.keys()
@@ -390,6 +405,7 @@ class ConnectorScheduler:
         if refused is not None:
             return False, {FIELD: {"error": refused}}
         tracked = self._requests.pop(request.request_id, None)
+        self._arrived.discard(request.request_id)
         if tracked is None:
             return False, None
         if tracked.in_flight:

@@ -12,7 +12,7 @@ from math import inf
 import torch
 
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.engine.prefill import PlanSources
+from chunkweave.engine.prefill import PlanSources, Prefetch
 from chunkweave.engine.stores import open_store, store_counts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost, segment_memory
 from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
@@ -21,11 +21,13 @@ from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.tiers.preload import Gone
+from chunkweave.tiers.device import host_memory_for, streams_of
+from chunkweave.tiers.preload import Gone, LayerLoader
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.read_ahead import ReadAhead
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.scheduler import (
@@ -71,16 +73,27 @@ class ConnectorWorker:
     """
 
     def __init__(
-        self, layers: StockLayers, fingerprint: str, settings: PluginSettings, ranks: Alone | None = None
+        self,
+        layers: StockLayers,
+        fingerprint: str,
+        settings: PluginSettings,
+        ranks: Alone | None = None,
+        *,
+        replica: int = 0,
     ) -> None:
-        """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone)."""
+        """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone).
+
+        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`).
+        """
         ranks = Alone() if ranks is None else ranks
         self._layers = layers
         self._num_layers = layers.geometry.num_layers
         self._lossless = settings.store.codec == RawCodec.name
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
-        self._store = open_store(settings.store, named, torch.device("cpu"))
+        self._store = open_store(settings.store, named, layers.device)
+        self._send = streams_of(layers.device).send
+        self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
         self._events = StoreEvents(self._follower.take, self._lookups.answered)
@@ -100,7 +113,8 @@ class ConnectorWorker:
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
-        self._counts = CountsSender(ranks.rank, partial(store_counts, self._store))
+        self._ahead = ReadAhead(self._read_ahead) if slow else None
+        self._counts = CountsSender(replica * ranks.size + ranks.rank, partial(store_counts, self._store))
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
@@ -120,6 +134,8 @@ class ConnectorWorker:
         """
         self._held.update(orders.held)
         self._lookups.begin(orders.lookups)
+        if self._ahead is not None:
+            self._ahead.begin(orders.waiting, (order.request_id for order in orders.weaves))
         self._expire()
         wanted = {part.id for order in orders.weaves for part in order.request.stored_parts()}
         self._between_steps.finish(lambda work: not work.chunks.isdisjoint(wanted))
@@ -155,6 +171,8 @@ class ConnectorWorker:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
         for request_id in finished:
             self._begun.pop(request_id, None)
+            if self._ahead is not None:
+                self._ahead.drop(request_id)
             woven = self._woven.pop(request_id, None)
             if woven is not None:
                 woven.pinned.close()
@@ -184,6 +202,8 @@ class ConnectorWorker:
         self._queue.close()
         self._lookups.close()
         self.forget(tuple(self._woven))
+        if self._ahead is not None:
+            self._ahead.close()
         self._store.close()
 
     def look_up(self, order: WeaveOrder) -> PromptLookup:
@@ -208,7 +228,15 @@ class ConnectorWorker:
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
-            pinned = PlanSources(self._store, plan, self._num_layers, torch.device("cpu"))
+            pinned = PlanSources(
+                self._store,
+                plan,
+                self._num_layers,
+                self._layers.device,
+                prefetched=None if self._ahead is None else self._ahead.find(order.request_id),
+                send=self._send,
+                memory=self._memory,
+            )
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
                 pinned.close()
@@ -218,6 +246,21 @@ class ConnectorWorker:
                 self._store.note_request(RequestUse.of(known, plan.segments()))
             return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
+
+    def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
+        """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
+        plan = self._usual_plan(request, self._store.lookup(request.prompt))
+        lease = self._store.lease(plan.segments())
+        exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
+        found = [(one, self._store.get(one, exact=one in exact)) for one in plan.segments()]
+        slow = [(one, source) for one, source in found if source is not None and not isinstance(source, SegmentKV)]
+        if not slow:
+            lease.release()
+            return None
+        return Prefetch(lease, LayerLoader(slow, self._num_layers, send=self._send, memory=self._memory))
+
+    def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
+        return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
 
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))
@@ -233,8 +276,13 @@ class ConnectorWorker:
     def _count(self, asked: AskedOrder) -> None:
         """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
         found = self._store.lookup(asked.prompt)
-        local = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
-        self._store.note_request(RequestUse.of(found, [record.id for record in local if record is not None]))
+        if asked.woven is None:
+            exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
+            used = [record.id for record in exact if record is not None]
+        else:  # from which segments it was woven nobody knows any more: from these it would be now
+            parts = self._usual_plan(asked.woven, found).parts
+            used = [part.segment for part in parts if part.segment is not None and part.span.stop <= asked.local]
+        self._store.note_request(RequestUse.of(found, used))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -289,6 +337,8 @@ class ConnectorWorker:
         self._results.reports[order.request_id] = {**report, "hits": self._hits(plan)}
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
+        if self._ahead is not None:
+            self._ahead.drop(order.request_id)
         for part in plan.parts:
             if part.segment is not None:
                 unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
