@@ -39,12 +39,14 @@ def _config(**changes: object) -> AdaptConfig:
     return AdaptConfig(**{**values, "held_out_prompts": 3, "learning_rate": 2e-3, **changes})  # type: ignore[arg-type]
 
 
-def _training(folder: Path, config: AdaptConfig, data: str = "data") -> tuple[Distiller, Iterator[Progress]]:
+def _training(
+    folder: Path, config: AdaptConfig, data: str = "data", start: Path | None = None
+) -> tuple[Distiller, Iterator[Progress]]:
     reuse = ReuseConfig(capture=CaptureConfig(neutral_tokens=150))
     engine = Engine(toy_model(), method="full", reuse=reuse)
     opening = engine.builder.opening()
     frame = Passages(opening, engine.preparer.preamble(opening)[len(opening) :], ())
-    distiller = Distiller(engine.loaded, engine.builder, frame, config, folder, data=data)
+    distiller = Distiller(engine.loaded, engine.builder, frame, config, folder, data=data, start=start)
     tokenizer = engine.loaded.tokenizer
     sources = [
         PromptSource(groups, lambda text: len(tokenizer.encode(text)), SIZES, seed=str(i))
@@ -101,6 +103,22 @@ def test_a_checkpoint_whose_writing_was_cut_off_is_not_lost(tmp_path: Path) -> N
     (tmp_path / ".checkpoint").mkdir()
     _, steps = _training(tmp_path, _config())
     assert next(steps).step == 3
+
+
+def test_training_can_begin_with_other_adapters(tmp_path: Path) -> None:
+    _, steps = _training(tmp_path / "first", _config(check_minutes=1e-6))
+    list(islice(steps, 4))
+    steps.close()  # type: ignore[attr-defined]
+    first = load_file(tmp_path / "first" / "adapter_model.safetensors")
+    _, steps = _training(tmp_path / "second", _config(), start=tmp_path / "first")
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    for name, weight in _weights(tmp_path / "second").items():
+        torch.testing.assert_close(weight.bfloat16(), first[name.replace(".default", "")])
+    with pytest.raises(UsageError, match="another rank"):
+        _training(tmp_path / "third", _config(rank=4), start=tmp_path / "first")
+    with pytest.raises(UsageError, match="no adapters to begin with"):
+        _training(tmp_path / "third", _config(), start=tmp_path)
 
 
 def test_it_ends_when_nothing_is_gained(tmp_path: Path) -> None:

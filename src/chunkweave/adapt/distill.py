@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from chunkweave.adapt.prompts import PromptSizes, TrainingPrompt, TrainingPrompts
 from chunkweave.adapt.reading import PassageReader, Passages, Reading
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.errors import UsageError
+from chunkweave.models.fingerprint import content_hash
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel
 
@@ -148,18 +150,29 @@ class Distiller:
         folder: Path,
         *,
         data: str,
+        start: Path | None = None,
     ) -> None:
         """`frame` is an opening with its neutral passages and no chunks, `data` a digest of what is learnt from.
 
+        `start` is a folder of adapters to begin with instead of ones that do nothing.
+
         Raises:
-            UsageError: PEFT is not installed, or `folder` holds a checkpoint of another model, data or settings.
+            UsageError: PEFT is not installed, `start` does not fit, or `folder` holds a checkpoint of another model,
+                data or settings.
         """
         self._config, self._folder, self._builder, self._frame = config, folder, builder, frame
-        self._made_of = {"base": loaded.fingerprint, "data": data, "config": json.loads(json.dumps(config.learnt))}
+        self._made_of: dict[str, Any] = {
+            "base": loaded.fingerprint,
+            "data": data,
+            "config": json.loads(json.dumps(config.learnt)),
+        }
         self._base_name = loaded.name
         self._stop_ids = loaded.tokenizer.stop_ids
         torch.manual_seed(config.seed)
         self._adapted = _with_adapters(loaded.model.model, config)
+        if start is not None:
+            _begin_with(self._adapted, start)
+            self._made_of["start"] = content_hash(start / _WEIGHTS)
         model = HuggingFaceModel(self._adapted.get_base_model())
         self._reader = PassageReader(model, model.device, recompute=config.recompute_activations)
         self._weights = {name: one for name, one in self._adapted.named_parameters() if one.requires_grad}
@@ -348,6 +361,20 @@ class Distiller:
 def _look_of(saved: dict[str, Any]) -> Look:
     held_out = {reading: Distance(**one) for reading, one in saved["held_out"].items()}
     return Look(saved["step"], saved["elapsed_s"], saved["loss"], held_out)
+
+
+def _begin_with(adapted: Any, folder: Path) -> None:
+    """Give the adapters the weights of those in `folder`."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"there are no adapters to begin with in {folder}: {error}") from error
+    wanted = {name: one.shape for name, one in get_peft_model_state_dict(adapted).items()}
+    if wanted != {name: one.shape for name, one in weights.items()}:
+        raise UsageError(f"the adapters in {folder} are of another rank or for other modules; see --rank and --targets")
+    set_peft_model_state_dict(adapted, weights)
 
 
 def _with_adapters(model: Any, config: AdaptConfig) -> Any:

@@ -16,6 +16,7 @@ from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import load_dataset, read_text
 from chunkweave.eval.results import commit, machine, versions
+from chunkweave.models.adapters import adapter_folder
 
 if TYPE_CHECKING:
     from chunkweave.adapt.distill import Look
@@ -47,6 +48,9 @@ def adapt(
     ] = None,
     questions_file: Annotated[
         Path | None, typer.Option(help="Questions about --docs, one a line, beside those that are made from the text.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Adapters to begin with: a folder, or a bundled one by its name.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="How long to train, counting what a checkpoint has behind it.")] = 60.0,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
@@ -105,7 +109,9 @@ def adapt(
         learnt, kept = held_out(groups, _HELD_OUT, Random(model.seed))
         opening = engine.builder.opening()
         frame = Passages(opening, engine.preparer.preamble(opening)[len(opening) :], ())
-        distiller = Distiller(engine.loaded, engine.builder, frame, config, folder, data=digest_of_groups(groups))
+        begin = None if start is None else adapter_folder(start)
+        data = digest_of_groups(groups)
+        distiller = Distiller(engine.loaded, engine.builder, frame, config, folder, data=data, start=begin)
         sources = [
             PromptSource(
                 some, lambda text: len(engine.loaded.tokenizer.encode(text)), sizes, seed=f"{name} {model.seed}"
