@@ -121,7 +121,7 @@ def adapt(
         stderr().print(f"{len(learnt)} documents or questions to learn from, {len(kept)} held out")
         with progress(f"adapting {model.name}") as report:
             for now in distiller.train(*sources):
-                report(round(now.elapsed_s), round(now.total_s))
+                report(round(min(now.elapsed_s, now.total_s)), round(now.total_s))
                 if now.look is not None:
                     stderr().print(_line(now.look), soft_wrap=True)
     looks = distiller.looks
