@@ -306,22 +306,20 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], group: str) -> tuple[list[str], list[list[str]]]:
-    """Shares of full reuse's divergence over the same chunks, and of the same without the change."""
+    """Shares of full reuse's divergence over the same chunks; scores also against the same with plain ones."""
     ways = list(dict.fromkeys(row["chunks"] for row in rows))
     found = {(row["variant"], row["chunks"]): row for row in rows if row["group"] == group}
     scores = group == "scores"
     heads = ["recomputed: scores" if scores else "correction"]
     for way in ways:
-        own = ("of plain", "95 %") if scores else ("explained",)
-        heads += [f"{way}: KL", "left", "95 %", "top-1", *own]
+        heads += [f"{way}: KL", *(["left", "of plain"] if scores else ["explained", "left"]), "95 %", "top-1"]
     cells = []
     for variant in dict.fromkeys(variant for variant, _ in found):
         cells.append([variant])
         for way in ways:
             row = found[variant, way]
-            interval = f"{row['of_plain_low']:.0%}..{row['of_plain_high']:.0%}"
-            own = [f"{row['of_plain']:.0%}", interval] if scores else [f"{row['share']:.0%}"]
-            cells[-1] += [f"{row['kl']:.4f}", *left_cells(row, "of_own"), *own]
+            own = f"{row['of_own']:.0%}" if scores else f"{row['share']:.0%}"
+            cells[-1] += [f"{row['kl']:.4f}", own, *left_cells(row, "of_plain")]
     return heads, cells
 
 

@@ -346,6 +346,13 @@ def test_the_command_measures_documents_and_goes_on_where_it_was(tmp_path: Path)
     assert "other settings (examples, questions)" in " ".join(refused.stderr.split())
 
 
+def test_without_documents_it_runs_as_it_is_for_the_bundled_reader():
+    small = ["--questions", 1, "--methods", "epic", "--new-tokens", 1, "--free", 0, "--json"]
+    done = invoke("bench", "fidelity", "--model", "reader", *small)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["config"]["chunk_tokens"] == 512
+
+
 def test_the_command_draws_deviations_by_layer(tmp_path: Path):
     picture, data = tmp_path / "figures.png", tmp_path / "found.json"
     command = ["bench", "fidelity", "--shape", "demo", "--questions", 2, "--chunks", 2, "--chunk-tokens", 24]

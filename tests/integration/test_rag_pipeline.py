@@ -1,14 +1,17 @@
 """Corpus and engine together: what is retrieved is woven, what is removed is forgotten."""
 
+import asyncio
+
 import pytest
 
-from chunkweave import Engine, RagPipeline, SamplingParams, StoreConfig
+from chunkweave import AsyncEngine, AsyncRagPipeline, Engine, RagAnswer, RagPipeline, SamplingParams, StoreConfig
 from chunkweave.errors import TopKError, UsageError
 from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.testing import toy_model
 from tests.unit.retrieval_fakes import SUBJECTS, SubjectEmbedder, document
+from tests.unit.test_retrievers import Document, LangChainRetriever, LlamaIndexRetriever, NodeWithScore, TextNode
 
 FEW = SamplingParams(max_new_tokens=4)
 
@@ -189,3 +192,43 @@ def test_the_bundled_reader_answers_from_the_bundled_corpus():
             assert any(one.text in texts for one in question.chunks if question.answers[0] in one.text)
             right += answer.text.strip() in question.answers
         assert right >= 1, "what it answers among look-alikes is the reader's affair; that it sees them is ours"
+
+
+CHOIR, TOWER = "The choir is led by Otto.", "The tower has 230 steps."
+RETRIEVERS = [
+    LangChainRetriever([Document(TOWER, {"source": "tower"}), Document(CHOIR, {"source": "choir"})]),
+    LlamaIndexRetriever([NodeWithScore(TextNode(TOWER, "tower"), 0.9), NodeWithScore(TextNode(CHOIR, "choir"), 0.1)]),
+]
+
+
+@pytest.mark.parametrize("retriever", RETRIEVERS, ids=["LangChain", "LlamaIndex"])
+def test_a_retriever_stands_where_a_corpus_does(loaded, retriever):
+    with Engine(loaded) as engine:
+        pipeline = RagPipeline(engine, retriever)
+        answer = pipeline.answer("Who leads?", sampling=FEW, method="full-reuse")
+        assert [one.document for one in answer.retrieved] == ["tower", "choir"]
+        own = engine.generate("Who leads?", [TOWER, CHOIR], max_new_tokens=4, method="full")
+        assert answer.answer.token_ids == own.token_ids
+        again = pipeline.answer("Who else?", sampling=FEW, method="full-reuse")
+        assert [chunk.kv_source for chunk in again.report.chunks[1:]] == ["prefix-exact"] * 2
+        assert len(pipeline.answer("Who?", top_k=1, sampling=FEW).retrieved) == 1
+        for refused in (pipeline.precompute, lambda: pipeline.remove(["tower"])):
+            with pytest.raises(UsageError, match="does not list its chunks"):
+                refused()
+
+
+@pytest.mark.parametrize("retriever", RETRIEVERS, ids=["LangChain", "LlamaIndex"])
+def test_so_it_does_for_many_questions_at_a_time(loaded, retriever):
+    async def ask(engine: Engine) -> list[RagAnswer]:
+        async with AsyncEngine(engine) as batching:
+            pipeline = AsyncRagPipeline(batching, retriever)
+            return await asyncio.gather(*(pipeline.answer(question, sampling=FEW) for question in ("Who?", "What?")))
+
+    with Engine(loaded) as engine:
+        answers = asyncio.run(ask(engine))
+    assert [[one.document for one in answer.retrieved] for answer in answers] == [["tower", "choir"]] * 2
+
+
+def test_what_is_neither_corpus_nor_retriever_is_refused(loaded):
+    with Engine(loaded) as engine, pytest.raises(UsageError, match="neither a corpus nor a retriever"):
+        RagPipeline(engine, "notes")

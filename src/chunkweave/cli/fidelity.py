@@ -40,6 +40,9 @@ Samples = Annotated[
 _DOCUMENT_CHUNK_TOKENS = 256
 """Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
 
+_BUNDLED_CHUNK_TOKENS = 512
+"""Tokens of a chunk of the bundled documents, unless it does."""
+
 
 class Reference(StrEnum):
     """Whose full prefill is the judge."""
@@ -71,7 +74,14 @@ class PromptOptions:
     ] = None
     questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
-    chunk_tokens: Annotated[int, typer.Option(min=0, help="Tokens of every chunk; 0 leaves passages as they are.")] = 0
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens of every chunk; 0 leaves passages as they are.",
+            show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
+        ),
+    ] = None
 
     def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
         """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
@@ -99,8 +109,11 @@ class PromptOptions:
 
     @property
     def cut_tokens(self) -> int:
-        """Tokens to which passages are cut; documents are cut before."""
-        return 0 if self.docs else self.chunk_tokens
+        """Tokens to which passages are cut; documents are cut before. Bundled ones are too long as they are."""
+        if self.docs:
+            return 0
+        usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
+        return usual if self.chunk_tokens is None else self.chunk_tokens
 
     def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
         cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)

@@ -86,7 +86,7 @@ def load_folder(
     dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        with _bars_at_a_terminal():
+        with bars_at_a_terminal():
             weights: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -131,7 +131,7 @@ def bundled_tokenizer() -> HuggingFaceTokenizer:
 
 
 @contextmanager
-def _bars_at_a_terminal() -> Iterator[None]:
+def bars_at_a_terminal() -> Iterator[None]:
     """Without transformers' progress bars where stderr is no terminal: they would fill a log."""
     bars: Any = import_module("transformers.utils.logging")
     hidden = bars.is_progress_bar_enabled() and not sys.stderr.isatty()

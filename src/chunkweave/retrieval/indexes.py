@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
-from chunkweave.retrieval.embedders import checked_vectors
 
 _USUAL_TOP_K = 6
 
@@ -232,6 +231,19 @@ def check_top_k(k: int, chunks: int) -> None:
         raise TopKError("there is nothing to search: add documents first")
     if k > chunks:
         raise TopKError(f"the {k} best of {chunks} chunks were asked for: ask for at most {chunks}")
+
+
+def checked_vectors(vectors: NDArray[np.float32], rows: int, dimension: int) -> NDArray[np.float32]:
+    """`vectors` as contiguous float32 `[rows, dimension]`.
+
+    Raises:
+        DimensionMismatchError: they have another shape, or a value that is no finite number.
+    """
+    if vectors.shape != (rows, dimension):
+        raise DimensionMismatchError(f"expected vectors [{rows}, {dimension}], got {list(vectors.shape)}")
+    if not np.isfinite(vectors).all():
+        raise DimensionMismatchError("a vector has a value that is no finite number")
+    return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
 def usual_top_k(chunks: int) -> int:

@@ -18,10 +18,14 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.method_choice import MethodOptions
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.retrievers import RetrieverCorpus
 from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, StagedCorpus, left_s
 
 Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
 """Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""
+
+SomeRetriever = Any
+"""A retriever of LangChain's or LlamaIndex's: `RetrieverCorpus` says what it must be able to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,9 @@ class _QuestionMaker:
         if not question.strip():
             raise UsageError("the question is empty")
         top_k = self._top_k if top_k is None else top_k
-        return usual_top_k(len(corpus)) if top_k is None else top_k
+        if top_k is not None:
+            return top_k
+        return len(corpus) if isinstance(corpus, RetrieverCorpus) else usual_top_k(len(corpus))
 
     def _ordered(self, found: tuple[RetrievedChunk, ...]) -> tuple[RetrievedChunk, ...]:
         """What was found, the best first, in the order of the prompt.
@@ -131,8 +137,17 @@ class _QuestionMaker:
         return Request(question, given, self._system, sampling or SamplingParams(), self._cache_salt, self._chunk_order)
 
 
+def _searched(corpus: Any) -> Any:
+    """A corpus as it is, a retriever as one.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    return corpus if hasattr(corpus, "embed_query") and hasattr(corpus, "search") else RetrieverCorpus(corpus)
+
+
 class RagPipeline(_QuestionMaker):
-    """Answers questions from the chunks of a corpus that are nearest to them.
+    """Answers questions from the chunks of a corpus that are nearest to them, or from what a retriever finds.
 
     Owns neither corpus nor engine: close the engine yourself. Like the engine it takes one call at a time.
 
@@ -147,7 +162,7 @@ class RagPipeline(_QuestionMaker):
     def __init__(
         self,
         engine: Engine,
-        corpus: Corpus,
+        corpus: Corpus | SomeRetriever,
         *,
         top_k: int | None = None,
         order: Order | str = "fixed",
@@ -158,19 +173,19 @@ class RagPipeline(_QuestionMaker):
 
         Args:
             engine: answers; its method and quality hold for calls that name none.
-            corpus: is searched.
-            top_k: chunks a question gets; None = 6, or all there are.
+            corpus: is searched; or a retriever of LangChain's or LlamaIndex's.
+            top_k: chunks a question gets; None = 6, or all there are; of a retriever all that it finds.
             order: in which order they stand in the prompt: `fixed` = the best first, `free` = as is best for reuse, or
                 what puts them in order.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.
 
         Raises:
-            UsageError: `top_k` is not positive, or there is no such order.
+            UsageError: `top_k` is not positive, there is no such order, or `corpus` is neither of the two.
         """
         super().__init__(top_k, order, system, cache_salt)
         self.engine = engine
-        self.corpus = corpus
+        self.corpus: Corpus | RetrieverCorpus = _searched(corpus)
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> Found:
         """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
@@ -231,8 +246,10 @@ class RagPipeline(_QuestionMaker):
 
         Raises:
             PromptTooLongError: a chunk alone does not fit the model's context.
+            UsageError: there is a retriever instead of a corpus: its chunks are not known before they are found.
         """
-        return self.engine.precompute(self.corpus.chunks(), cache_salt=self._cache_salt, progress=progress)
+        chunks = self._listed("Engine.precompute").chunks()
+        return self.engine.precompute(chunks, cache_salt=self._cache_salt, progress=progress)
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
         """Remove documents from the corpus, and from the engine's store what was computed of their chunks.
@@ -241,10 +258,16 @@ class RagPipeline(_QuestionMaker):
             UnknownDocumentError: an id is not there; nothing was removed.
             CorpusError: the corpus cannot be written; nothing was removed.
             NotRemovedError: the documents are gone, but not all of what was computed.
+            UsageError: there is a retriever instead of a corpus.
         """
-        change = self.corpus.remove(documents)
+        change = self._listed("Engine.forget").remove(documents)
         self.engine.forget(change.gone, cache_salt=self._cache_salt)
         return change
+
+    def _listed(self, instead: str) -> Corpus:
+        if isinstance(self.corpus, RetrieverCorpus):
+            raise UsageError(f"a retriever does not list its chunks: give them to {instead}")
+        return self.corpus
 
 
 class AsyncRagPipeline(_QuestionMaker):
@@ -273,7 +296,7 @@ class AsyncRagPipeline(_QuestionMaker):
     def __init__(
         self,
         engine: AsyncEngine,
-        corpus: StagedCorpus,
+        corpus: StagedCorpus | SomeRetriever,
         *,
         top_k: int | None = None,
         order: Order | str = "fixed",
@@ -287,8 +310,8 @@ class AsyncRagPipeline(_QuestionMaker):
 
         Args:
             engine: answers; must not be closed before its questions are answered.
-            corpus: is searched, in threads.
-            top_k: chunks a question gets; None = 6, or all there are.
+            corpus: is searched, in threads; or a retriever of LangChain's or LlamaIndex's, which has no stages.
+            top_k: chunks a question gets; None = 6, or all there are; of a retriever all that it finds.
             order: `fixed` (the best first), `free`, or what puts them in order, as in `RagPipeline`. It is called
                 after every stage, so it should return the same order for the same chunks.
             system: instruction; None = the template's own.
@@ -299,11 +322,12 @@ class AsyncRagPipeline(_QuestionMaker):
             max_searches: searches at a time, each in a thread; others wait. None = one for each core.
 
         Raises:
-            UsageError: `top_k`, `max_prefill_batch` or `max_searches` is not positive, or there is no such order.
+            UsageError: `top_k`, `max_prefill_batch` or `max_searches` is not positive, there is no such order, or
+                `corpus` is neither of the two.
         """
         super().__init__(top_k, order, system, cache_salt)
         self.engine = engine
-        self.corpus = corpus
+        self.corpus: StagedCorpus = _searched(corpus)
         self._speculate = speculate
         self._retriever = Retriever(
             lambda: self.engine.stats.pending,

@@ -12,10 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestEndedError, UsageError
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
@@ -221,18 +218,21 @@ class Speculation(Generic[RequestT, DocumentT]):
 
 
 class StagedCorpus(Protocol):
-    """What is searched; `chunkweave.Corpus` is one. Called in threads."""
+    """What is searched; `chunkweave.Corpus` is one. Called in threads.
+
+    What `embed_query` returns is for `search` alone: a vector, or whatever the corpus searches by.
+    """
 
     def __len__(self) -> int:
         """How many chunks there are."""
 
-    def embed_query(self, question: str) -> NDArray[np.float32]:
+    def embed_query(self, question: str) -> Any:
         """The vector of a question, `[dimension]`."""
 
-    def search(self, question: NDArray[np.float32], k: int) -> "tuple[RetrievedChunk, ...]":
+    def search(self, question: Any, k: int) -> "tuple[RetrievedChunk, ...]":
         """The `k` best chunks, the best first."""
 
-    def search_stages(self, question: NDArray[np.float32], k: int) -> "Iterator[RetrievalStage]":
+    def search_stages(self, question: Any, k: int) -> "Iterator[RetrievalStage]":
         """The same in stages; the chunks of the last are those of `search`."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chunkweave.metrics import ReuseReport
+from chunkweave.server.errors import HttpError
 
 if TYPE_CHECKING:  # the gate logs, and logging keeps these
     from chunkweave.server.auth import Tenant
@@ -19,8 +20,8 @@ MOST = 200
 class RecentRequest:
     """A request that has ended, without its texts; only its parts' names are kept. Without an answer it has no report.
 
-    `key` names it on the page: a number would tell how many others there were. `ended_s` is a Unix time, `error` the
-    class of what ended it.
+    `key` names it on the page: a number would tell how many others there were. `ended_s` is a Unix time, `error` says
+    what ended it: status and code of a refusal, else the class.
     """
 
     id: str
@@ -50,7 +51,7 @@ class RecentRequests:
         error: BaseException | None = None,
     ) -> None:
         """A request has ended."""
-        name = "" if error is None else type(error).__name__
+        name = _short(error)
         self._kept.append(RecentRequest(request_id, tenant, outcome, report, finish_reason, name))
 
     def seen_by(self, tenant: "Tenant") -> Iterator[RecentRequest]:
@@ -60,3 +61,10 @@ class RecentRequests:
     def find(self, tenant: "Tenant", key: str) -> RecentRequest | None:
         """A request by its key, if the tenant may see it and it is still kept."""
         return next((one for one in self.seen_by(tenant) if one.key == key), None)
+
+
+def _short(error: BaseException | None) -> str:
+    """An error without its text, which may quote the request."""
+    if isinstance(error, HttpError):
+        return f"{error.status_code} {error.code or ''}".strip()
+    return "" if error is None else type(error).__name__

@@ -1,0 +1,79 @@
+"""Retrievers of LangChain and LlamaIndex where a corpus is taken. Imports neither: what counts is what they can do."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+from chunkweave.errors import UsageError
+from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
+from chunkweave.types import Chunk
+
+
+class RetrieverCorpus:
+    """A retriever, as a pipeline searches it: `invoke(question)` is LangChain's, `retrieve(question)` LlamaIndex's.
+
+    A question gets all that the retriever finds, or the first `top_k` of it; how many there would be is not known. A
+    chunk is called by the `source` or `file_name` among its metadata, else by its id, and has the score that comes with
+    it, 0 if none does. Searches may come from several threads, if the retriever allows it.
+
+    Raises:
+        UsageError: it has neither of the two.
+    """
+
+    def __init__(self, retriever: Any) -> None:
+        search = getattr(retriever, "invoke", None) or getattr(retriever, "retrieve", None)
+        if not callable(search):
+            raise UsageError(
+                f"{type(retriever).__name__} is neither a corpus nor a retriever: it has no invoke(question) as "
+                "LangChain's have, and no retrieve(question) as LlamaIndex's"
+            )
+        self._search = search
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def embed_query(self, question: str) -> Any:
+        """The question: retrievers embed it themselves."""
+        return question
+
+    def search(self, question: Any, k: int) -> tuple[RetrievedChunk, ...]:
+        """The first `k` chunks that it finds, or fewer; texts of white space alone are left out.
+
+        Raises what the retriever raises.
+        """
+        found = [_read(one) for one in self._search(question)]
+        told = [one for one in found if one[0].strip()][:k]
+        return tuple(_chunk(rank, *one) for rank, one in enumerate(told, start=1))
+
+    def search_stages(self, question: Any, k: int) -> Iterator[RetrievalStage]:
+        """The same in the one stage that there is."""
+        begun = time.perf_counter()
+        chunks = self.search(question, k)
+        yield RetrievalStage(chunks, 1, True, time.perf_counter() - begun, 0, 0)
+
+
+def _read(found: Any) -> tuple[str, str, float, Mapping[str, Any]]:
+    """Text, id, score and metadata of a LangChain document, or of a LlamaIndex node with its score."""
+    if (text := getattr(found, "page_content", None)) is not None:
+        metadata: Mapping[str, Any] = found.metadata or {}
+        return text, getattr(found, "id", None) or "", _number(metadata.get("score")), metadata
+    node = getattr(found, "node", found)
+    if not hasattr(node, "get_content"):
+        raise UsageError(f"a retriever found a {type(found).__name__}, which is no document of LangChain's and no node")
+    score = _number(getattr(found, "score", None))
+    return node.get_content(), getattr(node, "node_id", ""), score, node.metadata or {}
+
+
+def _chunk(rank: int, text: str, own_id: str, score: float, metadata: Mapping[str, Any]) -> RetrievedChunk:
+    named = [str(metadata[name]) for name in ("source", "file_name") if metadata.get(name)]
+    source = next(iter([*named, own_id]), "") or f"{crc32(text.encode()):08x}"
+    # Chunks of one source are told apart by where they begin, if that is known, else by what they say.
+    place = metadata.get("start_index")
+    place = place if isinstance(place, int) else crc32(text.encode())
+    return RetrievedChunk(Chunk(text, source), source, place, rank, score, str(metadata.get("title", "")), metadata)
+
+
+def _number(score: Any) -> float:
+    return float(score) if isinstance(score, int | float) else 0.0
