@@ -1,6 +1,7 @@
 """Where the time of prefilling, weaving and decoding goes on a CPU, as shares, with each attention kernel.
 
-    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json --update-docs docs/benchmarks.md
+    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json \
+        --update-docs docs/results/tables-benchmarks.md
 
 Methods and kernels take turns over one prompt whose chunks are stored, each computed alone. What counts is the CPU time
 of the one thread that computes, so that other work on the machine weighs less. The steps of the layer loop are timed by
