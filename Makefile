@@ -54,7 +54,7 @@ results-check: $(TEST_VENV)/.installed ## Result files say where they are from, 
 	$(TEST_VENV)/bin/python benchmarks/results_check.py
 
 docs: $(DOCS_VENV)/.installed ## The documentation as a site in build/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 
 checks:
 	$(TEST_VENV)/bin/ruff check .

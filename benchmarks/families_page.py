@@ -1,4 +1,4 @@
-"""The table of model families in docs/install.md, from the code: `python benchmarks/results_check.py --update`."""
+"""The table of model families in docs/results/tables-families.md, from the code (`results_check.py --update`)."""
 
 from typing import Any
 

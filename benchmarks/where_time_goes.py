@@ -1,8 +1,9 @@
 """Where the time of prefilling, weaving and decoding goes on a CPU, as shares, with each attention kernel.
 
-    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json --update-docs docs/benchmarks.md
+    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json \
+        --update-docs docs/results/tables-benchmarks.md
 
-Methods and kernels alternate over one prompt whose chunks are stored, each computed alone. What counts is the CPU time
+Methods and kernels take turns over one prompt whose chunks are stored, each computed alone. What counts is the CPU time
 of the one thread that computes, so that other work on the machine weighs less. The steps of the layer loop are timed by
 their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` brings stored
 KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
@@ -165,7 +166,7 @@ def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, A
     cases["hf-decode 1", ""] = _hugging_face_decode(model, prompt.token_ids)
     samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
     for round_ in track(range(arguments.rounds + 1), "measuring", console=Console(stderr=True)):
-        for (name, kernel), case in cases.items():
+        for (name, kernel), case in [*cases.items()][round_:] + [*cases.items()][:round_]:
             if kernel:
                 runner.attention = kernels[kernel]
             watch = Stopwatch()

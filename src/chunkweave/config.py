@@ -275,7 +275,7 @@ class CaptureConfig:
 
     What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
     passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
-    (docs/precomputing.md).
+    (docs/methods.md).
     """
 
     profile: bool | None = setting(

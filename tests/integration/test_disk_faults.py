@@ -1,7 +1,7 @@
 """What happens to files, disks and writers, and that none of it gives a wrong tensor or loses a committed segment.
 
 CHUNKWEAVE_FAULT_RUNS (default 20) is the number of runs that are killed; from 200 on every bit is flipped, not one of
-each byte. docs/faults.md has the table.
+each byte. docs/operating.md has the table.
 """
 
 import errno

@@ -104,10 +104,12 @@ def test_a_prefetch_reads_no_deeper_than_told_until_its_turn():
 
 def test_a_broken_layer_fails_its_segment_and_no_other():
     log = []
-    loader = LayerLoader([("a", Recording("a", log, broken_at=2)), ("b", Recording("b", log))], 4)
+    sources = {"a": Recording("a", log, broken_at=2), "b": Recording("b", log)}
+    loader = LayerLoader(list(sources.items()), 4)
     loader.release(4)
     with pytest.raises(SegmentLost, match="a: broken"):
         loader.segments[0].layer(3)
+    assert torch.equal(loader.segments[0].layer(1), sources["a"].kv[1]), "what was read before is there"
     assert loader.segments[0].whole() is None
     assert loader.segments[1].whole() is not None
     loader.close()

@@ -48,7 +48,7 @@ def for_any_number_of_queries(monkeypatch):
 def no_way_back(monkeypatch):
     """PyTorch's kernel is not to be asked."""
 
-    def attend(*_):
+    def attend(*_, **__):
         raise AssertionError("oneDNN should have attended")
 
     monkeypatch.setattr(ScatteredQueries, "attend", attend)
@@ -125,6 +125,19 @@ def test_scores_outside_the_window_go_to_pytorchs_kernel(shift):
     assert kernel._attended(q, OwnQueries(queries, k, v)) is None
     theirs = attended(q, k, v, positions, kernel=SdpaAttention())
     assert torch.equal(attended(q, k, v, positions, kernel=kernel), theirs)
+
+
+@pytest.mark.parametrize(("window", "hidden"), [(None, False), (40, False), (None, True)])
+def test_a_few_queries_are_rounded_once(window, hidden, monkeypatch):
+    """Decoding is written out in float32."""
+    monkeypatch.undo()
+    positions = [190, 191, 192, 199]
+    flags = torch.zeros(200, dtype=torch.bool)
+    flags[20:60] = True
+    q, k, v = drawn(positions, 200)
+    exact = written_out(q, k, v, positions, window, flags if hidden else None)
+    found = attended(q, k, v, positions, window=window, hidden=flags if hidden else None)
+    assert (found.double() - exact).abs().max() < 1.01 * (exact.bfloat16().double() - exact).abs().max()
 
 
 def test_scores_that_are_not_finite_come_out_as_they_would():

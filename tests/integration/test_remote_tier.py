@@ -300,7 +300,7 @@ def test_keys_in_the_server(server: Server) -> None:
 
 
 def test_a_user_with_few_rights_is_enough(tmp_path: Path) -> None:
-    rights = "~chunkweave:* resetchannels -@all +getrange +set +unlink +strlen +scan"  # as in docs/remote.md
+    rights = "~chunkweave:* resetchannels -@all +getrange +set +unlink +strlen +scan"  # as in docs/operating.md
     server = Server(tmp_path, lines=(f"user chunkweave on >few-rights {rights}",))
     server.start()
     try:

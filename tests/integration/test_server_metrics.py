@@ -351,6 +351,7 @@ def test_every_metric_stands_in_the_documentation(served, dead_remote):
     engine, answers, _, _, _ = served
     samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
     families = {re.sub(r"_(bucket|count|sum|created|total)$", "", name) for name, _ in samples}
-    page = (DEPLOY.parent / "docs" / "observability.md").read_text()
-    documented = set(re.findall(r"^\| `(\w+?)(?:_total)?` \|", page, flags=re.MULTILINE))
+    page = (DEPLOY.parent / "docs" / "operating.md").read_text()
+    section = page.partition("## Metrics\n")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| `(\w+?)(?:_total)?` \|", section, flags=re.MULTILINE))
     assert families == documented

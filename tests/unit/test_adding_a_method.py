@@ -11,7 +11,7 @@ import pytest
 from chunkweave.planning import methods
 from chunkweave.plugins import plugin, plugin_names
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def block(first: str) -> str:

@@ -248,13 +248,33 @@ def held(*records: SegmentRecord) -> dict:
     return by_chunk
 
 
-def test_ranks_begin_together_when_both_have_all_of_it():
-    segments = FakeSegments(LAYERS), FakeSegments(LAYERS - 1)
+def test_ranks_go_on_together_by_the_layers_that_both_have():
+    segments = FakeSegments(LAYERS), FakeSegments(0)
     pair = Pair(tuple(FakePreparation(held(*RECORDS), {"a": one}) for one in segments))
     assert pair.next() == [None, None]
+    segments[1].layers_in = 2
+    begun = pair.next()
+    assert [(name_of(weave), weave.layers) for weave in begun] == [("a", 2)] * 2
+    for weave in begun:
+        weave.job = SimpleNamespace(layer=2)
+    assert pair.next() == [None, None]
     segments[1].layers_in = LAYERS
-    assert [name_of(weave) for weave in pair.next()] == ["a", "a"]
+    assert [weave.layers for weave in pair.next()] == [inf, inf]
     assert not pair.table.gathered
+
+
+@pytest.mark.parametrize("how", ["lost", "late"])
+def test_what_one_rank_loses_on_the_way_both_give_up(how):
+    """None of them is left in a layer in which it would wait for the other."""
+    segments = FakeSegments(2), FakeSegments(LAYERS)
+    pair = Pair(tuple(FakePreparation(held(*RECORDS), {"a": one}) for one in segments))
+    for weave in pair.next():
+        weave.job = SimpleNamespace(layer=2)
+    if how == "lost":
+        segments[0].failure = SegmentLost("x", "gone")
+    else:
+        pair.clocks[1].now_s += TIMEOUT_S + 1
+    assert all(weave.error is not None for weave in pair.next())
 
 
 def test_ranks_plan_with_what_both_have_in_whatever_order_it_was_used():

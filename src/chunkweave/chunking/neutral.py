@@ -2,7 +2,7 @@
 
 A chunk that is computed with nothing before it reads as the beginning of a prompt: its first tokens become attention
 sinks, and its other tokens spend on each other what in a prompt goes to the passages before. Behind an instruction and
-a few passages of no concern to it, it comes out nearly as it does among others (docs/precomputing.md).
+a few passages of no concern to it, it comes out nearly as it does among others (docs/methods.md).
 """
 
 from functools import cache

@@ -69,7 +69,7 @@ class BenchmarkRun(Generic[RowT]):
     html: Path | None = None
 
     def show(self, output: Output, *, complete: bool = True) -> dict[str, Any]:
-        """Print the table and draw what is to be drawn; the JSON object that docs/benchmarks.md describes."""
+        """Print the table and draw what is to be drawn; the JSON object that docs/evidence.md describes."""
         import torch
 
         model, rows = self.engine.loaded.model, self.summarize()

@@ -402,7 +402,7 @@ class Engine:
         """Compute and store KV of chunks before anybody asks for them; returns how many were computed, and not there.
 
         Each is computed behind the instruction and a few neutral passages, so that it comes out nearly as it does in a
-        prompt (docs/precomputing.md; `CaptureConfig`).
+        prompt (docs/methods.md; `CaptureConfig`).
 
         What their tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
         Interrupting it loses at most the chunk being computed; calling it again goes on from there.

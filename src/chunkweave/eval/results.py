@@ -18,7 +18,7 @@ _PACKAGES = ("chunkweave", "torch", "transformers", "tokenizers", "safetensors",
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """A finished or interrupted benchmark in the form that docs/benchmarks.md describes.
+    """A finished or interrupted benchmark in the form that docs/evidence.md describes.
 
     `rows` are JSON-able, one for each contender; `more` holds what this kind of benchmark adds. `complete` is False
     if it was interrupted and `rows` cover only what was measured until then.

@@ -95,14 +95,20 @@ class ScatteredQueries:
         return self._where
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: ScoreRule = PLAIN_SCORES
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: ScoreRule = PLAIN_SCORES,
+        *,
+        written_out: bool = False,
     ) -> torch.Tensor:
-        """Exact causal attention by position.
+        """Exact causal attention by position; `written_out` in float32 in any case, at every call or at none.
 
         `queries` is `[queries, heads, head_dim]` after RoPE; `keys` and `values` are `[positions, kv_heads, head_dim]`
         from position 0 on. Either all layers have plain `scores` or none. Returns `[queries, heads * head_dim]`.
         """
-        blocks, run = self._ways = self._ways or self._cut(runs=scores.plain)
+        blocks, run = self._ways = self._ways or self._cut(runs=scores.plain and not written_out)
         out = [
             attend_masked(
                 queries[b.start : b.stop],
@@ -110,6 +116,7 @@ class ScatteredQueries:
                 values[b.key_start : b.key_stop],
                 self._mask(b) if b.mask is None else b.mask,
                 scores,
+                written_out=written_out,
             )
             for b in blocks
         ]
@@ -184,12 +191,14 @@ def attend_masked(
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scores: ScoreRule = PLAIN_SCORES,
+    *,
+    written_out: bool = False,
 ) -> torch.Tensor:
     """Attention of `queries` `[queries, heads, head_dim]`, `[queries, heads * head_dim]`.
 
     `keys` and `values` are `[keys, kv_heads, head_dim]`; `mask` is added to the scores, `[queries, keys]`.
     """
-    if not scores.plain:
+    if written_out or not scores.plain:
         return _written_out(queries, keys, values, mask, scores)
     n, heads, dim = queries.shape
     kv_heads = keys.shape[1]

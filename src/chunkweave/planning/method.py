@@ -153,7 +153,7 @@ def prefer_neutral(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
     """The variant that was computed behind neutral passages, else the most recently used one that has a context.
 
     One that was computed alone comes last: it reads as the beginning of a prompt, and is the furthest from full prefill
-    (docs/precomputing.md).
+    (docs/methods.md).
     """
     return max(variants, key=lambda record: (record.neutral, not record.alone), default=None)
 

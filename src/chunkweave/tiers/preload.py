@@ -81,6 +81,7 @@ class LoadingSegment:
         self._ready = [threading.Event() for _ in range(num_layers)]
         for layer in unseen:
             self._ready[layer].set()
+        self._read: set[int] = set()
         self._layers_in = 0  # for one caller: none of these can leave again
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
@@ -88,13 +89,15 @@ class LoadingSegment:
 
         The first time it is what was sent to the device; after that it is what lies on the host.
 
+        What was read before a later layer failed is there.
+
         Raises:
             SegmentLost: reading failed or was cancelled.
             SegmentLate: it took longer than the loader's `wait_s`.
         """
         if not self._ready[index].wait(self._wait_s):
             raise SegmentLate(self.name, f"layer {index} did not come within {self._wait_s:.3g} s")
-        if self.failure is not None:
+        if self.failure is not None and index not in self._read:
             raise self.failure
         assert self._kv is not None, "a layer is ready only once there is memory for it"
         sent = self._sent.pop(index, None)
@@ -117,6 +120,7 @@ class LoadingSegment:
             return
         finally:
             self._reading = None
+        self._read.add(index)
         self._ready[index].set()
 
     def _read_into_memory(self, index: int) -> torch.Tensor:

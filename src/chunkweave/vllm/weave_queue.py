@@ -76,7 +76,10 @@ class PreparedWeave:
 
 @dataclass(slots=True, eq=False)
 class QueuedWeave:
-    """One order on its way. `error` says why it will not be woven; `planned` is set once all ranks may begin."""
+    """One order on its way. `error` says why it will not be woven; `planned` is set once all ranks may begin.
+
+    Of several ranks, each has at least `everywhere` layers in memory, as they last agreed; None: it is one alone.
+    """
 
     order: WeaveOrder
     since_s: float = 0.0
@@ -85,12 +88,15 @@ class QueuedWeave:
     planned: PreparedWeave | None = None
     error: BaseException | None = None
     job: WeaveJob | None = None
+    everywhere: float | None = None
 
     @property
     def layers(self) -> float:
         """How many layers may be woven now: those that are in memory."""
         assert self.planned is not None
         segments = self.planned.pinned
+        if self.everywhere is not None:
+            return self.everywhere - (0 if self.job is None else self.job.layer)
         if segments.complete or segments.failure is not None:  # reading a lost one raises
             return inf
         return segments.layers_in - (0 if self.job is None else self.job.layer)
@@ -99,9 +105,9 @@ class QueuedWeave:
 class WeaveQueue:
     """Owns the orders of one worker until they are done. Called from the worker's thread only.
 
-    One worker alone begins when the first layer of all segments is in memory, and goes on as the others come. Several
-    ranks agree first on what is stored, so that all plan alike, then on whether all have all of it: then nothing that
-    is read can hold up one rank in the middle of a layer in which the others wait for it.
+    A weave begins when the first layer of all segments is in memory, and goes on as the others come. Several ranks
+    agree first on what is stored, so that all plan alike, and then, before each slice, on how many layers all of them
+    have: what is read can hold up no rank in the middle of a layer in which the others wait for it.
     """
 
     def __init__(
@@ -152,6 +158,8 @@ class WeaveQueue:
         if self._ranks.size > 1:
             self._agree_on_lookups()
         self._agree_on_plans()
+        if self._ranks.size > 1:
+            self._agree_on_layers()
         return next((weave for weave in self._weaves.values() if self._can_go_on(weave)), None)
 
     def close(self) -> None:
@@ -191,6 +199,25 @@ class WeaveQueue:
             else:
                 weave.error = NotWoven("its plan is not the same on every rank")
 
+    def _agree_on_layers(self) -> None:
+        """Let weaves that are under way go on by the layers that every rank has, or give them up on all."""
+        under_way = [weave for weave in self._weaves.values() if weave.error is None and weave.planned is not None]
+        coming = [(weave, weave.planned.pinned) for weave in under_way if weave.planned and weave.everywhere != inf]
+        if not coming:
+            return
+        numbers: list[int] = []
+        for weave, segments in coming:
+            weave.error = segments.failure
+            if weave.error is None and weave.everywhere is not None and weave.layers <= 0:
+                self._give_up_late(weave)
+            numbers += [weave.error is None, segments.complete, segments.layers_in]
+        least = self._ranks.least(numbers)
+        for number, (weave, _) in enumerate(coming):
+            sound, complete, layers = least[3 * number : 3 * number + 3]
+            if not sound:
+                weave.error = weave.error or NotWoven("another rank cannot weave it")
+            weave.everywhere = inf if complete else layers
+
     def _agreed(
         self, waiting: "Sequence[tuple[QueuedWeave, Future[Any]]]", what: Callable[[Any], object]
     ) -> Iterator[tuple[QueuedWeave, Any, bool]]:
@@ -225,7 +252,7 @@ class WeaveQueue:
             return weave.error is None
         segments: PlanSources = future.result().pinned
         weave.error = segments.failure
-        ready = segments.complete if self._ranks.size > 1 else segments.layers_in > 0
+        ready = segments.layers_in > 0
         if not ready and weave.error is None:
             self._give_up_late(weave)
         return ready and weave.error is None
@@ -234,7 +261,8 @@ class WeaveQueue:
         if weave.error is None and weave.planned is not None:
             if weave.layers > 0:
                 return True
-            self._give_up_late(weave)
+            if self._ranks.size == 1:  # several agree on that too
+                self._give_up_late(weave)
         return weave.error is not None
 
     def _give_up_late(self, weave: QueuedWeave) -> None:
