@@ -18,7 +18,7 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.models.adapters import Adapter, read_adapter
 from chunkweave.server.settings import FleetSettings, resolve
 from chunkweave.server.vllm_backend.fleet import labelled
-from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave.server.vllm_backend.process import VllmFlags, VllmProcess, VllmStartError
 from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
 from chunkweave.server.vllm_backend.shadow import compare
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
@@ -287,3 +287,13 @@ def _until(condition):
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
         time.sleep(0.02)
+
+
+def test_a_server_that_does_not_start_names_its_first_error():
+    log = ["WARNING [x.py:1] like `OSError: no`", "ERROR [y.py:2] ValueError: too little memory", *["a line"] * 60]
+    program = f"print(*{log!r}, 'RuntimeError: see above', sep=chr(10)); raise SystemExit(1)"
+    process = VllmProcess("replica-0", lambda _: [sys.executable, "-c", program], {}, 30.0)
+    with pytest.raises(
+        VllmStartError, match=r"RuntimeError: see above\nIts first error was\nValueError: too little memory$"
+    ):
+        asyncio.run(process.start())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -180,11 +181,13 @@ _MOST_MISSED = 6
 """Health checks in a row that a server may leave unanswered, before it is taken for hung."""
 _TERM_S = 20.0
 _LINES = 30
+_ERROR = re.compile(r"(?:^|\] )(\w+(?:Error|Exception): .+)")
+"""The last line of a traceback, alone or behind the place that vLLM logs it with."""
 _MOST_PAUSE_S = 60.0
 
 
 class VllmStartError(ModelError):
-    """A vLLM server ended before it answered; the message has what it said last."""
+    """A vLLM server ended before it answered; the message has what it said last, and its first error."""
 
 
 class VllmProcess:
@@ -212,6 +215,8 @@ class VllmProcess:
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._said: deque[str] = deque(maxlen=_LINES)
+        self._first_error: str | None = None
+        """A worker's comes first; what the server says last is only that a worker failed."""
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
 
@@ -246,6 +251,7 @@ class VllmProcess:
             *self._command(self.port),
         ]
         self._said.clear()
+        self._first_error = None
         self._process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -274,7 +280,10 @@ class VllmProcess:
                 await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_POLL_S)  # for its last lines
         said = "\n".join(self._said) or "nothing"
-        raise VllmStartError(f"{self.name} ended with {self._process.returncode} before it answered; it said\n{said}")
+        ended = f"{self.name} ended with {self._process.returncode} before it answered; it said\n{said}"
+        if self._first_error is not None and not said.endswith(self._first_error):
+            ended += f"\nIts first error was\n{self._first_error}"
+        raise VllmStartError(ended)
 
     async def _watch(self) -> None:
         """Start it again whenever it has ended or hangs, after a pause that grows as long as it does not stay up."""
@@ -327,6 +336,8 @@ class VllmProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             self._said.append(text)
+            if self._first_error is None and (error := _ERROR.search(text)):
+                self._first_error = error[1]
             sys.stderr.write(f"{self.name} | {text}\n")
 
     async def _end(self) -> None:
