@@ -49,6 +49,11 @@ def test_an_answer_from_a_corpus_names_what_was_retrieved(notes: Client):
     assert with_documents["choices"] == body["choices"]
 
 
+def test_an_answer_takes_all_chunks_where_more_are_asked_for(notes: Client):
+    body = notes.ask("When does the ferry leave?", chunkweave={"corpus": "notes", "top_k": 9}).json()
+    assert len(body["chunkweave"]["retrieved"]) == 2
+
+
 def test_files_are_documents(notes: Client):
     files = [
         ("files", ("tower.md", TOWER.encode(), "text/markdown")),

@@ -295,7 +295,8 @@ class Answering:
         served = self._corpora.get(tenant, name)
         async with self._corpora.locked(served):
             size = len(served.corpus)
-            k = min(self._settings.max_documents, usual_top_k(size) if reuse.top_k is None else reuse.top_k)
+            wanted = usual_top_k(size) if reuse.top_k is None else min(reuse.top_k, size) or reuse.top_k
+            k = min(self._settings.max_documents, wanted)
             if not k:
                 return Found()
             return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
