@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -373,7 +374,8 @@ def test_speculations_take_no_place_in_a_queue_from_requests(engine, gate):
             assert guesses[0].begun
             with pytest.raises(UnknownRequestError):
                 batching.confirm(guesses[0].id)
-            batching.abort(guesses[1].id)
+            with suppress(UnknownRequestError):  # nothing else waits, so it may have been computed to its end by now
+                batching.abort(guesses[1].id)
             error = await end_of(guesses[1])
             assert error is None or (isinstance(error, RequestAbortedError) and guesses[1].failed)
             assert (batching.stats.pending, batching.stats.speculating) == (0, 0)
