@@ -154,6 +154,22 @@ def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> Non
     stack.store.check()
 
 
+def test_a_follower_is_told_of_what_a_paused_level_holds() -> None:
+    stack = Stack(host_bytes=10)
+    stack.remote.late = True
+    stack.put("A")
+    stack.store.flush()
+    stack.put("B")
+    stack.store.flush()
+    assert not stack.store.levels[2].available
+    stack.disk.broken = True
+    for _ in range(2):
+        stack.store.get(id_of("A"))
+    assert stack.store.tier_of(id_of("A")) is None, "both are paused"
+    told = stack.store.follow().take().added
+    assert told == {ChunkId("A"), id_of("A"), ChunkId("B"), id_of("B")}
+
+
 def test_a_level_whose_layers_come_late_again_and_again_is_paused() -> None:
     stack = with_a_below()
     stack.store.was_late(id_of("A"))

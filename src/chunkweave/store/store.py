@@ -169,13 +169,15 @@ class TieredStore(Generic[PayloadT]):
             level.store.shares = shares
 
     def follow(self) -> StoreFollower:
-        """Reports from now on what comes and goes, beginning with all that is stored. One follower at a time."""
+        """Reports from now on what comes and goes, beginning with all that is stored. One follower at a time.
+
+        What a paused level holds counts as stored: nobody would say that it is back.
+        """
 
         def holds(one: ChunkId | SegmentId) -> bool:
-            record = self.record(SegmentId(one))
-            if record is not None:
-                return record.exact
-            return any(level.store.records_of(ChunkId(one)) for level in self.levels)
+            copies = [level.store.record(SegmentId(one)) for level in self.levels]
+            exact = any(copy is not None and copy.exact for copy in copies)
+            return exact or any(level.store.records_of(ChunkId(one)) for level in self.levels)
 
         follower = StoreFollower(holds)
         for level in self.levels:
