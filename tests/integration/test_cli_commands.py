@@ -364,6 +364,26 @@ def test_bench_quality_prints_a_table_writes_json_and_draws_a_plot(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_quality_goes_on_from_its_samples(tmp_path):
+    out, kept = tmp_path / "quality.json", tmp_path / "quality.jsonl"
+    options = ["--questions", 3, "--chunks", 3, "--max-new-tokens", 4, "--deviations", 0, "--samples", kept]
+    assert invoke("bench", "quality", "--shape", "demo", *options, "--out", out).exit_code == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    lines = kept.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert len(lines) == 4
+    kept.write_text("".join(lines[:2]), encoding="utf-8")
+    result = invoke("bench", "quality", "--shape", "demo", *options, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "1 questions are there already" in result.stderr
+    again = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    for one, other in zip(rows, again, strict=True):
+        assert {**one, "ttft_s": 0} == {**other, "ttft_s": 0}
+    assert {row["rouge_l_of_full"] for row in again if row["method"] == "full"} == {1.0}
+    other = invoke("bench", "quality", "--shape", "demo", *options[:-2], "--seed", 5, "--samples", kept)
+    assert other.exit_code == 2
+    assert "other settings" in other.stderr or "seed" in other.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [

@@ -16,7 +16,8 @@ from chunkweave.cli.console import Output, progress, seconds, size, status, stde
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import bundled_examples, load_dataset
+from chunkweave.eval.dataset_formats import Example
+from chunkweave.eval.datasets import bundled_examples, digest_of, load_dataset
 from chunkweave.eval.plots import Picture, require_matplotlib, ttft_figure
 from chunkweave.eval.results import BenchmarkResult, check_writable, peak_rss_bytes, write_text
 from chunkweave.eval.summaries import TtftRow, TtftSample, summarize
@@ -100,6 +101,19 @@ class BenchmarkRun(Generic[RowT]):
         finally:
             if samples:
                 output.finish(self.show(output, complete=complete))
+
+
+def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
+    """What a question's result depends on beside the options."""
+    import torch
+
+    model = engine.loaded.model
+    return {
+        "fingerprint": engine.loaded.fingerprint,
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "examples": digest_of(drawn),
+    }
 
 
 def check_pictures(html: Path | None, *pngs: Path | None) -> None:

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
+from chunkweave.cli.bench import measured_with
 from chunkweave.cli.console import Output, progress, stderr, table_of
-from chunkweave.cli.fidelity import PromptOptions, Samples, measured_with, neutral_of, samples_of
+from chunkweave.cli.fidelity import PromptOptions, neutral_of, samples_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -124,7 +125,7 @@ def calibrate(
     threads: options.Threads = None,
     store: Annotated[StoreConfig, Only("host_budget")],
     capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
-    samples: Samples = None,
+    samples: options.Samples = None,
     cache_dir: Annotated[
         Path | None,
         typer.Option(

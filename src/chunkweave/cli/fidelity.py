@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures
+from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.cli.quality import WORLDS, generated_examples
@@ -20,7 +20,7 @@ from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import bundled_examples, digest_of, document_examples, load_dataset, read_text
+from chunkweave.eval.datasets import bundled_examples, document_examples, load_dataset, read_text
 from chunkweave.eval.plots import Picture, deviations_figure, fidelity_figure
 from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from chunkweave.eval.deviation import PromptDeviation
     from chunkweave.eval.fidelity import Base, FidelityConfig, Task
     from chunkweave.eval.warming import Warmth
-
-Samples = Annotated[
-    Path | None,
-    typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
-]
 
 _DOCUMENT_CHUNK_TOKENS = 256
 """Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
@@ -176,7 +171,7 @@ def fidelity(
             help="Questions on which KV and attention deviation are measured by layer (CacheBlend's Figures 6 to 8).",
         ),
     ] = 0,
-    samples: Samples = None,
+    samples: options.Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
     capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
@@ -254,19 +249,6 @@ def fidelity(
                     warm_by_earlier(one, tasks[: config.warm.queries], report)
             _measure(engine, measured, config, log, found, store, base)
             _measure_deviations(engine, measured, config, log, deviations, strayed)
-
-
-def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
-    """What a question's result depends on beside the options."""
-    import torch
-
-    model = engine.loaded.model
-    return {
-        "fingerprint": engine.loaded.fingerprint,
-        "device": str(model.device),
-        "threads": torch.get_num_threads(),
-        "examples": digest_of(drawn),
-    }
 
 
 def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:

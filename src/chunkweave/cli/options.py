@@ -49,6 +49,11 @@ HOW_WARM = (
     "`contexts:N` each in N requests with others, `first:N` in one that begins with a question's first N chunks, "
     "`queries:N` by N earlier requests."
 )
+Samples = Annotated[
+    Path | None,
+    typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
+]
+
 Warm = Annotated[str, typer.Option(help=HOW_WARM)]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")]
 Threads = Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +11,8 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures
-from chunkweave.cli.console import Output, progress, seconds, table_of
+from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
+from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
@@ -19,6 +20,7 @@ from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.plots import Picture, quality_figure
+from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.eval.summaries import QualityRow, QualitySample, summarize_quality
 from chunkweave.planning import methods as reuse_methods
 
@@ -112,6 +114,7 @@ def quality(
         int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
     ] = 0,
     deviations: Annotated[int, typer.Option(help="Questions on which KV and attention deviation are measured.")] = 20,
+    samples: options.Samples = None,
     store: StoreConfig,
     plot: Annotated[Path | None, typer.Option(help="Draw F1 against recompute fraction into this PNG.")] = None,
     html: Html = None,
@@ -119,6 +122,8 @@ def quality(
 ) -> None:
     """Answer quality by reuse method: the same questions, the same warm store, paired intervals."""
     check_pictures(html, plot)
+    if samples is not None:
+        check_writable(samples)
     model.named()
     from chunkweave.eval.quality import QualityConfig
     from chunkweave.eval.warming import Warmth
@@ -139,33 +144,46 @@ def quality(
     with model.open(store=store) as engine:
         from chunkweave.eval.deviation import summarize_deviations
 
-        samples: list[QualitySample] = []
+        whole = {**asdict(config), "warm": str(config.warm), "model": model.name, **drawn, **options.kept(store)}
+        log = QuestionLog(samples, {**whole, "questions": asked.questions, **measured_with(engine, examples)})
+        if len(log):
+            stderr().print(f"{len(log)} questions are there already")
+        elif log.found is None:
+            log.begin({})
+        found = [QualitySample.from_dict(one) for line in log.of("contenders") for one in line]
         strayed: list[PromptDeviation] = []
         title = f"{model.name} on {asked.dataset}"
         run = BenchmarkRun(
             "quality",
             engine,
-            {**asdict(config), "warm": str(config.warm), "model": model.name, **drawn, **options.kept(store)},
+            whole,
             config.seed,
-            summarize=lambda: summarize_quality(samples),
+            summarize=lambda: summarize_quality(found),
             table=lambda rows, _: _quality_table(rows, title),
             more=lambda: summarize_deviations(strayed),
             draw=lambda rows: [] if plot is html is None else [_picture(rows, plot, config)],
             html=html,
         )
-        with run.reported(output, samples):
-            _measure_quality(engine, config, examples, samples)
+        with run.reported(output, found):
+            _measure_quality(engine, config, examples, log, found)
             _measure_deviations(engine, config, examples[config.warm.queries :], deviations, strayed)
 
 
 def _measure_quality(
-    engine: "Engine", config: "QualityConfig", examples: Sequence[Example], samples: list[QualitySample]
+    engine: "Engine",
+    config: "QualityConfig",
+    examples: Sequence[Example],
+    log: QuestionLog,
+    found: list[QualitySample],
 ) -> None:
     from chunkweave.eval.quality import measure_quality
 
     with progress("answering") as report:
-        for sample in measure_quality(engine, examples, config, report):
-            samples.append(sample)  # noqa: PERF402 - what is there when it is interrupted stays
+        measured = measure_quality(engine, examples, config, report, skip=log.__contains__)
+        for question, samples in groupby(measured, lambda sample: sample.question):
+            own = list(samples)
+            found.extend(own)
+            log.add(question, {"contenders": [sample.as_dict() for sample in own]})
 
 
 def _measure_deviations(
@@ -192,7 +210,8 @@ def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
     """Contenders with intervals, the share of the gap closed, and what it cost."""
     caption = (
         f"{rows[0].questions} questions. Intervals: 95 % bootstrap, the difference paired by question. Gap closed: "
-        "share of the way from full-reuse to full on the kinds that cross passages."
+        "share of the way from full-reuse to full on the kinds that cross passages. As full: ROUGE-L against full "
+        "prefill's own answers."
     )
     return table_of(
         rows,
@@ -200,6 +219,7 @@ def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
         ("F1", lambda row: f"{row.f1:.3f}"),
         ("95 %", lambda row: f"{row.f1_low:.3f}..{row.f1_high:.3f}"),
         ("EM", lambda row: f"{row.exact_match:.3f}"),
+        ("as full", lambda row: f"{row.rouge_l_of_full:.3f}"),
         ("minus full", lambda row: f"{row.f1_minus_full:+.3f}"),
         ("95 %", lambda row: f"{row.f1_minus_full_low:+.3f}..{row.f1_minus_full_high:+.3f}"),
         ("crossing F1", lambda row: "-" if row.crossing_f1 is None else f"{row.crossing_f1:.3f}"),

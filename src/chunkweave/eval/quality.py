@@ -1,7 +1,7 @@
 """Answer quality by reuse method: every contender answers the same questions over the same warm store."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkweave.chunking.prompt import Prompt
@@ -70,19 +70,25 @@ class GreedyAnswer:
 
 
 def measure_quality(
-    engine: Engine, examples: Sequence[Example], config: QualityConfig, progress: Progress | None = None
+    engine: Engine,
+    examples: Sequence[Example],
+    config: QualityConfig,
+    progress: Progress | None = None,
+    *,
+    skip: Callable[[int], bool] = lambda _: False,
 ) -> Iterator[QualitySample]:
     """Answer every example with every contender, greedily, and score it; samples of a question come together.
 
     With warm `queries:N` the first N examples fill the store (prefilled in full, stored in their contexts) and the rest
     are measured; with `alone` each question's chunks are computed context-free before it. What is measured stores
-    nothing, so that every contender finds the same.
+    nothing, so that every contender finds the same. Measured questions that `skip` names, by their place, are left out.
 
     Raises:
         UnknownMethodError: a method does not exist.
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
-    by_question = [config.contenders()] * (len(examples) - config.warm.queries)
+    wanted = config.contenders()
+    by_question = [{} if skip(index) else wanted for index in range(len(examples) - config.warm.queries)]
     answers = answer_questions(
         engine, examples, by_question, config.warm, config.max_new_tokens, progress, baselines=config.baselines()
     )

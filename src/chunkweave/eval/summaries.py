@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from chunkweave.eval.contenders import PROMPT_BASELINES
-from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval
+from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval, rouge_l
 from chunkweave.metrics import ReuseReport
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
@@ -28,6 +28,15 @@ class QualitySample:
     scores: dict[str, float]
     report: ReuseReport
 
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, without what became of each chunk."""
+        return {**asdict(self), "report": {**asdict(self.report), "chunks": ()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "QualitySample":
+        """What `as_dict` gave."""
+        return cls(**{**data, "report": ReuseReport(**{**data["report"], "chunks": ()})})
+
 
 @dataclass(frozen=True, slots=True)
 class QualityRow:
@@ -35,7 +44,8 @@ class QualityRow:
 
     `f1_low`/`f1_high` and the ends of `f1_minus_full` (paired by question) are bootstrap percentiles. `gap_closed` is
     the share of the crossing kinds' F1 between `full-reuse` (0) and `full` (1), None where full has no lead or no
-    question crosses. `f1_by_kind` are means. `recompute_fraction` is a mean (None for a prompt baseline: there
+    question crosses. `rouge_l_of_full` is the mean ROUGE-L of its answers against full prefill's, right or wrong
+    (Cache-Craft §5). `f1_by_kind` are means. `recompute_fraction` is a mean (None for a prompt baseline: there
     is none), `ttft_s` a median.
     """
 
@@ -46,6 +56,7 @@ class QualityRow:
     f1_high: float
     exact_match: float
     rouge_l: float
+    rouge_l_of_full: float
     jaccard: float
     f1_minus_full: float
     f1_minus_full_low: float
@@ -100,6 +111,7 @@ def _quality_row(
         f1_high=f1.high,
         exact_match=fmean(sample.scores["exact_match"] for sample in samples),
         rouge_l=fmean(sample.scores["rouge_l"] for sample in samples),
+        rouge_l_of_full=fmean(rouge_l(own[q].text, full[q].text) for q in own if q in full),
         jaccard=fmean(sample.scores["jaccard"] for sample in samples),
         f1_minus_full=lead.mean,
         f1_minus_full_low=lead.low,
