@@ -353,6 +353,17 @@ def test_without_documents_it_runs_as_it_is_for_the_bundled_reader():
     assert json.loads(done.stdout)["config"]["chunk_tokens"] == 512
 
 
+def test_the_command_asks_behind_another_instruction():
+    small = ["--questions", 1, "--methods", "epic", "--new-tokens", 1, "--free", 0, "--chunk-tokens", 24, "--json"]
+    command = ["bench", "fidelity", "--shape", "demo", *small]
+    own, longer = (
+        json.loads(invoke(*command, *more).stdout) for more in ([], ["--instruction", "Answer in one word. " * 40])
+    )
+    assert longer["config"]["instruction"].startswith("Answer in one word.")
+    assert longer["rows"][0]["prompt_tokens"] > own["rows"][0]["prompt_tokens"] + 80
+    assert "instruction" not in own["config"]
+
+
 def test_the_command_draws_deviations_by_layer(tmp_path: Path):
     picture, data = tmp_path / "figures.png", tmp_path / "found.json"
     command = ["bench", "fidelity", "--shape", "demo", "--questions", 2, "--chunks", 2, "--chunk-tokens", 24]

@@ -153,9 +153,9 @@ def calibrate(
         place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
         existing_records(place)  # one of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
-        tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())))
+        tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())), asked.instruction)
         kept = samples or place.with_name(PARTIAL_FILE)
-        log = QuestionLog(kept, {**_settings(config, capture), **measured_with(engine, drawn)})
+        log = QuestionLog(kept, {**_settings(config, capture), **asked.asked_as, **measured_with(engine, drawn)})
         if dry_run:
             _say_what_would_be_done(output, config, log, place, asked.questions)
             return

@@ -77,6 +77,9 @@ class PromptOptions:
             show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
         ),
     ] = None
+    instruction: Annotated[
+        str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
+    ] = None
 
     def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
         """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
@@ -118,6 +121,11 @@ class PromptOptions:
         text = read_text(self.questions_file, "list of questions")
         asked = [line.strip() for line in text.splitlines() if line.strip()]
         return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
+
+    @property
+    def asked_as(self) -> dict[str, str]:
+        """What else is said of how questions were asked."""
+        return {} if self.instruction is None else {"instruction": self.instruction}
 
     @property
     def about(self) -> str:
@@ -216,10 +224,11 @@ def fidelity(
         ]
         engine = engines[0]
         every, drawn = asked.examples(engine, model.seed, config.warm.queries)
-        asked_by = [make_tasks(one, every, drawn, config) for one in engines]
+        asked_by = [make_tasks(one, every, drawn, config, asked.instruction) for one in engines]
         measured, *others = (tasks[config.warm.queries :] for tasks in asked_by)
         base = Base(engines[1], others[0]) if others else None
-        origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **options.kept(store)}
+        origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **asked.asked_as}
+        origin |= options.kept(store)
         if model.model.adapter is not None:
             origin["fingerprint"] = engine.loaded.fingerprint
         if base is not None:

@@ -264,9 +264,16 @@ class PromptMaker:
     """
 
     def __init__(
-        self, examples: Sequence[Example], builder: PromptBuilder, fingerprint: str, *, chunks: int, chunk_tokens: int
+        self,
+        examples: Sequence[Example],
+        builder: PromptBuilder,
+        fingerprint: str,
+        *,
+        chunks: int,
+        chunk_tokens: int,
+        instruction: str | None = None,
     ) -> None:
-        """Take over a data set.
+        """Take over a data set; `instruction=None` is the template's own.
 
         Raises:
             UsageError: `chunks` or `chunk_tokens` is negative, or the data set has fewer distinct passages than
@@ -278,6 +285,7 @@ class PromptMaker:
         self._fingerprint = fingerprint
         self._chunks = chunks
         self._chunk_tokens = chunk_tokens
+        self._instruction = instruction
         self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
         self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
         if len(self._passages) < chunks:
@@ -291,7 +299,7 @@ class PromptMaker:
         Raises:
             UsageError: the data set's text is shorter than one chunk.
         """
-        parts = list(self._builder.build(example.question).parts)
+        parts = list(self._builder.build(example.question, system=self._instruction).parts)
         question = parts.pop()
         return Prompt((*parts, *(self._chunk_part(chunk) for chunk in self._chosen(example)), question))
 

@@ -160,9 +160,15 @@ def judges_of(base: bool) -> dict[str, str]:
 
 
 def make_tasks(
-    engine: Engine, examples: Sequence[Example], drawn: Sequence[Example], config: FidelityConfig
+    engine: Engine,
+    examples: Sequence[Example],
+    drawn: Sequence[Example],
+    config: FidelityConfig,
+    instruction: str | None = None,
 ) -> list[Task]:
     """The drawn examples as they are asked; passages that one lacks come from all `examples`.
+
+    `instruction=None` is the template's own.
 
     Raises:
         UsageError: the data set has too little text.
@@ -174,6 +180,7 @@ def make_tasks(
         engine.loaded.fingerprint,
         chunks=config.chunks,
         chunk_tokens=config.chunk_tokens,
+        instruction=instruction,
     )
     tasks = []
     for example in drawn:
