@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from craft_serving import Contender, close, contenders, dataset_requests, row, serve_all, zipf_worlds
+from craft_serving import Contender, close, contenders, row, serve_all
 from docs_tables import command_block, markdown_table, update_page
+from recurring_requests import dataset_requests, zipf_worlds
 from rich.console import Console
 
 from chunkweave.cli.console import progress

@@ -1,48 +1,20 @@
-"""Requests, and engines that serve the same sequence of them in different orders: for `craft_ordering.py`."""
+"""Engines that serve the same sequence of requests in different orders: for `craft_ordering.py`."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from random import Random
 from typing import Any
 
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import load_dataset
 from chunkweave.eval.scores import best_scores, mean_interval
-from chunkweave.eval.simulator.workloads import recurring
-from chunkweave.eval.worlds.world import world_requests
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
 
 FULL = "full"
-_CANDIDATES = 8
-"""Passages that a retrieval would rank for a question about a world, of which it returns k."""
-
-
-def zipf_worlds(count: int, k: int, *, questions: int, worlds: int, exponent: float, seed: int) -> list[Example]:
-    """`count` requests over `k` passages of generated worlds, the passages that an answer takes ranked first.
-
-    `questions` different ones are submitted, about `worlds` worlds in turn, again and again by Zipf's law.
-    """
-    pool = world_requests(questions, max(k, _CANDIDATES), seed=seed, worlds=worlds)
-    rng = Random(f"ranks {seed}")
-    examples = []
-    for request in pool:
-        others = [place for place in range(len(request.chunks)) if place not in request.needed]
-        ranked = [*request.needed, *rng.sample(others, len(others))]
-        chunks = tuple(request.chunks[place] for place in ranked)
-        examples.append(Example(request.question, chunks, request.answers, str(request.kind)))
-    return list(recurring(examples, count, top_k=k, exponent=exponent, seed=seed))
-
-
-def dataset_requests(file: Path, count: int, k: int, *, exponent: float, seed: int) -> list[Example]:
-    """`count` requests over `k` passages of a data set's questions, which come again by Zipf's law."""
-    return list(recurring(load_dataset(file, seed=seed), count, top_k=k, exponent=exponent, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)

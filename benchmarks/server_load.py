@@ -25,6 +25,10 @@ and `limit_rate_per_s` that many times the sustainable rate of `full`: what it c
 as long as `full`, and nothing else took time. Answers' tokens count for nothing there, and tokens deeper in a prompt as
 much as its first ones.
 
+With `--recurring` requests bring their chunks: questions about generated `--worlds`, or those of `--dataset`, come
+again by Zipf's law, each with the `--top-k` passages that a noisy retrieval ranks first (CRAFT §6, the requests of
+`craft_ordering.py`). `--search first` looks for the sustainable rate of the first contender of each top-k only.
+
 With an `--out` that is there already, contenders that are in it are kept, and only the others are measured.
 """
 
@@ -45,7 +49,7 @@ from typing import Any
 
 import httpx
 from docs_tables import markdown_table, read_result, update_page
-from load_generator import LoadResult, reuse_of, sustainable_rate
+from load_generator import LoadResult, SustainableRate, reuse_of, sustainable_rate
 from rich.console import Console
 from rich.table import Table
 from server_load_client import Asker, server_counts, upload
@@ -54,6 +58,7 @@ from server_load_workload import (
     NONE,
     Choice,
     CorpusWorkload,
+    RecurringWorkload,
     Way,
     Workload,
     arrival_times,
@@ -166,7 +171,7 @@ async def measure(
     arguments: argparse.Namespace, target: Target, choice: Choice | Way, first: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """All runs of one contender; `first` is the row of the first one with its top-k, None if it is that itself."""
-    workload = workload_of(arguments)
+    workload = workload_of(arguments, choice.top_k)
     async with target.client() as client:
         if isinstance(workload, CorpusWorkload):
             await upload(client, CORPUS, workload.passages())
@@ -177,13 +182,15 @@ async def measure(
         objective_s = WITHIN * unloaded.ttft_mean_s
         if first is not None and isinstance(choice, Way):
             objective_s = first["objective_s"]  # one of its own would hold a faster way to a stricter one
-        found = await sustainable_rate(
-            lambda rate: contender.at_rate(rate, arguments.trial_requests or arguments.requests),
-            objective_s,
-            low_per_s=0.0,
-            high_per_s=guess,
-            trials=arguments.trials,
-        )
+        found = SustainableRate(0.0, (), bounded=False)
+        if first is None or arguments.search is None:
+            found = await sustainable_rate(
+                lambda rate: contender.at_rate(rate, arguments.trial_requests or arguments.requests),
+                objective_s,
+                low_per_s=0.0,
+                high_per_s=guess,
+                trials=arguments.trials,
+            )
         rates = arguments.rates or [share * (found.rate_per_s or guess) for share in arguments.rate_shares]
         if first is not None:
             rates = [run["rate_per_s"] for run in first["runs"]]
@@ -209,8 +216,20 @@ def _errors(result: LoadResult) -> dict[str, int]:
     return dict(Counter(request.error for request in result.requests if request.error is not None))
 
 
-def workload_of(arguments: argparse.Namespace) -> Workload | CorpusWorkload:
-    """What is asked for."""
+def workload_of(
+    arguments: argparse.Namespace, top_k: int | None = None
+) -> Workload | CorpusWorkload | RecurringWorkload:
+    """What is asked for, with `top_k` chunks where requests bring those that a retrieval would find."""
+    if arguments.recurring:
+        return RecurringWorkload(
+            arguments.dataset,
+            chunks=top_k or arguments.chunks,
+            zipf=arguments.zipf,
+            worlds=arguments.worlds,
+            questions=arguments.questions or 200,
+            new_tokens=arguments.new_tokens,
+            seed=arguments.seed,
+        )
     if arguments.dataset is not None:
         return CorpusWorkload(arguments.dataset, arguments.zipf, arguments.new_tokens, arguments.seed)
     return Workload(
@@ -373,13 +392,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=60, help="requests before anything is measured")
     parser.add_argument("--unloaded", type=int, default=20, help="requests one after the other")
     parser.add_argument("--trials", type=int, default=7, help="runs to find the sustainable rate")
+    parser.add_argument("--search", choices=["first"], help="whose sustainable rate; of all if left out")
     parser.add_argument("--trial-requests", type=int, help="of each of them, if other than --requests")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request has failed")
     parser.add_argument("--dataset", type=Path, metavar="FILE", help="questions to a corpus, as `chunkweave bench` has")
     parser.add_argument(
-        "--top-k", type=int, nargs="+", default=[], help="chunks that the server retrieves; with --dataset"
+        "--top-k", type=int, nargs="+", default=[], help="chunks that are retrieved; with --dataset or --recurring"
     )
     parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--recurring", action="store_const", const=True, help="requests bring what retrieval found")
+    parser.add_argument("--questions", type=int, help="different ones about worlds, with --recurring (200)")
     parser.add_argument("--passages", type=int, default=1, help="of each document")
     parser.add_argument("--worlds", type=int, default=0, help="generated worlds instead of the bundled corpus")
     parser.add_argument("--zipf", type=float, default=1.0)
@@ -390,8 +412,10 @@ def _parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if len(arguments.way) > 1 and "{way}" not in (arguments.serve or ""):
         parser.error("several ways need --serve with {way} in it")
-    if arguments.top_k and arguments.dataset is None:
-        parser.error("--top-k is for the questions of a --dataset")
+    if arguments.top_k and arguments.dataset is None and not arguments.recurring:
+        parser.error("--top-k is for the questions of a --dataset, or for --recurring ones")
+    if arguments.recurring and arguments.dataset is None and not arguments.worlds:
+        parser.error("--recurring needs questions: those of a --dataset, or about --worlds")
     if not arguments.way and NONE in arguments.methods and "{method}" in (arguments.serve or ""):
         parser.error("`none` is no method that a server could be started with: leave {method} out of --serve")
     if arguments.out is not None:
@@ -481,6 +505,8 @@ def _top_ks(rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
 
 
 def _sustained(row: Mapping[str, Any]) -> str:
+    if not row["sustainable_rate_per_s"] and not row["sustainable_rate_bounded"]:
+        return ""  # it was not searched for
     return ("" if row["sustainable_rate_bounded"] else "at least ") + f"{row['sustainable_rate_per_s']:.3g}"
 
 

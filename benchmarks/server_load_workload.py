@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -11,11 +12,14 @@ from random import Random
 from typing import Any
 
 from load_generator import poisson_arrivals
+from recurring_requests import world_questions
 from world_corpus import make_corpus
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.datasets import digest_of, load_dataset
+from chunkweave.eval.simulator.workloads import recurring
 from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.types import Chunk
@@ -181,6 +185,53 @@ class CorpusWorkload:
         while True:
             [question] = rng.choices(questions, cum_weights=weights)
             yield {**_body(question, self.new_tokens), "chunkweave": {"corpus": CORPUS, **(reuse or {})}}
+
+
+@dataclass(frozen=True, slots=True)
+class RecurringWorkload:
+    """Questions that come again by Zipf's law, each with the `chunks` passages that a noisy retrieval ranks first.
+
+    They are those of `craft_ordering.py`: `questions` about `worlds` generated worlds, or those of `dataset` over its
+    own passages. Requests bring the passages, so that a question finds mostly the same ones, now and then in another
+    order.
+    """
+
+    dataset: Path | None
+    chunks: int = 5
+    zipf: float = 1.0
+    worlds: int = 20
+    questions: int = 200
+    new_tokens: int = 16
+    seed: int = 0
+
+    def examples(self) -> list[Example]:
+        """Every question once, with all its passages.
+
+        Raises:
+            DocumentError: as `load_dataset`.
+        """
+        if self.dataset is not None:
+            return load_dataset(self.dataset, seed=self.seed)
+        return world_questions(self.chunks, questions=self.questions, worlds=self.worlds, seed=self.seed)
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-able, without how many passages, which is each contender's: a data set by its name and contents."""
+        found = {key: value for key, value in asdict(self).items() if key != "chunks"}
+        if self.dataset is None:
+            return {**found, "recurring": True}
+        named = {key: value for key, value in found.items() if key not in ("worlds", "questions")}
+        return {**named, "dataset": self.dataset.name, "digest": digest_of(self.examples()), "recurring": True}
+
+    def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """Bodies of streamed chat requests without end: the same for all but for `reuse` in the field `chunkweave`.
+
+        A `top_k` there is for servers that retrieve, and left out.
+        """
+        field = {key: value for key, value in (reuse or {}).items() if key != "top_k"}
+        for one in recurring(self.examples(), sys.maxsize, top_k=self.chunks, exponent=self.zipf, seed=self.seed):
+            documents = [{"title": chunk.source, "text": chunk.text} for chunk in one.chunks]
+            body = {**_body(one.question, self.new_tokens), "documents": documents}
+            yield {**body, "chunkweave": field} if field else body
 
 
 def _zipf_weights(count: int, exponent: float) -> list[float]:

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craft_serving import zipf_worlds
 from docs_tables import command_block, markdown_table, update_page
+from recurring_requests import zipf_worlds
 from rich.console import Console
 
 from chunkweave.chunking.builder import PromptBuilder

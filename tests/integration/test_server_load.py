@@ -30,12 +30,14 @@ from server_load import (  # noqa: E402
     summary_table,
     tables,
     with_ratios,
+    workload_of,
     write_result,
 )
 from server_load_client import FAILURES, Asker, RefusedError, server_counts, upload  # noqa: E402
 from server_load_workload import (  # noqa: E402
     Choice,
     CorpusWorkload,
+    RecurringWorkload,
     Way,
     Workload,
     arrival_times,
@@ -86,7 +88,8 @@ def options(**given):
     }
     load = {"arrivals": None, "requests": 24, "trial_requests": None, "trials": 4, "warm": 1, "unloaded": 2}
     asked = {"dataset": None, "chunks": 6, "zipf": 1.0, "worlds": 0, "passages": 1, "new_tokens": 16, "seed": 0}
-    return argparse.Namespace(**{**usual, **load, **asked, "out": None, **given})
+    more = {"recurring": None, "questions": None, "search": None, "out": None}
+    return argparse.Namespace(**{**usual, **load, **asked, **more, **given})
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -209,6 +212,23 @@ def test_a_contender_finds_where_a_server_no_longer_keeps_up(capsys):
     assert all(run["error_rate"] == 0 for run in row["runs"])
 
 
+def test_only_the_first_contender_looks_for_its_rate_where_that_is_enough():
+    async def main():
+        async with fake_server(one_at_a_time()) as client:
+            target = Target(str(client.base_url), PATH, "", 10.0, None, 0)
+            wanted = options(search="first", requests=4, trials=1)
+            first, other = Way("full", ""), Way("prefix", "")
+            row = await measure(wanted, target, first, None)
+            return row, await measure(wanted, target, other, row)
+
+    rows = with_ratios([{**row, "computed_tokens_mean": 10.0} for row in asyncio.run(main())])
+    assert [bool(row["trials"]) for row in rows] == [True, False]
+    assert rows[1]["over_full"] is None
+    cells = tables({"rows": rows})["server-load-ways"].splitlines()[-1].split(" | ")
+    assert cells[2:5] == ["", "", "1.00x"]
+    assert [run["rate_per_s"] for run in rows[1]["runs"]] == [run["rate_per_s"] for run in rows[0]["runs"]]
+
+
 def test_methods_are_asked_the_same_and_popular_documents_come_back():
     workload = Workload(chunks=4, zipf=1.2, new_tokens=3, seed=5)
     reuse = (Choice("full", "fixed").field, Choice("cacheblend", "free").field)
@@ -312,6 +332,25 @@ def test_questions_of_a_data_set_go_to_a_corpus_and_popular_ones_come_back(datas
     assert counts[-1] > 40 > 5 * counts[0]
     settings = workload.settings()
     assert (settings["dataset"], settings["questions"], settings["passages"]) == ("questions.jsonl", 30, 31)
+
+
+def test_recurring_questions_bring_mostly_the_same_passages_now_and_then_in_another_order(dataset):
+    few = [[body["documents"] for body in islice(RecurringWorkload(None, 3, worlds=4).bodies(None), 3)]]
+    assert all(len(found) == 3 for found in few[0])
+    workload = workload_of(options(recurring=True, dataset=dataset, zipf=1.2), top_k=2)
+    asked = list(islice(workload.bodies({"top_k": 2, "method": "prefix"}), 200))
+    assert all(body["chunkweave"] == {"method": "prefix"} for body in asked)
+    assert "chunkweave" not in next(workload.bodies({"top_k": 2})), "nobody retrieves"
+    found = {}
+    for body in asked:
+        texts = [one["text"] for one in body["documents"]]
+        found.setdefault(body["messages"][0]["content"], Counter())[tuple(texts)] += 1
+    most = max(found.values(), key=Counter.total)
+    assert most.total() > 40
+    assert len(most) == 2, "both orders of the two passages"
+    settings = workload.settings()
+    assert (settings["dataset"], settings["recurring"]) == ("questions.jsonl", True)
+    assert "chunks" not in settings, "it is each contender's own"
 
 
 def test_what_the_server_counts_is_kept_with_a_run():
