@@ -5,23 +5,30 @@
     python benchmarks/craft_ordering.py serve --shape qwen2.5-0.5b --out docs/results/craft-ttft-worlds.json
     python benchmarks/craft_ordering.py serve --shape qwen2.5-0.5b --dataset FILE --out docs/results/craft-ttft-set.json
     python benchmarks/craft_ordering.py serve --model reader --answers --alone --out docs/results/craft-quality.json
+    python benchmarks/craft_ordering.py composing --dataset FILE --out docs/results/craft-composing.json
 
 `savings` replays requests through an unlimited cache in every order, beside a clairvoyant one and a bound.
 `sensitivity` does so for windows and thresholds, over documents whose popularity drifts (CRAFT's Figures 14 and 15).
 `serve` lets engines with stores of their own serve one sequence of requests, taking turns: with random weights for
 times, with `--model reader --answers` for F1. The store is warmed by the first `--warm-up` requests, the same for all;
-with `--alone` every chunk is computed context-free before. Without `--dataset` questions are about generated worlds.
+with `--alone` every chunk is computed context-free before; with `--lock FILE` other benchmarks that use it wait while
+times are taken. `composing` counts where order, exact prefix and weaving together pay 1.3 times more than the best of
+them alone (`craft_composing.py`), and where workloads are in that. Without `--dataset` questions are about generated
+worlds.
 A contender is a method, an ordering behind `+`, and a threshold of promotion or continuation behind `/` (0: none).
 """
 
 import argparse
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from craft_composing import RATIOS, region_table, regions, shares_of, shares_table
 from craft_serving import Contender, close, contenders, row, serve_all
 from docs_tables import command_block, markdown_table, update_page
 from recurring_requests import dataset_requests, zipf_worlds
@@ -33,14 +40,18 @@ from chunkweave.eval.chunk_order import ORACLE, ReplayConfig, overlap_of, replay
 from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
-from chunkweave.eval.simulator.workloads import Corpus, bundled_token_count, draw_requests
+from chunkweave.eval.simulator.workloads import QUESTION_TOKENS, Corpus, bundled_token_count, draw_requests
 from chunkweave.models.loading import load_folder, load_shape
+from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
 
 ORDERINGS = ("frequency", "tree-greedy")
 METHODS = ("prefix", "cacheblend", "cachecraft", "query")
 WINDOWS = (10, 30, 100, 300, 1000, 3000, 1_000_000)
 THRESHOLDS = (1, 2, 3, 5)
+SKEWS = (0.8, 1.0, 1.2, 1.4)
+_FRAME_TOKENS = 10
+"""Of the template, around a question."""
 
 
 def examples_of(arguments: argparse.Namespace) -> list[Example]:
@@ -109,6 +120,29 @@ def sensitivity(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], di
     return rows, {}
 
 
+def composing(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What p, g and p' are, by workload and skew, after `--warm-up` requests and after ten times as many."""
+    count = bundled_token_count()
+    config = OrderingConfig("tree-greedy", arguments.window)
+    corpus = Corpus(1000, 1.0, arguments.k, mean_tokens=128, spread=0.3, max_tokens=256)
+    rows = []
+    for skew in SKEWS:
+        more = argparse.Namespace(**{**vars(arguments), "zipf": skew, "warm_up": 10 * arguments.warm_up})
+        times = poisson_times(more.warm_up + more.requests, 1.0, more.seed)
+        drawn = draw_requests(replace(corpus, exponent=skew), times, more.seed)
+        workloads = {"drawn": (drawn, float(QUESTION_TOKENS))}
+        for name, dataset in (("worlds", None), *([("data set", more.dataset)] if more.dataset else [])):
+            examples = examples_of(argparse.Namespace(**{**vars(more), "dataset": dataset}))
+            questions = statistics.fmean(count(one.question) for one in examples)
+            workloads[name] = (as_arrivals(examples), questions + _FRAME_TOKENS)
+        for name, (arrivals, questions) in workloads.items():
+            for warm_up in (arguments.warm_up, more.warm_up):
+                some = arrivals[: warm_up + arguments.requests]
+                shares = shares_of(some, config, warm_up=warm_up, question_tokens=questions)
+                rows.append({"workload": name, "zipf": skew, "warm_up": warm_up, **shares.as_dict(RATIOS)})
+    return sorted(rows, key=lambda one: str(one["workload"])), {"region": regions()}
+
+
 def serve(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """TTFT, tokens and F1 of every contender."""
     names = arguments.contenders or [f"{m}{o}" for m in METHODS for o in ("", *(f"+{name}" for name in ORDERINGS))]
@@ -120,7 +154,14 @@ def serve(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
     requests = examples_of(arguments)
     tokens = arguments.max_new_tokens if arguments.answers else 1
     with progress("serving") as report:
-        steps = serve_all(field_of, requests, warm_up=arguments.warm_up, max_new_tokens=tokens, alone=arguments.alone)
+        steps = serve_all(
+            field_of,
+            requests,
+            warm_up=arguments.warm_up,
+            max_new_tokens=tokens,
+            alone=arguments.alone,
+            lock=arguments.lock,
+        )
         for done in steps:
             report(done, len(requests))
     named = {one.name: one for one in field_of}
@@ -174,6 +215,8 @@ def table(part: str, rows: Sequence[dict[str, Any]], more: Mapping[str, Any]) ->
         heads = ["workload", "order", "window", "threshold", "tokens saved"]
         names = ("workload", "ordering", "window", "promotion_threshold")
         return markdown_table(heads, [[*(str(one[n]) for n in names), f"{one['saved_share']:.1%}"] for one in rows])
+    if part == "composing":
+        return f"{region_table()}\n\n{shares_table(rows)}"
     heads = ["contender", "TTFT mean", "median", "sooner than `full`", "exact", "computed", "FLOPs"]
     with_f1 = any("f1" in one for one in rows)
     heads += ["F1", "minus `full`", "minus same method, original order", "p"] if with_f1 else []
@@ -200,7 +243,7 @@ def _served(one: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure one part, print its table, write JSON and the page's table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["savings", "sensitivity", "serve"])
+    parser.add_argument("part", choices=["savings", "sensitivity", "serve", "composing"])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--dtype", default="auto")
@@ -219,6 +262,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="compute every chunk context-free before")
     parser.add_argument("--budget-gib", type=float, default=1.0)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="held while times are taken, behind the warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--update-docs", type=Path, metavar="PAGE")
@@ -227,7 +271,8 @@ def main() -> None:
         check_writable(arguments.out)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    rows, more = {"savings": savings, "sensitivity": sensitivity, "serve": serve}[arguments.part](arguments)
+    parts = {"savings": savings, "sensitivity": sensitivity, "serve": serve, "composing": composing}
+    rows, more = parts[arguments.part](arguments)
     command = shlex.join(["python", *sys.argv])
     shown = table(arguments.part, rows, more)
     console = Console(width=160)

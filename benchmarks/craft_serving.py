@@ -1,8 +1,11 @@
 """Engines that serve the same sequence of requests in different orders: for `craft_ordering.py`."""
 
+import fcntl
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from chunkweave.config import ReuseConfig, StoreConfig
@@ -81,21 +84,42 @@ def contenders(
 
 
 def serve_all(
-    field_of: Sequence[Contender], requests: Sequence[Example], *, warm_up: int, max_new_tokens: int, alone: bool
+    field_of: Sequence[Contender],
+    requests: Sequence[Example],
+    *,
+    warm_up: int,
+    max_new_tokens: int,
+    alone: bool,
+    lock: Path | None = None,
 ) -> Iterator[int]:
     """Let every contender serve every request, each in turn going first; yields how many requests are done.
 
-    The first `warm_up` are not counted. With `alone` every chunk is computed context-free in every store before.
+    The first `warm_up` are not counted, and `full`, which reuses nothing, does without them. With `alone` every chunk
+    is computed context-free in every store before. From the first counted request on `lock` is held.
     """
+    reusing = [one for one in field_of if one.name != FULL]
     if alone:
         chunks = list(dict.fromkeys(chunk for example in requests for chunk in example.chunks))
-        for one in field_of:
+        for one in reusing:
             one.engine.precompute(chunks)
-    for number, example in enumerate(requests):
-        for turn in range(len(field_of)):
-            one = field_of[(number + turn) % len(field_of)]
-            one.serve(example, max_new_tokens, counted=number >= warm_up)
+    for number, example in enumerate(requests[:warm_up]):
+        for one in reusing:
+            one.serve(example, max_new_tokens, counted=False)
         yield number + 1
+    with nullcontext() if lock is None else held(lock):
+        for number, example in enumerate(requests[warm_up:], warm_up):
+            for turn in range(len(field_of)):
+                one = field_of[(number + turn) % len(field_of)]
+                one.serve(example, max_new_tokens, counted=True)
+            yield number + 1
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Hold a file's lock, as `flock` does, once nobody else does."""
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def row(one: Contender, reference: Contender, partner: Contender) -> dict[str, Any]:

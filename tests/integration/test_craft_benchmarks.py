@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import contextpilot_comparison  # noqa: E402
+import craft_composing  # noqa: E402
 import craft_ordering  # noqa: E402
 import craft_serving  # noqa: E402
 import ordering_overhead  # noqa: E402
@@ -82,6 +83,52 @@ def test_engines_serve_one_sequence_and_are_compared():
     assert best["ours"] == "cacheblend+frequency/2"
     assert ratio["ttft_ratio_of_means"] > 0
     assert "| `full` |" in craft_ordering.table("serve", list(rows.values()), {})
+    craft_serving.close(field_of)
+
+
+def test_composing_replays_what_engines_find_and_grow():
+    requests = [Example("What is old?", order, ("bell",)) for order in list(permutations(CHUNKS[:3]))[:5]]
+    field_of = craft_serving.contenders(toy_model(), ["cacheblend+frequency/3"], ReuseConfig(), window=100)
+    list(craft_serving.serve_all(field_of, requests, warm_up=0, max_new_tokens=1, alone=True))
+    named = {
+        one.name: [chunk for report in one.reports for chunk in report.chunks if chunk.rank is not None]
+        for one in field_of
+    }
+    craft_serving.close(field_of)
+    part_of = {chunk.source: Part(chunk.id, chunk.tokens) for chunk in named["full"]}
+    arrivals = [
+        Arrival(float(number), tuple(part_of[chunk.source] for chunk in request.chunks))
+        for number, request in enumerate(requests)
+    ]
+    config = craft_serving.Spec.parse("cacheblend+frequency/3").config(100)
+    shares = craft_composing.shares_of(arrivals, config, warm_up=0, question_tokens=0.0)
+    total = sum(chunk.tokens for chunk in named["full"])
+
+    def share_of(name, source):
+        return sum(chunk.tokens for chunk in named[name] if chunk.kv_source == source) / total
+
+    assert shares.exact == pytest.approx(share_of("cacheblend+frequency/3", "prefix-exact"))
+    assert shares.grown == pytest.approx(share_of("cacheblend+frequency/3", "computed"))
+    assert shares.grown > 0
+    assert shares.exact > 0
+
+
+def test_only_timed_requests_hold_the_lock_and_full_needs_no_warm_up(tmp_path):
+    import fcntl
+
+    lock = tmp_path / "lock"
+    requests = [Example("What is old?", tuple(CHUNKS[:2]), ("bell",))] * 4
+    field_of = craft_serving.contenders(toy_model(), ["prefix"], ReuseConfig(), window=100)
+    taken = []
+    for _ in craft_serving.serve_all(field_of, requests, warm_up=2, max_new_tokens=1, alone=False, lock=lock):
+        with lock.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken.append(False)
+            except BlockingIOError:
+                taken.append(True)
+    assert taken == [False, False, True, True]
+    assert [len(one.reports) for one in field_of] == [2, 2]
     craft_serving.close(field_of)
 
 
