@@ -27,14 +27,16 @@ class FakeVllm:
 
     `behave` may answer in its place; `cached` tokens it says that it found in its own cache; `gate` holds answers back
     until it is set; `break_after` tokens it drops the connection. With `parses` it takes what it has answered for a
-    call of a tool once that has as many tokens, and what comes before for text.
+    call of a tool once that has as many tokens, and what comes before for text. With `forms` it holds forced calls.
     """
 
     report_to: str | None = None
     behave: Behave | None = None
     break_after: int | None = None
     parses: int | None = None
+    forms: bool = True
     parsed: list[dict[str, Any]] = field(default_factory=list)
+    rendered: list[dict[str, Any]] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
     paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     aborted: int = 0
@@ -79,6 +81,7 @@ class FakeVllm:
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/chat/completions/derender", self._parse, methods=["POST"]),
+                Route("/v1/chat/completions/render", self._render, methods=["POST"]),
                 Route("/{path:path}", self._other, methods=["GET", "POST"]),
             ]
         )
@@ -127,6 +130,18 @@ class FakeVllm:
         delta = {"content": text or None, "tool_calls": [{**tools[0], "index": 0}] if tools else None, "role": None}
         state = {"output_token_ids": [*before, *new], "tools_streamed": len(before) + len(new) >= self.parses}
         return JSONResponse({"chunk": {"choices": [{"delta": delta}]}, "stream_state": state})
+
+    async def _render(self, request: Request) -> Response:
+        """A form for forced calls alone; one of a tool that is not among them is refused."""
+        body = await request.json()
+        self.rendered.append(body)
+        choice, names = body["tool_choice"], [tool["function"]["name"] for tool in body["tools"]]
+        if isinstance(choice, dict) and choice["function"]["name"] not in names:
+            return JSONResponse({"error": {"message": "no such tool", "code": 400}}, 400)
+        form = (
+            None if choice == "auto" or not self.forms else {"json": {"const": None}, "regex": None, "_backend": None}
+        )
+        return JSONResponse({"token_ids": [1], "sampling_params": {"structured_outputs": form}})
 
     async def _complete(self, request: Request) -> Response:
         try:

@@ -163,7 +163,8 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
     [
         ({"documents": ["a"], "tools": [TOOL]}, "tools need --enable-auto-tool-choice"),
         ({"documents": ["a"], "tools": [TOOL], "tool_choice": "none"}, "no place for tools"),
-        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "required"}, "auto or none"),
+        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "required"}, "tools need --enable-auto-tool-choice"),
+        ({"documents": ["a"], "tool_choice": "required"}, "tool_choice needs tools"),
         ({"documents": ["a"], "truncate_prompt_tokens": 9}, "chunkweave: truncate_prompt_tokens"),
         ({"documents": [""]}, "documents[0] is empty"),
         ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
@@ -261,6 +262,32 @@ def test_without_a_choice_nothing_is_parsed_and_without_tools_neither(with_tools
     assert ["# Tools" in rendered(front, sent) for sent in vllm.seen] == [True, False]
     refused = front.ask(documents=DOCUMENTS, tools=[TOOL], stop=["x"])
     assert "stop cannot be given with tools" in refused.json()["error"]["message"]
+
+
+def test_a_forced_call_is_held_to_vllms_form_which_is_asked_for_once(with_tools):
+    front, vllm = with_tools
+    body = {"documents": DOCUMENTS, "tools": [TOOL], "min_p": 0, "response_format": {"type": "json_object"}}
+    named = {"type": "function", "function": {"name": "get_time"}}
+    for choice, ends in (("required", "tool_calls"), ("required", "tool_calls"), (named, "stop")):
+        told = front.ask(**body, tool_choice=choice).json()["choices"][0]
+        assert told["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+        assert told["finish_reason"] == ends
+        assert vllm.parsed[-1]["chat_request"]["tool_choice"] == choice
+    front.ask(**body)
+    assert [sent["tool_choice"] for sent in vllm.rendered] == ["required", named, "auto"]
+    assert {sent["response_format"]["type"] for sent in vllm.rendered} == {"json_object"}
+    forms = [(sent.get("structured_outputs"), sent["response_format"]) for sent in vllm.seen]
+    assert forms == [*[({"json": {"const": None}}, None)] * 3, (None, {"type": "json_object"})]
+    refused = front.ask(**body, tool_choice={"type": "function", "function": {"name": "nobody"}})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "no such tool")
+
+
+def test_a_forced_call_needs_a_parser_in_vllm(with_tools):
+    front, vllm = with_tools
+    vllm.forms = False
+    refused = front.ask(documents=DOCUMENTS, tools=[TOOL], tool_choice="required")
+    assert "a forced call needs --enable-auto-tool-choice" in refused.json()["error"]["message"]
+    assert not vllm.seen
 
 
 def test_what_tools_said_stands_behind_the_question(with_tools):

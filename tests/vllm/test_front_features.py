@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.server.vllm_backend.process import free_port
 from tests.chat_tools import CALL, TEMPLATE, TOOL, said
 from tests.vllm.fronts import PASSAGES, ask, front_process, streamed
@@ -20,8 +21,22 @@ LEADER = {
 }
 
 
+TOWN = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Halvik", "Lune"]}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
+
 ENDLESS = {"1": -100}
 """No end of the answer: the reader has little to say."""
+
+
+def blanks() -> list[str]:
+    """Tokens of nothing but space, with which the reader would fill whatever form allows some."""
+    tokenizer = bundled_tokenizer()._tokenizer
+    special = set(tokenizer.all_special_ids)
+    return [str(one) for one in range(len(tokenizer)) if one not in special and not tokenizer.decode([one]).strip()]
 
 
 def make_adapter(folder, seed: int) -> str:
@@ -187,6 +202,41 @@ def test_tools_are_called_over_documents(client):
     )
     assert told.usage.prompt_tokens > answer.usage.prompt_tokens
     woven(told)
+
+
+@pytest.mark.parametrize(
+    ("choice", "ends"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "get_time"}}, "stop")],
+    ids=["required", "named"],
+)
+def test_a_call_can_be_forced(client, choice, ends):
+    """The reader calls none by itself; of two tools it writes a call of one, or of the one that is named."""
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": TOWN}}
+        for name in ("get_tide", "get_time")
+    ]
+    asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 96}
+    asked["logit_bias"] = dict.fromkeys(blanks(), -100)
+    ask(client, PASSAGES, **asked)
+    answer = ask(client, PASSAGES[::-1], **asked)
+    (found,) = answer.choices
+    (call,) = found.message.tool_calls
+    assert (found.finish_reason, found.message.content or "") == (ends, "")
+    assert call.function.name in ("get_time", "get_tide")
+    if ends == "stop":
+        assert call.function.name == "get_time"
+    assert json.loads(call.function.arguments)["town"] in ("Halvik", "Lune")
+    woven(answer)
+
+    events = list(ask(client, PASSAGES[::-1], stream=True, **asked))
+    choices = [event.choices[0] for event in events if event.choices]
+    pieces = [piece.function for one in choices for piece in one.delta.tool_calls or []]
+    assert "".join(piece.name or "" for piece in pieces) == call.function.name
+    assert json.loads("".join(piece.arguments or "" for piece in pieces)) == json.loads(call.function.arguments)
+    assert [one.finish_reason for one in choices if one.finish_reason] == [ends]
+    nobody = {"type": "function", "function": {"name": "nobody"}}
+    with pytest.raises(openai.BadRequestError, match="does not match any"):
+        ask(client, PASSAGES, **{**asked, "tool_choice": nobody})
 
 
 def test_with_tools_a_text_is_streamed_as_without(client):

@@ -373,7 +373,7 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _shallow_for_templates(self) -> "ChatBody":
-        for name in ("tools", "chat_template_kwargs"):
+        for name in ("tools", "tool_choice", "chat_template_kwargs"):
             value = getattr(self, name)
             if nested_too_deeply({name: value}):
                 raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
@@ -15,7 +15,7 @@ from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import HttpError
 from chunkweave.server.replies import WholeChoices
 from chunkweave.server.vllm_backend.fleet import Fleet, Placed, Replica
-from chunkweave.server.vllm_backend.parsing import AnswerParser
+from chunkweave.server.vllm_backend.parsing import AnswerForms, AnswerParser
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
 from chunkweave.server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
 from chunkweave.server.vllm_backend.shadow import VllmShadow
@@ -37,6 +37,7 @@ class AnswerContext:
     shadow: VllmShadow | None
     deadline_s: float | None
     retries: int = 0
+    forms: AnswerForms = field(default_factory=AnswerForms)
 
 
 class VllmAnswer:
@@ -161,7 +162,9 @@ class VllmAnswer:
         request_id = uuid.uuid4().hex
         try:
             body = {**self._body, **_prompt(placed, prepared.room)}
-            parser = self._parser(placed)
+            parser, parsing = self._parser(placed), self._parsing or {}
+            if "tools" in parsing:
+                body |= await self._context.forms.held(placed.replica.upstream, parsing, body)
             async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
                 async for event in stream:
                     if event.get("usage"):

@@ -22,7 +22,7 @@ from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
 from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
-from chunkweave.server.vllm_backend.parsing import PARSE
+from chunkweave.server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave.server.vllm_backend.passthrough import Passthrough
 from chunkweave.server.vllm_backend.prepare import (
     ChatDetails,
@@ -62,9 +62,6 @@ _UNSUPPORTED = (
     "prompt_logprobs",
     "truncate_prompt_tokens",
 )
-
-
-_TOOL_FLAGS = "--enable-auto-tool-choice and --tool-call-parser"
 
 
 class VllmBackend:
@@ -226,24 +223,25 @@ class VllmBackend:
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
-        if isinstance(body, ChatBody) and body.tools:
+        if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
             self._check_tools(body)
 
     def _check_tools(self, body: ChatBody) -> None:
-        if body.tool_choice not in ("auto", "none"):
-            message = "with documents or chunkweave tool_choice can be auto or none: no answer is forced into a call"
-            raise HttpError(400, message, param="tool_choice", code="unsupported_field")
-        if body.tool_choice == "auto" and not self._parsers.tools:
-            message = f"tools need {_TOOL_FLAGS} at the server's start, or at that of the vLLM servers"
+        if body.tool_choice == "none":
+            return
+        if not body.tools:
+            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+        if not self._parsers.tools:
+            message = f"tools need {TOOL_FLAGS} at the server's start, or at that of the vLLM servers"
             raise HttpError(400, message, param="tools", code="unsupported_field")
-        if body.tool_choice == "auto" and body.stops:
+        if body.stops:
             raise HttpError(400, "stop cannot be given with tools", param="stop", code="unsupported_field")
 
     def _parsing(self, body: CompletionBody) -> dict[str, Any] | None:
         """What vLLM's parsers read of a request; None if nothing is to be parsed."""
         if not isinstance(body, ChatBody):
             return None
-        calls = bool(body.tools) and body.tool_choice == "auto"
+        calls = bool(body.tools) and body.tool_choice != "none"
         if not calls and (body.stops or not self._parsers.reasoning):  # it would not end where the text does
             return None
         chat: dict[str, Any] = {
@@ -252,7 +250,8 @@ class VllmBackend:
             "chat_template_kwargs": body.chat_template_kwargs,
         }
         if calls:
-            chat |= {"tools": body.tools, "tool_choice": "auto", "parallel_tool_calls": body.parallel_tool_calls}
+            choice = {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
+            chat |= {"tools": body.tools, **choice}
         return chat
 
     def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:

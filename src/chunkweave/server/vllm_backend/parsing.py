@@ -4,19 +4,69 @@ A woven answer is a completion of token ids, in which nothing is parsed. So its 
 for engines apart from their API (`--enable-scale-out`), whose parsers are those of its chats.
 """
 
+import hashlib
+import json
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from chunkweave.server.backend import Choice, Event
+from chunkweave.server.errors import HttpError
 from chunkweave.server.replies import joined_logprobs
 from chunkweave.server.vllm_backend.upstream import Upstream
 
 PARSE = "/v1/chat/completions/derender"
+_RENDER = "/v1/chat/completions/render"
+
+TOOL_FLAGS = "--enable-auto-tool-choice and --tool-call-parser"
+_FORMS = 64
+"""Sets of tools whose forms are kept."""
 
 _SHARE_OF_TOKENS = 16
 """vLLM parses a stream from its beginning each time: it is asked again after so small a part of what there is."""
+
+
+class AnswerForms:
+    """What vLLM holds answers with tools to, as its own chats are held: a grammar of the parser's calls, or a schema.
+
+    It depends on the tools and the choice alone, so vLLM is asked once for a set of them. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+
+    async def held(self, upstream: Upstream, chat: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+        """A completion's fields that hold its answer to `chat`'s tools and choice; none if vLLM leaves it free.
+
+        A form that `body` has already goes along: which of the two counts is vLLM's to say.
+
+        Raises:
+            UpstreamLostError: the server is gone.
+            HttpError: it refused the tools or the choice, in its own words, or has no parser for calls.
+        """
+        asked = {name: body[name] for name in ("response_format", "structured_outputs") if body.get(name)}
+        request = {**chat, **asked, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
+        if key not in self._known:
+            reply = await upstream.post(_RENDER, request)
+            found = (reply.get("sampling_params") or {}).get("structured_outputs") or {}
+            of_body = {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+            self._known[key] = of_body
+            if len(self._known) > _FORMS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        if form := self._known[key]:
+            return {"structured_outputs": form, "response_format": None}
+        if is_forced(chat["tool_choice"]):
+            raise HttpError(400, f"a forced call needs {TOOL_FLAGS} at vLLM's start", param="tool_choice")
+        return {}
+
+
+def is_forced(choice: Any) -> bool:
+    """Whether a `tool_choice` leaves the answer no other way than a call."""
+    return choice not in ("auto", "none")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +132,8 @@ class AnswerParser:
         waiting.parsed_tokens += len(waiting.token_ids)
         waiting.token_ids = []
         known: dict[str, Any] = {name: _given(said.get(name)) or None for name in ("tool_calls", "reasoning")}
-        known["finish_reason"] = "tool_calls" if ends == "stop" and said["calls"] else ends
+        named = isinstance(self._chat.get("tool_choice"), dict)  # such an answer just stops, as with OpenAI
+        known["finish_reason"] = "tool_calls" if ends == "stop" and said["calls"] and not named else ends
         text = said.get("content") or ""
         if not text and not any(known.values()):
             return None
