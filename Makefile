@@ -22,7 +22,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-chart test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained
+.PHONY: help demo test test-triton test-chart test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ prove-server: $(TEST_VENV)/.installed ## 500 drawn requests, right and wrong, to
 
 prove-soak: $(TEST_VENV)/.installed ## 50,000 small requests to one server, memory and descriptors watched; writes docs/results/soak.json
 	$(TEST_VENV)/bin/python benchmarks/soak.py --out docs/results/soak.json
+
+bench-guard: $(TEST_VENV)/.installed ## Ratios of a small timed run against those of docs/results/guard.json; fails where one is 30 % worse
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/bench_guard.py --against docs/results/guard.json
 
 prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come twice, on our engine; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/sustained.py --engine own --threads 1 --shape smollm2-135m \

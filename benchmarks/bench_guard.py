@@ -1,0 +1,198 @@
+"""Whether the engine has become slower: ratios of a small fixed run, held against those of docs/results/guard.json.
+
+    python benchmarks/bench_guard.py --against docs/results/guard.json      # what `make bench-guard` runs
+    python benchmarks/bench_guard.py --out docs/results/guard.json          # keep new ones
+
+Random weights of SmolLM2-135M's geometry, six chunks of 256 tokens, one thread; contenders take turns question by
+question. A ratio is a time over another one of the same run, its median over the rounds, so that a faster or slower
+machine changes little; less is better. Each may be worse than the kept one by `BOUND`. Another kind of processor has
+other ratios: keep new ones there first. What is worse is measured a second time, and the better of the two counts, so
+that other work on the machine alone does not fail it.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from docs_tables import command_block, markdown_table, read_result
+from rich.console import Console
+
+from chunkweave.cli.console import progress
+from chunkweave.errors import ChunkweaveError
+from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+
+if TYPE_CHECKING:
+    from chunkweave.chunking.prompt import Prompt
+    from chunkweave.engine.engine import Engine
+    from chunkweave.planning.method import ReuseMethod
+
+BOUND = 0.30
+"""A ratio may be so much worse, as a share of the kept one."""
+
+SHAPE = "smollm2-135m"
+CHUNKS, CHUNK_TOKENS = 6, 256
+ROUNDS = 7
+DECODED = 12
+"""Tokens that are decoded in a round."""
+
+REUSE, HUGGING_FACE = "full-reuse", "hf-forward"
+METHODS = (REUSE, "query@0.15", "cacheblend@0.15")
+HEADS = ["time", "over the time of", "ratio"]
+
+
+def worse(kept: Mapping[str, float], now: Mapping[str, float], bound: float = BOUND) -> dict[str, str]:
+    """A sentence on each ratio that is worse than the kept one by more than `bound`, by its name.
+
+    A ratio that is not measured any more counts as worse; one that was not kept does not.
+
+    >>> worse({"a over b": 0.5}, {"a over b": 0.64}), worse({"a over b": 0.5}, {"a over b": 0.66})
+    ({}, {'a over b': 'a over b is 0.660, more than 30 % above 0.500'})
+    """
+    found = {}
+    for name, before in kept.items():
+        if name not in now:
+            found[name] = f"{name} is not measured any more, it was {before:.3f}"
+        elif now[name] > before * (1 + bound):
+            found[name] = f"{name} is {now[name]:.3f}, more than {bound:.0%} above {before:.3f}".replace("%", " %")
+    return found
+
+
+def better_of(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The lower of two measurements of each ratio."""
+    return {name: min(value, second.get(name, value)) for name, value in first.items()}
+
+
+def ratios_of(times: Mapping[str, list[float]], pairs: Mapping[str, str]) -> dict[str, float]:
+    """Medians over the rounds of what is timed over what it is held against; `pairs` name them."""
+    return {
+        f"{name} over {other}": median(a / b for a, b in zip(times[name], times[other], strict=True))
+        for name, other in pairs.items()
+    }
+
+
+PAIRS = {
+    "full": HUGGING_FACE,
+    **dict.fromkeys(METHODS, "full"),
+    "decode": "hf-decode",
+    "decode step": "weights read once",
+}
+"""What is held against what."""
+
+
+def measured() -> dict[str, list[float]]:
+    """Seconds of everything by round."""
+    import torch
+
+    from chunkweave import Engine
+    from chunkweave.eval.datasets import bundled_examples
+    from chunkweave.eval.ttft import TtftConfig, make_workload, measure
+
+    torch.set_num_threads(1)
+    config = TtftConfig(METHODS, chunks=CHUNKS, chunk_tokens=CHUNK_TOKENS, questions=ROUNDS)
+    times: dict[str, list[float]] = {}
+    with Engine.load_shape(SHAPE) as engine:
+        workload = make_workload(bundled_examples(ROUNDS, seed=config.seed), engine, config)
+        with progress("first tokens") as report:
+            for sample in measure(engine, workload, config, report):
+                times.setdefault(sample.method, []).append(sample.ttft_s)
+        times |= _decoding(engine, workload.measured[0], config.contenders()[REUSE])
+    return times
+
+
+def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") -> dict[str, list[float]]:
+    """Decoding behind a prompt by the engine and by Hugging Face's forward, and reading all weights once."""
+    import torch
+
+    assert method is not None
+    runner, model = engine.runner, engine.loaded.model
+    cache = runner.prefill(prompt, method, new_tokens=DECODED * (ROUNDS + 1), capture=False).cache
+    weights = [one for one in model.model.parameters() if one.dim() == 2]
+    vectors = {one.shape[1]: torch.ones(1, one.shape[1], dtype=one.dtype) for one in weights}
+    times: dict[str, list[float]] = {"decode": [], "hf-decode": [], "decode step": [], "weights read once": []}
+    with torch.inference_mode():
+        past = model.model(torch.tensor([prompt.token_ids]), use_cache=True, logits_to_keep=1).past_key_values
+        for number in range(ROUNDS + 1):
+            started = time.perf_counter()
+            for place in range(DECODED):
+                at = len(prompt) + number * DECODED + place
+                runner.decode([cache], [5], [at]).argmax().item()
+            own = time.perf_counter()
+            for _ in range(DECODED):
+                model.model(torch.tensor([[5]]), past_key_values=past, use_cache=True).logits.argmax().item()
+            theirs = time.perf_counter()
+            for one in weights:
+                torch.nn.functional.linear(vectors[one.shape[1]], one)
+            read = time.perf_counter()
+            if number:  # the first round warms up
+                times["decode"].append(own - started)
+                times["decode step"].append((own - started) / DECODED)
+                times["hf-decode"].append(theirs - own)
+                times["weights read once"].append(read - theirs)
+    return times
+
+
+def guard(kept: Mapping[str, float], say: Console) -> int:
+    """Measure, compare, say what is worse; the exit code."""
+    now = ratios_of(measured(), PAIRS)
+    if found := worse(kept, now):
+        say.print(f"worse at first: {', '.join(found)}; measuring once more", highlight=False)
+        now = better_of(now, ratios_of(measured(), PAIRS))
+        found = worse(kept, now)
+    for name, value in now.items():
+        before = f"{kept[name]:.3f}" if name in kept else "not kept"
+        say.print(f"{name}: {value:.3f} (kept: {before})", highlight=False, markup=False)
+    for sentence in found.values():
+        say.print(f"slower than before: {sentence}", highlight=False, markup=False)
+    return 1 if found else 0
+
+
+def rows_of(times: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """What is written of a measurement: each ratio, and the median seconds that stand behind it."""
+    found = ratios_of(times, PAIRS)
+    return [
+        {
+            "ratio": f"{name} over {other}",
+            "time": name,
+            "over": other,
+            "value": found[f"{name} over {other}"],
+            "median_s": median(times[name]),
+            "over_median_s": median(times[other]),
+        }
+        for name, other in PAIRS.items()
+    ]
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The kept ratios for the documentation, below their command."""
+    cells = [[f"`{row['time']}`", f"`{row['over']}`", f"{row['value']:.3f}"] for row in result["rows"]]
+    return {"guard": f"{command_block(result['command'])}\n\n{markdown_table(HEADS, cells)}"}
+
+
+def main() -> None:
+    """Keep ratios, or hold new ones against those that are kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--against", type=Path, metavar="FILE", help="ratios that were kept")
+    what.add_argument("--out", type=Path, metavar="FILE", help="where to keep the ratios")
+    args = parser.parse_args()
+    try:
+        if args.against is not None:
+            kept = {row["ratio"]: float(row["value"]) for row in read_result(args.against)["rows"]}
+            sys.exit(guard(kept, Console()))
+        check_writable(args.out)
+    except ChunkweaveError as error:
+        parser.error(str(error))
+    config = {"shape": SHAPE, "chunks": CHUNKS, "chunk_tokens": CHUNK_TOKENS, "rounds": ROUNDS, "bound": BOUND}
+    command = shlex.join(["python", "benchmarks/bench_guard.py", "--out", args.out.name])
+    rows = rows_of(measured())
+    write_json(args.out, BenchmarkResult("guard", command, 0, {**config, "threads": 1}, rows, {}).as_dict())
+    Console().print(markdown_table(HEADS, [[row["time"], row["over"], f"{row['value']:.3f}"] for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
