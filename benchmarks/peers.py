@@ -452,7 +452,7 @@ def main() -> None:
     corpus = Corpus(load_dataset(args.dataset, seed=args.seed), model.tokenizer, args.passage_tokens)
     sizes = Sizes(args.chunks, args.requests, args.distinct, args.turns)
     phases = phases_of(args.workloads, corpus, sizes, args.clients, args.seed)
-    command = shlex.join(["python", "benchmarks/peers.py", *map(_without_folder, sys.argv[1:])])
+    command = shlex.join(["python", "benchmarks/peers.py", *map(without_folder, sys.argv[1:])])
 
     def write(*, complete: bool = False) -> list[dict[str, Any]]:
         names = dict.fromkeys([*(one.name for one in args.contenders if one.name in rows), *rows])
@@ -526,7 +526,7 @@ def _set_environment(args: argparse.Namespace, folder: Path) -> None:
     }
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """A path elsewhere by its name alone: where it lies on this machine concerns nobody."""
     return Path(word).name if word.startswith(("/", "..")) else word
 

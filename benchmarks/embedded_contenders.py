@@ -1,0 +1,358 @@
+"""The engines that benchmarks/embedded_peers.py holds beside each other, each in a process of its own.
+
+Transformers and our engine answer in a child process, which takes the times itself; llama.cpp and vLLM are servers, and
+times are those of a client on the same machine.
+"""
+
+import json
+import multiprocessing
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import torch
+from server_process import peak_rss_bytes, serving
+from sustained_engines import FULL, TOP, FirstToken
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.config import StoreConfig
+from chunkweave.errors import ChunkweaveError
+from chunkweave.eval.contenders import make_contenders
+from chunkweave.planning.plan import KVSource
+from chunkweave.server.vllm_backend.process import SERVER
+
+TRANSFORMERS, LLAMA, LLAMA_SHIFTING, VLLM, OWN = "transformers", "llama.cpp", "llama.cpp:cache-reuse", "vllm", "own"
+FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError, OSError, EOFError)
+"""What makes a contender one that cannot be had."""
+_MODEL = "peers"
+_MIB = 1 << 20
+_ANSWER_S = 600.0
+_SHIFTED_TOKENS = 256
+"""The least that llama.cpp takes over from another place of the prompt before, with `--cache-reuse`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all contenders share: weights, precision, threads, context, bytes that each may keep of earlier prompts.
+
+    `folder` has the checkpoint, `gguf` the same weights as llama.cpp reads them; `llama_server` is its program, and
+    `python` that of an environment with vLLM.
+    """
+
+    folder: Path
+    dtype: str
+    threads: int
+    max_tokens: int
+    kept_bytes: int
+    llama_server: Path
+    gguf: Path
+    python: str
+    port: int
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The first token, how many there were, and the seconds from the first to the last.
+
+    Without log-probabilities `first.likeliest` is empty. `server_s` is what a server itself counts as prefill.
+    """
+
+    first: FirstToken
+    tokens: int
+    decode_s: float
+    server_s: float | None = None
+
+
+class Contender(Protocol):
+    """An engine that answers prompts greedily, so many tokens whatever they are."""
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        """Answer one prompt, and keep what it keeps; log-probabilities where one token is asked for."""
+
+    def peak_rss_bytes(self) -> int:
+        """Most physical memory that its processes ever held."""
+
+
+@contextmanager
+def opened(name: str, settings: Settings, number: int) -> Iterator[Contender]:
+    """The contender of that name, with empty caches; a server listens `number` ports above the first.
+
+    Raises:
+        ChunkweaveError: it does not start, or there is no such method.
+        OSError: there is no such program.
+    """
+    url = f"http://127.0.0.1:{settings.port + number}"
+    if name in (LLAMA, LLAMA_SHIFTING):
+        command = llama_command(settings, settings.port + number, shifting=name == LLAMA_SHIFTING)
+        with _server(command, url, settings) as (client, pid):
+            yield LlamaServer(client, pid)
+    elif name == VLLM:
+        with _server(vllm_command(settings, settings.port + number), url, settings) as (client, pid):
+            yield VllmServer(client, pid)
+    else:
+        child = Child(name, settings)
+        try:
+            yield child
+        finally:
+            child.close()
+
+
+class InProcess(Protocol):
+    """What a child process answers with."""
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        """As `Contender.answer`."""
+
+
+class Child:
+    """A contender in a process that this one has started."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_answer_all, args=(theirs, name, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        self._connection.send((prompt, new_tokens))
+        answered: Answered = self._receive()
+        return answered
+
+    def peak_rss_bytes(self) -> int:
+        return peak_rss_bytes(self._process.pid or 0)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.join(30.0)
+        self._process.kill()
+
+    def _receive(self) -> Any:
+        try:
+            found = self._connection.recv()
+        except EOFError as error:
+            self._process.join(10.0)
+            raise ChunkweaveError(f"its process ended with {self._process.exitcode}") from error
+        if isinstance(found, str):
+            raise ChunkweaveError(found)
+        return found
+
+
+def _answer_all(connection: Connection, name: str, settings: Settings) -> None:
+    """The life of a child: it says that it is ready, then answers until nobody asks any more."""
+    torch.set_num_threads(settings.threads)
+    kind, _, spec = name.partition(":")
+    try:
+        engine: InProcess = Transformers(settings) if kind == TRANSFORMERS else OwnEngine(spec, settings)
+        connection.send(None)
+        while True:
+            connection.send(engine.answer(*connection.recv()))
+    except EOFError:
+        return
+    except (ChunkweaveError, ImportError, OSError, RuntimeError, ValueError) as error:
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+class Transformers:
+    """Hugging Face's own forward, with its cache."""
+
+    def __init__(self, settings: Settings) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=getattr(torch, settings.dtype)).eval()
+
+    @torch.inference_mode()
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        started = time.perf_counter()
+        output = self._model(torch.tensor([prompt.token_ids]), use_cache=True, logits_to_keep=1)
+
+        def decode(token: int, _: int) -> torch.Tensor:
+            nonlocal output
+            output = self._model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            logits: torch.Tensor = output.logits[0, -1]
+            return logits
+
+        return _decoded(output.logits[0, -1], decode, new_tokens, started, 0)
+
+
+class OwnEngine:
+    """chunkweave's engine with one method and a store of its own, by its runner: as the others it gets token ids."""
+
+    def __init__(self, spec: str, settings: Settings) -> None:
+        from chunkweave import Engine
+
+        ((self._name, self._method),) = make_contenders([spec]).items()
+        store = StoreConfig(host_budget_bytes=settings.kept_bytes)
+        self._runner = Engine.load(settings.folder, dtype=settings.dtype, store=store).runner
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        keeps = self._name != FULL
+        started = time.perf_counter()
+        prefilled = self._runner.prefill(prompt, self._method, new_tokens=new_tokens, capture=keeps)
+
+        def decode(token: int, place: int) -> torch.Tensor:
+            return self._runner.decode([prefilled.cache], [token], [len(prompt) + place])[0]
+
+        plan = prefilled.plan
+        stored = plan.tokens(KVSource.EXACT) + plan.tokens(KVSource.REUSED)
+        answered = _decoded(prefilled.logits.flatten(), decode, new_tokens, started, stored)
+        if keeps:
+            self._runner.store_new(prefilled)
+        return answered
+
+
+def _decoded(
+    logits: torch.Tensor, decode: Callable[[int, int], torch.Tensor], new_tokens: int, started: float, stored: int
+) -> Answered:
+    """Greedy decoding from the first logits on; `decode` gives those behind a token, by its place in the answer."""
+    token = int(logits.argmax())
+    first_s = time.perf_counter()
+    for place in range(new_tokens - 1):
+        token = int(decode(token, place).argmax())
+    ended = time.perf_counter()
+    logs, tokens = logits.float().log_softmax(-1).topk(TOP)
+    likeliest = dict(zip(tokens.tolist(), logs.tolist(), strict=True)) if new_tokens == 1 else {}
+    return Answered(FirstToken(first_s - started, stored, likeliest), new_tokens, ended - first_s)
+
+
+@contextmanager
+def _server(command: str, url: str, settings: Settings) -> Iterator[tuple[httpx.Client, int]]:
+    with (
+        serving(command, url, ready_path="/health", log=settings.log) as pid,
+        httpx.Client(base_url=url, timeout=_ANSWER_S) as client,
+    ):
+        yield client, pid
+
+
+def llama_command(settings: Settings, port: int, *, shifting: bool) -> str:
+    """llama.cpp's server with one slot and its prompt cache, also over prompts before the last one.
+
+    With `shifting` it also takes over pieces of the last prompt that stand elsewhere, moved by rotation.
+    """
+    call = [str(settings.llama_server), "--model", str(settings.gguf), "--host", "127.0.0.1", "--port", str(port)]
+    call += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads), "--parallel", "1"]
+    call += ["--ctx-size", str(settings.max_tokens), "--cache-ram", str(settings.kept_bytes // _MIB)]
+    return shlex.join([*call, *(["--cache-reuse", str(_SHIFTED_TOKENS)] if shifting else [])])
+
+
+def vllm_command(settings: Settings, port: int) -> str:
+    """The command of vLLM for CPUs as it is installed, with its prefix cache."""
+    call = [settings.python, "-m", SERVER, "--model", str(settings.folder), "--served-model-name", _MODEL]
+    call += ["--dtype", settings.dtype, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    call += ["--max-num-seqs", "1", "--max-model-len", str(settings.max_tokens), "--enable-prefix-caching"]
+    call += ["--enable-prompt-tokens-details"]
+    return shlex.join([*call, "--kv-cache-memory-bytes", str(settings.kept_bytes)])
+
+
+@dataclass(slots=True)
+class Stream:
+    """What came of a streamed answer: when the first and the last tokens came, how many, and the last event."""
+
+    started: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0
+
+    def note(self, tokens: int) -> None:
+        """So many tokens have come now."""
+        if tokens:
+            self.last_s = time.perf_counter()
+            self.first_s = self.first_s or self.last_s
+            self.tokens += tokens
+
+    def answered(self, stored: int, likeliest: Mapping[int, float], server_s: float | None = None) -> Answered:
+        """All of it."""
+        first = FirstToken(self.first_s - self.started, stored, likeliest)
+        return Answered(first, self.tokens, self.last_s - self.first_s, server_s)
+
+
+def _events(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer.
+
+    Raises:
+        ChunkweaveError: the server refused it.
+    """
+    with client.stream("POST", path, json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            raise ChunkweaveError(f"status {response.status_code}: {response.read()[:200].decode()}")
+        for line in response.iter_lines():
+            data = line.removeprefix("data:").strip()
+            if line.startswith("data:") and data != "[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    raise ChunkweaveError(str(event["error"])[:200])
+                yield event
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaServer:
+    """llama.cpp's server, asked by its own `/completion`."""
+
+    client: httpx.Client
+    pid: int
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        body = {"prompt": list(prompt.token_ids), "n_predict": new_tokens, "temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": True, "cache_prompt": True, "return_tokens": True, "n_probs": TOP if new_tokens == 1 else 0}
+        stream, likeliest, last = Stream(time.perf_counter()), dict[int, float](), dict[str, Any]()
+        for event in _events(self.client, "/completion", body):
+            if not event.get("stop"):
+                stream.note(len(event.get("tokens", ())))
+            for one in event.get("completion_probabilities", ())[:1]:
+                likeliest = likeliest or llama_likeliest(one)
+            last = event
+        if last["tokens_evaluated"] != len(prompt):
+            raise ChunkweaveError(f"a prompt of {len(prompt)} tokens became one of {last['tokens_evaluated']}")
+        timings = last["timings"]
+        return stream.answered(len(prompt) - timings["prompt_n"], likeliest, timings["prompt_ms"] / 1e3)
+
+    def peak_rss_bytes(self) -> int:
+        return peak_rss_bytes(self.pid)
+
+
+def llama_likeliest(entry: Mapping[str, Any]) -> dict[int, float]:
+    """Log-probabilities of a token's likeliest alternatives, from one of `completion_probabilities`."""
+    return {int(one["id"]): float(one["logprob"]) for one in entry["top_logprobs"]}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """vLLM's OpenAI-compatible server."""
+
+    client: httpx.Client
+    pid: int
+
+    def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
+        body = {"model": _MODEL, "prompt": list(prompt.token_ids), "max_tokens": new_tokens, "temperature": 0.0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        if new_tokens == 1:
+            body |= {"logprobs": TOP, "return_tokens_as_token_ids": True}
+        stream, likeliest, usage = Stream(time.perf_counter()), dict[int, float](), dict[str, Any]()
+        for event in _events(self.client, "/v1/completions", body):
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                stream.note(1)
+                if choice.get("logprobs"):
+                    likeliest = likeliest or vllm_likeliest(choice["logprobs"]["top_logprobs"][0])
+        if usage["prompt_tokens"] != len(prompt):
+            raise ChunkweaveError(f"a prompt of {len(prompt)} tokens became one of {usage['prompt_tokens']}")
+        stream.tokens = usage["completion_tokens"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return stream.answered(cached, likeliest)
+
+    def peak_rss_bytes(self) -> int:
+        return peak_rss_bytes(self.pid)
+
+
+def vllm_likeliest(top: Mapping[str, float]) -> dict[int, float]:
+    """The same from `top_logprobs`, which have a token as `token_id:NUMBER`."""
+    return {int(token.partition(":")[2]): float(value) for token, value in top.items()}
