@@ -16,7 +16,11 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     if result["benchmark"] == "quality":
         return {"quality": quality(rows), "quality-by-kind": quality_by_kind(rows)}
     if result["benchmark"] == "fidelity":
-        found = {"fidelity": fidelity(rows), "fidelity-headline": fidelity_headline(rows)}
+        found = {
+            "fidelity": fidelity(rows),
+            "fidelity-headline": fidelity_headline(rows),
+            "own-answers": own_answers(rows),
+        }
         return found | ({"recomputing": recomputing(result["figures"]["attention"])} if "figures" in result else {})
     makers = {"ttft": ttft, "loading": loading}
     return {name: make(rows) for name, make in makers.items() if name == result["benchmark"]}
@@ -101,6 +105,26 @@ def fidelity_headline(rows: Sequence[Row]) -> str:
         ]
         for row in (by_name[name] for name in HEADLINE if name in by_name)
         if row["kl"] is not None
+    ]
+    return markdown_table(heads, cells)
+
+
+def own_answers(rows: Sequence[Row]) -> str:
+    """Free answers against full prefill's own, of results that have them, beside the divergence."""
+    heads = ["method", "recomputed", "ROUGE-L", "95 %", "same", "KL", "95 %", "left"]
+    cells = [
+        [
+            f"`{row['method']}`",
+            _or_dash(row["recompute_fraction"], ".1%"),
+            f"{row['rouge_l_of_full']:.3f}",
+            f"{row['rouge_l_of_full_low']:.3f}..{row['rouge_l_of_full_high']:.3f}",
+            _or_dash(row["identical"], ".0%"),
+            _or_dash(row["kl"], ".4f"),
+            "-" if row["kl"] is None else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}",
+            _or_dash(row["kl_of_full_reuse"], ".0%"),
+        ]
+        for row in rows
+        if row.get("rouge_l_of_full") is not None
     ]
     return markdown_table(heads, cells)
 

@@ -12,6 +12,7 @@ from chunkweave.eval.scores import (
     ratio_interval,
     rouge_l,
 )
+from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
 
 
 def test_normalization_is_that_of_squad():
@@ -77,3 +78,20 @@ def test_samples_without_anything_to_compare_with_are_left_out_of_a_ratio():
 def test_an_interval_is_repeatable_by_seed():
     values = [0.1, 0.9, 0.4, 0.0, 1.0, 0.7]
     assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
+
+
+def test_free_answers_are_held_against_full_prefills_own_words():
+    pytest.importorskip("rouge_score")
+    common = {"kl": (0.0,), "agrees": (True,), "answer_nll": None, "identical": False, "f1": None}
+    common |= {"ttft_s": 1.0, "flops_limit": 1.0, "recompute_fraction": 0.0, "prompt_tokens": 9}
+    asked = [("the old harbour bell", "the old bell"), ("peat", "peat"), (None, None)]
+    rows = summarize_fidelity(
+        [
+            {"full": FidelitySample(**common, text=full), "full-reuse": FidelitySample(**common, text=reused)}
+            for full, reused in asked
+        ]
+    )
+    assert rows[0].rouge_l_of_full == 1.0
+    assert rows[1].rouge_l_of_full == pytest.approx((6 / 7 + 1) / 2)  # three words in order, of four and of three
+    unanswered = summarize_fidelity([{name: FidelitySample(**common) for name in ("full", "full-reuse")}])
+    assert unanswered[0].rouge_l_of_full is None

@@ -364,7 +364,8 @@ def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Ta
         f"{config['threads']}. KL: D(full || method) in nats over its own {config['new_tokens']} tokens, mean "
         "(95 % bootstrap by question) and 90th percentile; left: of full reuse's.\nTop-1: both expect the same token. "
         "Same: answers decoded freely that come out as full prefill's. NLL: of the first right answer, nats a token, "
-        "minus full prefill's. Speed-up: median of full / method; limit: the same if time were FLOPs."
+        "minus full prefill's. ROUGE-L: free answers against full prefill's own.\nSpeed-up: median of full / method; "
+        "limit: the same if time were FLOPs."
     )
     if "reference" in config:
         caption += f"\nFull prefill and full reuse here are those of {config['reference']}: the rows `of base`."
@@ -380,6 +381,7 @@ def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Ta
         ("NLL", lambda row: _number(row.answer_nll_minus_full, "+.3f")),
         ("95 %", lambda row: _between(row.answer_nll_minus_full_low, row.answer_nll_minus_full_high, "+.3f")),
         ("F1", lambda row: _number(row.f1, ".3f")),
+        ("ROUGE-L", lambda row: _number(row.rouge_l_of_full, ".2f")),
         ("TTFT", lambda row: "-" if row.ttft_s is None else seconds(row.ttft_s)),
         ("speed-up", lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x"),
         ("limit", lambda row: "-" if row.flops_limit is None else f"{row.flops_limit:.2f}x"),

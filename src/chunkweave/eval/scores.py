@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,11 @@ def rouge_l(prediction: str, answer: str) -> float:
         UsageError: the package is not installed.
     """
     return float(_rouge_scorer().score(answer, prediction)["rougeL"].fmeasure)
+
+
+def has_rouge() -> bool:
+    """Whether the package that `rouge_l` takes is installed."""
+    return find_spec("rouge_score") is not None
 
 
 SCORES: dict[str, Callable[[str, str], float]] = {

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from chunkweave.eval.contenders import PROMPT_BASELINES
-from chunkweave.eval.scores import Interval, mean_interval, median_interval, ratio_interval, rouge_l
+from chunkweave.eval.scores import Interval, has_rouge, mean_interval, median_interval, ratio_interval, rouge_l
 from chunkweave.metrics import ReuseReport
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
@@ -290,7 +290,9 @@ class FidelityRow:
     `kl_of_full_reuse` is the mean divergence over that of full KV reuse: what is left of its error. `speedup` is the
     median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full` and
     `f1_minus_full` are paired by question, so are their intervals, and those of all others resample questions too:
-    2.5th and 97.5th percentile of 2000 bootstrap samples. `value` is what its parameter was set to, if it was fitted.
+    2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l_of_full` is ROUGE-L of the free answers against full
+    prefill's own, as Cache-Craft §5.2 has it, where rouge-score is installed. `value` is what its parameter was set to,
+    if it was fitted.
     """
 
     method: str
@@ -315,6 +317,9 @@ class FidelityRow:
     f1_minus_full: float | None = None
     f1_minus_full_low: float | None = None
     f1_minus_full_high: float | None = None
+    rouge_l_of_full: float | None = None
+    rouge_l_of_full_low: float | None = None
+    rouge_l_of_full_high: float | None = None
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -366,6 +371,8 @@ def _fidelity_row(
     nll_lead = mean_interval([a - b for a, b in nll]) if nll else None
     f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
     f1_lead = mean_interval([a - b for a, b in f1]) if f1 else None
+    texts = [(a.text, b.text) for a, b in pairs if a.text is not None and b.text is not None]
+    rouge = mean_interval([rouge_l(a, b) for a, b in texts]) if texts and has_rouge() else None
     speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
     limit = median(one.flops_limit for one in own)
     fractions = [one.recompute_fraction for one in own if one.recompute_fraction is not None]
@@ -386,6 +393,9 @@ def _fidelity_row(
         f1_minus_full=f1_lead.mean if f1_lead else None,
         f1_minus_full_low=f1_lead.low if f1_lead else None,
         f1_minus_full_high=f1_lead.high if f1_lead else None,
+        rouge_l_of_full=rouge.mean if rouge else None,
+        rouge_l_of_full_low=rouge.low if rouge else None,
+        rouge_l_of_full_high=rouge.high if rouge else None,
         speedup=speedup.mean,
         speedup_low=speedup.low,
         speedup_high=speedup.high,
