@@ -3,6 +3,8 @@
     <!-- server-load: results/server-load.json -->
     <!-- /server-load -->
 
+The table `command` of any result file is the command that it records, without where that puts what it finds.
+
 Files stand relative to the page. The benchmark that wrote a file has `tables(result)`, which makes every table of it
 by name; `bench_tables` has it for `chunkweave bench`. Of several files the first counts, with the rows of all. A table
 that is computed without measuring names the script instead, which gets an empty result.
@@ -23,6 +25,8 @@ from chunkweave.errors import DocumentError, UsageError
 
 BENCHMARKS = Path(__file__).resolve().parent
 _WIDTH = 104
+_PLACES = ("--out", "--update-docs", "--samples", "--plot", "--plot-deviations", "--html", "--docs")
+"""Options that say where a benchmark puts what it finds, or from where it goes on."""
 _MARKED = re.compile(r"(<!-- ([\w-]+)(?:: ([^>\n]+?))? -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 
 
@@ -57,6 +61,9 @@ def table_of(page: Path, marked: MarkedTable) -> str:
         made = _tables(paths[0].stem, {})
     else:
         results = [read_result(path) for path in paths]
+        if marked.name == "command":
+            blocks = dict.fromkeys(command_block(without_places(str(one.get("command", "")))) for one in results)
+            return _between("\n".join(blocks))
         result = {**results[0], "rows": [row for one in results for row in one.get("rows", [])]}
         made = _tables(maker_of(str(result.get("command", ""))), result)
     if marked.name not in made:
@@ -115,6 +122,21 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose first column is text and the others numbers."""
     rule = ["---", *["---:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))
+
+
+def without_places(command: str) -> str:
+    """A command without options that say where its results go; `--docs` is one in benchmarks only.
+
+    >>> without_places("python some.py --out a.json --top 3 --update-docs page.md table")
+    'python some.py --top 3'
+    """
+    kept, dropping = [], False
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            dropping = word in _PLACES and not (word == "--docs" and "bench" in kept)
+        if not dropping:
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def command_block(command: str) -> str:

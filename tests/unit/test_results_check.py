@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from docs_figures import FigureError, Line, evaluate, numbers_of  # noqa: E402
-from docs_tables import command_block, markdown_table, update_page  # noqa: E402
+from docs_tables import command_block, markdown_table, rewrite_page, update_page, without_places  # noqa: E402
 from results_check import check, program_of  # noqa: E402
 
 from chunkweave.errors import DocumentError, UsageError  # noqa: E402
@@ -230,6 +230,18 @@ def test_a_command_is_broken_before_options():
     assert command_block("python a.py --one 'b c'") == "    python a.py --one 'b c'"
     long = f"python a.py --one {' '.join(['word'] * 10)} --two {' '.join(['word'] * 10)}"
     assert command_block(long).splitlines()[1].startswith("        --two word")
+
+
+def test_a_page_may_show_the_command_of_a_result_without_where_it_writes(checkout):
+    command = "chunkweave bench ttft --chunk-tokens 512 --out docs/results/a.json --samples s.jsonl --docs notes"
+    checkout.write("a.json", command=command)
+    page = checkout.root / "docs" / "results" / "tables-some.md"
+    page.write_text("<!-- command: a.json -->\n<!-- /command -->\n", encoding="utf-8")
+    assert any("the table 'command' is not what a.json makes" in line for line in checkout.said())
+    rewrite_page(page)
+    assert "\n    chunkweave bench ttft --chunk-tokens 512 --docs notes\n" in page.read_text(encoding="utf-8")
+    assert checkout.said()[-1] == "1 files, 3 pages: 0 problems, 0 files allowed"
+    assert without_places("python a.py --docs b.md --top 3 --update-docs b.md table") == "python a.py --top 3"
 
 
 def test_a_programs_file_is_found_in_its_command():
