@@ -1,4 +1,4 @@
-"""How far a chunk's KV is off in another context, and how well Cache-Craft's scores tell (its Figures 7, 9, 12 and 14).
+"""How far a chunk's KV is off in another context, and how well Cache-Craft's scores tell (its Figures 7 to 17).
 
     python benchmarks/contextualization.py --model smollm2 --dataset xquad-second-half.json --questions 20 \
         --samples samples.jsonl --out contextualization.json
@@ -14,6 +14,7 @@ over that of full prefill's, mean over tokens and layers; a segment that is an e
   chosen, with its deviation; and what share of that mass the tokens with the most of it have.
 - `masses`: attention within a chunk by that on chunks before it.
 - `growing`: the last chunk of each prompt, computed alone, behind 0, 1, 2, ... other chunks.
+- `focus`: the layer, from 0, from which on Algorithm 1 takes some chunks for those that the question looks at.
 - `parts`: tokens of the prompt's parts.
 
 All intervals resample questions.
@@ -38,7 +39,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.eval.deviation import kv_deviation
+from chunkweave.eval.deviation import kv_deviation, question_attention
 from chunkweave.eval.fidelity import Task, prepare
 from chunkweave.eval.results import BenchmarkResult, write_json
 from chunkweave.eval.scores import mean_interval
@@ -46,7 +47,7 @@ from chunkweave.eval.warming import Warmth
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import make_method, one_pass, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.planning.scores import order_penalty, prefix_overlap
+from chunkweave.planning.scores import FocusTracker, order_penalty, prefix_overlap
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
@@ -139,12 +140,12 @@ def _measured(profile: AttentionProfile, own: torch.Tensor, places: Mapping[Chun
     }
 
 
-def growing(engine: Engine, task: Task) -> list[float]:
-    """How far the last chunk, computed alone, is off behind 0, 1, 2, ... of the chunks before it."""
+def growing(engine: Engine, task: Task) -> tuple[list[float], Prefilled]:
+    """How far the last chunk, computed alone, is off behind 0, 1, ... of those before; and full prefill of all."""
     opening = [part for part in task.prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
     *before, last = [part for part in task.prompt.parts if part.kind is PartKind.CHUNK]
     alone = Picked(lambda variants: next((record for record in variants if record.alone), None))
-    found = []
+    found: list[float] = []
     for count in range(len(before) + 1):
         prompt = Prompt((*opening, *before[len(before) - count :], last, task.prompt.parts[-1]))
         engine.store.clear()
@@ -153,7 +154,25 @@ def growing(engine: Engine, task: Task) -> list[float]:
         reused = engine.runner.prefill(prompt, alone, capture=False)
         span = prompt.spans()[-2]
         found.append(float(relative_deviation(full, reused, engine.loaded.model)[:, span.start : span.stop].mean()))
-    return found
+    return found, full
+
+
+def focus_of(full: Prefilled, model: LayerwiseModel) -> dict[str, Any]:
+    """From which layer on Algorithm 1 believes what the question looks at (None: never), and at how many chunks."""
+    tracker, chunks = (
+        FocusTracker(),
+        [
+            span
+            for part, span in zip(full.prompt.parts, full.prompt.spans(), strict=True)
+            if part.kind is PartKind.CHUNK
+        ],
+    )
+    for layer, weights in enumerate(question_attention(full, model)):
+        received = weights.mean(0).sum(0)
+        focused = tracker.update([float(received[span.start : span.stop].sum()) for span in chunks])
+        if focused is not None:
+            return {"layer": layer, "chunks": len(focused), "layers": model.geometry.num_layers}
+    return {"layer": None, "chunks": len(chunks), "layers": model.geometry.num_layers}
 
 
 def parts_of(task: Task) -> dict[str, int]:
@@ -168,7 +187,14 @@ def summarize(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All rows, of what was measured of each question."""
     segments = [one["segments"] for one in questions]
     rows = [row for name in SCORES for row in (_score_row(name, segments), _pair_row(name, segments))]
-    return [*rows, *_token_rows(segments), _mass_row(segments), *_growing_rows(questions), _parts_row(questions)]
+    return [
+        *rows,
+        *_token_rows(segments),
+        _mass_row(segments),
+        *_growing_rows(questions),
+        _focus_row(questions),
+        _parts_row(questions),
+    ]
 
 
 def _score_row(name: str, segments: Sequence[Sequence[Segment]]) -> dict[str, Any]:
@@ -181,8 +207,9 @@ def _score_row(name: str, segments: Sequence[Sequence[Segment]]) -> dict[str, An
     for _ in range(RESAMPLES):
         sample = [one for place in rng.integers(0, len(measured), len(measured)) for one in measured[place]]
         drawn.append(_spearman([one[0] for one in sample], [one[1] for one in sample]))
-    low, high = np.percentile([one for one in drawn if one is not None] or [np.nan], [2.5, 97.5])
-    row |= {"correlation_low": float(low), "correlation_high": float(high)}
+    there = [one for one in drawn if one is not None]
+    low, high = np.percentile(there, [2.5, 97.5]).tolist() if there else (None, None)
+    row |= {"correlation_low": low, "correlation_high": high}
     return row | {"deviation_in_thirds": [fmean(deviation[place] for place in third) for third in thirds]}
 
 
@@ -232,6 +259,19 @@ def _growing_rows(questions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, 
         yield {"group": "growing", "name": f"behind {count}", **ends}
 
 
+def _focus_row(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    every = [one["focus"] for one in questions]
+    known = sorted(one["layer"] for one in every if one["layer"] is not None)
+    shares = {f"by_{share:g}": fmean(layer < share * every[0]["layers"] for layer in known) for share in (0.25, 0.5)}
+    row = {
+        "group": "focus",
+        "name": "layer",
+        "known": len(known) / len(every),
+        "chunks": fmean(f["chunks"] for f in every),
+    }
+    return row | ({"median": known[len(known) // 2], **shares} if known else {})
+
+
 def _parts_row(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds = dict.fromkeys(kind for one in questions for kind in one["parts"])
     return {
@@ -255,9 +295,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     cells = [
         [
             score["name"],
-            f"{score['correlation']:.2f}",
-            f"{score['correlation_low']:.2f}..{score['correlation_high']:.2f}",
-            f"{score['last_layer']:.2f}",
+            *_correlation_cells(score),
             ", ".join(f"{one:.3f}" for one in score["deviation_in_thirds"]),
             "-" if pair["low"] is None else f"{pair['lower_deviates_less']:.0%}",
             "-" if pair["low"] is None else f"{pair['low']:.0%}..{pair['high']:.0%}",
@@ -274,6 +312,13 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _correlation_cells(score: Mapping[str, Any]) -> list[str]:
+    if score["correlation"] is None or score["correlation_low"] is None:
+        return ["-", "-", "-"]
+    interval = f"{score['correlation_low']:.2f}..{score['correlation_high']:.2f}"
+    return [f"{score['correlation']:.2f}", interval, f"{score['last_layer']:.2f}"]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write JSON."""
     arguments = arguments_of(argv, __doc__ or "", GROUPS, ("contexts:2",))
@@ -284,10 +329,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 engine.store.clear()
                 prepare(engine, bench.tasks, index, warm)
                 segments = list(segments_of(engine, task))
-                found = {"segments": segments, "growing": growing(engine, task), "parts": parts_of(task)}
-                bench.log.add(index, found)
+                behind, full = growing(engine, task)
+                found = {"segments": segments, "growing": behind, "focus": focus_of(full, engine.loaded.model)}
+                bench.log.add(index, {**found, "parts": parts_of(task)})
             report(index + 1, len(bench.tasks))
-        names = ("segments", "growing", "parts")
+        names = ("segments", "growing", "focus", "parts")
         questions = [dict(zip(names, one, strict=True)) for one in zip(*map(bench.log.of, names), strict=True)]
         command = shlex.join(["python", "benchmarks/contextualization.py", *(sys.argv[1:] if argv is None else argv)])
         rows = summarize(questions)

@@ -23,6 +23,7 @@ def segment(chunk: str, score: float, deviation: float) -> dict[str, object]:
 def test_a_score_that_tells_the_deviation_is_found():
     told = [segment("a", 0.1, 1.0), segment("a", 0.2, 2.0), segment("b", 0.9, 4.0), segment("b", 0.8, 3.0)]
     question = {"segments": told, "growing": [0.1, 0.3], "parts": {"chunk": 30, "question": 5}}
+    question["focus"] = {"layer": 3, "chunks": 2, "layers": 30}
     rows = contextualization.summarize([question, question])
     score = next(row for row in rows if row["name"] == "CCI (1 - beta')" and row["group"] == "scores")
     assert (score["correlation"], score["last_layer"]) == pytest.approx((1.0, -1.0))
@@ -30,6 +31,7 @@ def test_a_score_that_tells_the_deviation_is_found():
     assert (pair["pairs"], pair["lower_deviates_less"]) == (4, 1.0)
     assert [row["deviation"] for row in rows if row["group"] == "growing"] == pytest.approx([0.1, 0.3])
     assert next(row for row in rows if row["group"] == "masses")["mean"] == pytest.approx(2.0)
+    assert next(row for row in rows if row["group"] == "focus")["by_0.25"] == 1.0
     assert {"contextualization", "growing"} == set(contextualization.tables({"rows": rows}))
 
 
