@@ -159,6 +159,19 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
 
 
 @pytest.mark.parametrize(
+    ("reuse", "raisable"),
+    [
+        ({"method": "cacheblend"}, True),
+        ({"method": "cacheblend", "recompute_ratio": 0.3}, None),
+        ({"method": "cachecraft", "alpha": 0.5}, None),
+    ],
+)
+def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, raisable):
+    front.ask(documents=DOCUMENTS, chunkweave=reuse)
+    assert vllm.seen[0]["kv_transfer_params"]["chunkweave"].get("at_least") is raisable
+
+
+@pytest.mark.parametrize(
     ("body", "told"),
     [
         ({"documents": ["a"], "tools": [TOOL]}, "tools need --enable-auto-tool-choice"),

@@ -7,11 +7,14 @@ import openai
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
+from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.loading import bundled_tokenizer
+from chunkweave.planning.cost import CostModel, cost_model_path
 from chunkweave.server.vllm_backend.process import free_port
 from tests.chat_tools import CALL, TEMPLATE, TOOL, said
-from tests.vllm.fronts import PASSAGES, ask, front_process, streamed
+from tests.vllm.fronts import PASSAGES, WEAVE, ask, front_process, streamed
 
 LEADER = {
     "type": "object",
@@ -56,13 +59,24 @@ def make_adapter(folder, seed: int) -> str:
     return str(folder)
 
 
+def make_memory_slow(cache_dir) -> None:
+    """A cost model by which a token comes in from the host's memory in a fifth of the time that computing it takes."""
+    reader = files("chunkweave") / "assets" / "reader"
+    fingerprint = fingerprint_folder(reader, AutoConfig.from_pretrained(reader, local_files_only=True), "float32")
+    path = cost_model_path(cache_dir, fingerprint)
+    path.parent.mkdir(parents=True)
+    CostModel((0,), (1,), ((0.01,),), 1000, {"host": 5e5}, fingerprint).save(path)
+
+
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
     adapters = [f"{name}={make_adapter(folder / name, seed)}" for seed, name in enumerate(("ada", "bob"))]
+    make_memory_slow(folder / "kv")
     options = ("--connector", "host_budget=1GiB", "--method", "cacheblend", "--chat-template", str(template))
+    options += ("--cache-dir", str(folder / "kv"))
     dense = (
         "--structured-outputs-config",
         '{"backend": "xgrammar", "disable_any_whitespace": true}',
@@ -112,6 +126,18 @@ def test_a_woven_prompt_that_comes_again_is_no_exact_prefix(client):
     names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "prompt_tokens")
     assert [report[name] for name in names] == [woven(first)[name] for name in names]
     assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_more_is_recomputed_where_that_hides_loading(client):
+    fresh = [f"{passage} So it was told in March." for passage in PASSAGES]
+    for passage in fresh:
+        ask(client, [passage])
+    report = woven(ask(client, fresh[::-1], reuse={"method": "cacheblend", "order": "fixed"}))
+    ratio = report["parameters"]["recompute_ratio"]
+    reused = report["reused_tokens"] + report["recomputed_tokens"]
+    assert ratio == pytest.approx(0.2 * (reused + report["prefix_exact_tokens"]) / reused)
+    assert report["recomputed_tokens"] == pytest.approx(ratio * reused, abs=len(fresh))
+    assert woven(ask(client, fresh[::-1]))["parameters"] == {"recompute_ratio": WEAVE["recompute_ratio"]}, "it is named"
 
 
 def test_sampling_is_vllms(client):

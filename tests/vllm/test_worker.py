@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV
+from chunkweave.planning.cost import CostModel
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
@@ -515,3 +516,41 @@ def test_what_vllms_own_cache_has_of_a_woven_prompt_is_used_too(side):
         assert [policy._known[one].frequency for one in stored if one in policy._known] == [1, 1]
     finally:
         side.close()
+
+
+def loading_at(share: float) -> CostModel:
+    """A token comes in from the host's memory in that share of the time that computing it takes."""
+    return CostModel((0,), (1,), ((0.01,),), 1000, {"host": 1e5 / share})
+
+
+def parameters(side: ConnectorWorker, *requests: WeaveRequest, idle: bool = True) -> dict:
+    """Of the first of requests that are woven at once."""
+    orders = [WeaveOrder(str(number), one, BLOCKS, 0, 35) for number, one in enumerate(requests)]
+    whole(side, weaves=orders, idle=idle)
+    side.step(StepOrders(idle=True))
+    side.forget([order.request_id for order in orders])
+    return side.take_outcome()[1].reports["0"]["parameters"]
+
+
+def test_a_weave_that_is_alone_recomputes_what_its_loading_hides(side):
+    hold(side, ("elsewhere",))
+    usual = {"recompute_ratio": 0.15}
+    assert parameters(side, request()) == usual, "nothing is known of costs"
+    side._cost = loading_at(0.5)
+    raised = {"recompute_ratio": pytest.approx(0.5 * 35 / 25)}  # the system part, which is exact by now, is loaded too
+    assert parameters(side, request()) == raised
+    assert parameters(side, request(recompute_ratio=0.15)) == usual, "that much was asked for"
+    assert parameters(side, request(recompute_ratio=0.15, at_least=True)) == raised
+    assert parameters(side, request(), idle=False) == usual
+    assert parameters(side, request(), request(seed=1)) == usual
+    side._cost = loading_at(0.01)
+    assert parameters(side, request()) == usual
+
+
+def test_what_loads_slower_than_it_is_computed_is_computed(side):
+    hold(side, ("elsewhere",))
+    side._cost = loading_at(1.5)
+    order = WeaveOrder("slow", request(), BLOCKS, 0, 35)
+    whole(side, weaves=[order], idle=True)
+    assert side.take_outcome()[1].failed == {"slow"}, "nothing is left of it to weave"
+    assert parameters(side, request(), idle=False) == {"recompute_ratio": 0.15}, "others compute while it loads"

@@ -146,7 +146,7 @@ def make_report(
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
         chunks=chunks,
         why="" if choice is None else str(choice.why),
-        parameters={} if choice is None else _parameters(choice, plan),
+        parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
         order=arranged.ordering,
         history_tokens=arranged.prompt.turn_tokens if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
@@ -165,11 +165,6 @@ def _by_tier(chunks: Sequence[ChunkReport]) -> dict[str, int]:
         if chunk.tier is not None:
             hits[chunk.tier] += chunk.tokens
     return dict(hits)
-
-
-def _parameters(choice: MethodChoice, plan: Plan) -> Mapping[str, float]:
-    """The method's parameters; a ratio that the loading controller raised comes before the caller's."""
-    return {name: value if plan.raised_to is None else plan.raised_to for name, value in choice.parameters.items()}
 
 
 def _chunk_report(

@@ -124,6 +124,10 @@ class MethodChoice:
         parameter = parameter_of(self.method)
         return {} if parameter is None else {parameter: getattr(self.reuse, parameter)}
 
+    def parameters_raised(self, value: float | None) -> Mapping[str, float]:
+        """`parameters` with the value that the loading controller raised the method's own to (None: it did not)."""
+        return {name: given if value is None else value for name, given in self.parameters.items()}
+
     @property
     def recomputed_share(self) -> float | None:
         """About the share of reused chunks that is computed again; None if nothing is reused but exact prefixes.

@@ -45,7 +45,8 @@ class WeaveRequest:
 
     The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
     what is stored of newly computed chunks, `promotion` over which of them exact prefixes may grow. One that nobody has
-    `asked` for (computed ahead of a search's end) does not count for eviction.
+    `asked` for (computed ahead of a search's end) does not count for eviction. One that is `raisable` has not said how
+    much is to be recomputed, so that it may be more where that hides loading.
     """
 
     prompt: Prompt
@@ -53,6 +54,7 @@ class WeaveRequest:
     kept: Kept
     asked: bool = True
     promotion: Promotion = field(default_factory=Promotion)
+    raisable: bool = False
 
     @property
     def method(self) -> str:
@@ -128,16 +130,17 @@ def parse(
     ends. What comes before them is the system part, after the `start_tokens` leading tokens that are part of no chunk
     (by default those of `start` if the prompt begins with them, else none); what comes after them is the question.
     `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages; `promoted` and
-    `continued` are numbers of chunks, see `Promotion`. `start` is what the project's own engine begins prompts with;
-    chunks behind it have the ids which that engine gives them. `num_layers` is the model's, if it is to be checked that
-    it has the layers that are named.
+    `continued` are numbers of chunks, see `Promotion`. `at_least` says that ratio or alpha may be raised to hide
+    loading, by default where neither is given. `start` is what the project's own engine begins prompts with; chunks
+    behind it have the ids which that engine gives them. `num_layers` is the model's, if it is to be checked that it has
+    the layers that are named.
 
     Raises:
         UsageError: the message says which field is wrong and why.
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
-    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", *_PROMOTION})
+    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", _AT_LEAST, *_PROMOTION})
     chunks = _chunks(params.get("chunks"), len(token_ids))
     passages = checked_whole(params.get("neutral", 0), "neutral")
     if not 0 <= passages <= len(chunks):
@@ -168,7 +171,8 @@ def parse(
     ids = [one.id for one in prompt.parts if one.kind is PartKind.CHUNK and one.id is not None]
     kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
     promotion = Promotion(kept_over, continued or frozenset())
-    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"), promotion)
+    raisable = _flag(params.get(_AT_LEAST, not _method_request(params).sets_budget), _AT_LEAST)
+    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"), promotion, raisable)
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
@@ -190,13 +194,16 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
     return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
 
 
-def to_params(reuse: ReuseConfig) -> dict[str, Any]:
-    """The fields that carry `reuse` in a request which names a method: the ratio, and what is not the default."""
+def to_params(reuse: ReuseConfig, *, raisable: bool = False) -> dict[str, Any]:
+    """The fields that carry `reuse` in a request which names a method: the ratio, and what is not the default.
+
+    With `raisable` they are the least that is recomputed: the client has asked for no ratio.
+    """
     names = ("check_layers", "alpha", *sorted(_COMPARED))
     given = {name: value for name in names if (value := getattr(reuse, name)) != getattr(ReuseConfig(), name)}
     if "query" in given:
         given["query"] = asdict(reuse.query)
-    return {"recompute_ratio": reuse.recompute_ratio, **given}
+    return {"recompute_ratio": reuse.recompute_ratio, **given, **({_AT_LEAST: True} if raisable else {})}
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
@@ -290,6 +297,9 @@ def _query_value(name: str, value: Any) -> Any:
 
 _COMPARED = frozenset({"seed", "focus", "query"})
 """Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""
+
+_AT_LEAST = "at_least"
+"""The field that says whether ratio and alpha may be raised."""
 
 _PROMOTION = ("promoted", "continued")
 """The fields of a `Promotion`."""

@@ -15,8 +15,9 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources, Prefetch
 from chunkweave.engine.stores import open_store, store_counts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost, segment_memory
-from chunkweave.planning.adaptive_methods import PrefixGrowingMethod, promoted_length
-from chunkweave.planning.method import make_method, without
+from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
+from chunkweave.planning.cost import stored_cost_model, too_slow
+from chunkweave.planning.method import ReuseMethod, make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
@@ -94,6 +95,8 @@ class ConnectorWorker:
         self._store = open_store(settings.store, named, layers.device)
         self._send = streams_of(layers.device).send
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
+        self._cost = stored_cost_model(settings.store.cache_dir, named)
+        self._idle = False
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
         self._events = StoreEvents(self._follower.take, self._lookups.answered)
@@ -132,6 +135,7 @@ class ConnectorWorker:
         meanwhile waits no longer than without the plug-in. Nothing here waits for a slow tier: while segments of one
         request are read, another one is woven.
         """
+        self._idle = orders.idle
         self._held.update(orders.held)
         self._lookups.begin(orders.lookups)
         if self._ahead is not None:
@@ -220,7 +224,8 @@ class ConnectorWorker:
         behind = order.first > order.exact  # what is approximate in vLLM's own cache: no exact prefix grows behind it
         if behind:
             promotion = replace(promotion, continued=frozenset())
-        method = PrefixGrowingMethod(make_method(order.request.method, order.request.reuse), promotion)
+        found = without(found, self._too_slow(order, found))
+        method = PrefixGrowingMethod(self._method(order), promotion)
         while found.hits or order.request.kept.profiles:
             plan = method.plan(found, self._layers.geometry)
             plan.validate(self._num_layers)
@@ -246,6 +251,35 @@ class ConnectorWorker:
                 self._store.note_request(RequestUse.of(known, plan.segments()))
             return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
+
+    def _method(self, order: WeaveOrder) -> ReuseMethod:
+        """The method of a request, which recomputes more where that hides its loading (CacheBlend §5.1)."""
+        request = order.request
+        if self._cost is None or not (request.raisable and self._alone):
+            return make_method(request.method, request.reuse)
+        return LoadAwareMethod(request.method, request.reuse, self._cost, partial(self._tier_of, order.request_id))
+
+    def _too_slow(self, order: WeaveOrder, found: PromptLookup) -> Collection[SegmentId]:
+        """What takes longer to load than to compute; not what others take from these blocks as exact."""
+        if self._cost is None or not self._alone:
+            return ()
+        exact = order.exact if order.request.method not in EXACT_METHODS else 0
+        needed = {part.exact.id for part in found.parts if part.exact is not None and part.span.start < exact}
+        return too_slow(found, self._cost, partial(self._tier_of, order.request_id)) - needed
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nothing else is computed or woven now.
+
+        Else what loads holds up nobody, and what is computed in its place costs others their time.
+        """
+        return self._idle and len(self._queue) == 1
+
+    def _tier_of(self, request_id: str, segment: SegmentId) -> str | None:
+        """Where a segment is now; what was read ahead is in the host's memory."""
+        ahead = None if self._ahead is None else self._ahead.find(request_id)
+        read = None if ahead is None else ahead.find(segment)
+        return "host" if read is not None and read.complete else self._store.tier_of(segment)
 
     def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
         """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
@@ -498,7 +532,7 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
     return {
         "method": plan.method,
         "why": str(order.request.choice.why),
-        "parameters": dict(order.request.choice.parameters),
+        "parameters": dict(order.request.choice.parameters_raised(plan.raised_to)),
         "prompt_tokens": plan.prompt_tokens,
         "prefix_exact_tokens": exact,
         "reused_tokens": reused - len(recomputed),

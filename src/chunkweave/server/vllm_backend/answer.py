@@ -272,7 +272,8 @@ async def compute_ahead(
 def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
     """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
-    params = weave_params(placed.prompt, placed.prepared.choice, placed.promotion)
+    prepared = placed.prepared
+    params = weave_params(placed.prompt, prepared.choice, placed.promotion, raisable=prepared.raisable)
     if params is None:
         return prompt
     return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

@@ -35,7 +35,7 @@ _NO_REUSE = "full"
 class PreparedPrompt:
     """A request with its parts, in the order in which they were given, and the method that was chosen for it.
 
-    `room` are the tokens that its answer may have.
+    `room` are the tokens that its answer may have; `raisable` says that its client has asked for no ratio.
     """
 
     request: Request
@@ -44,6 +44,7 @@ class PreparedPrompt:
     choice: MethodChoice
     room: int
     turn: TurnUnderWay | None = None
+    raisable: bool = False
 
     @property
     def weaves(self) -> bool:
@@ -123,7 +124,7 @@ class PromptPreparer:
             )
         order = self._usual_order if request.order is None else ChunkOrder.parse(request.order)
         room = min(room, request.sampling.max_new_tokens)
-        return PreparedPrompt(request, prompt, order, choice, room, turn)
+        return PreparedPrompt(request, prompt, order, choice, room, turn, not method_request.sets_budget)
 
     def prepare_beforehand(
         self, chunk: Chunk, passages: Sequence[str], neutral_tokens: int, *, cache_salt: str
@@ -197,7 +198,9 @@ class PromptPreparer:
         return choice if self._shadow is None else self._shadow.allowed(choice)
 
 
-def weave_params(prompt: Prompt, choice: MethodChoice, promotion: Promotion | None) -> dict[str, Any] | None:
+def weave_params(
+    prompt: Prompt, choice: MethodChoice, promotion: Promotion | None, *, raisable: bool = False
+) -> dict[str, Any] | None:
     """What a prompt's request tells the connector; None if there is nothing for it to do."""
     spans = [
         [span.start, span.stop]
@@ -211,7 +214,13 @@ def weave_params(prompt: Prompt, choice: MethodChoice, promotion: Promotion | No
     more: dict[str, Any] = {"neutral": neutral} if neutral else {}
     if promotion is not None:
         more |= promotion_params(prompt, promotion)
-    return {"chunks": spans, "start_tokens": start, "method": choice.method, **more, **to_params(choice.reuse)}
+    return {
+        "chunks": spans,
+        "start_tokens": start,
+        "method": choice.method,
+        **more,
+        **to_params(choice.reuse, raisable=raisable),
+    }
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:

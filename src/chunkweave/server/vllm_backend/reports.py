@@ -231,7 +231,8 @@ def reuse_report(
         prefill_flops=0.0,
         full_prefill_flops=0.0,
         why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
-        parameters=choice.parameters,
+        parameters={name: float(value) for name, value in ((reported or {}).get("parameters") or {}).items()}
+        or choice.parameters,
         order=placed.arranged.ordering,
         history_tokens=placed.prompt.turn_tokens if content is None else content.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
