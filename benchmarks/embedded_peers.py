@@ -33,6 +33,7 @@ was to be reached. A contender that cannot be had gets a row that says why.
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -166,8 +167,8 @@ def measure(
 
 def reason_of(error: BaseException) -> str:
     """Why a contender cannot be had, in one line and without the folders of this machine."""
-    words = " ".join(str(error).split()).split(" ")
-    return f"{type(error).__name__}: {' '.join(map(without_folder, words))}"
+    said = re.sub(r"(?:/[^\s/'\"]+)+/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {said}"
 
 
 def rows_of(measured: Mapping[str, Measured], prompt_tokens: Sequence[int]) -> list[dict[str, Any]]:

@@ -110,6 +110,14 @@ def test_who_fails_is_left_out_from_there_on():
     assert found["a"].why == "ChunkweaveError: it gave up in log"
 
 
+def test_a_reason_names_no_folder_of_this_machine():
+    try:
+        Path("/nowhere/at/all/llama-server").read_text()
+    except OSError as error:
+        said = peers.reason_of(error)
+    assert said == "FileNotFoundError: [Errno 2] No such file or directory: 'llama-server'"
+
+
 def stream_of(*events: dict[str, object]) -> httpx.Client:
     asked: list[dict[str, object]] = []
     lines = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
