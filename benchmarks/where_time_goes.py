@@ -7,7 +7,8 @@ Methods and kernels take turns over one prompt whose chunks are stored, each com
 of the one thread that computes, so that other work on the machine weighs less. The steps of the layer loop are timed by
 their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` brings stored
 KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
-around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end.
+around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
+its own weights, but what it prefills with are ours, packed.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Engine
-from chunkweave.config import AttentionKernel
+from chunkweave.config import AttentionKernel, Weights
 from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.eval.ttft import (
@@ -43,6 +44,7 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import FlatAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.loading import load_folder
 
 METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
 DECODING = (1, 8)
@@ -163,7 +165,8 @@ def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, A
                 at[:count] = [position + 1 for position in at[:count]]
 
             cases[f"decode {count}", kernel] = decode
-    cases["hf-decode 1", ""] = _hugging_face_decode(model, prompt.token_ids)
+    plain = load_folder(arguments.model, weights=Weights.PLAIN).model
+    cases["hf-decode 1", ""] = _hugging_face_decode(plain, prompt.token_ids)
     samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
     for round_ in track(range(arguments.rounds + 1), "measuring", console=Console(stderr=True)):
         for (name, kernel), case in [*cases.items()][round_:] + [*cases.items()][:round_]:

@@ -55,6 +55,26 @@ class Backend(StrEnum):
         return Place(self.value)
 
 
+class Weights(StrEnum):
+    """How the weights of a model's linear layers are kept."""
+
+    AUTO = "auto"
+    """In the order that oneDNN reads them in, where that is faster: bfloat16 on CPUs. Not a bit of a result differs."""
+    PLAIN = "plain"
+    """As transformers loads them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Weights":
+        """The way of that name.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if text not in list(cls):
+            raise UsageError(f"no such weights: {text!r}; there are: {', '.join(cls)}")
+        return cls(text)
+
+
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -73,6 +93,10 @@ class ModelConfig:
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
     device: str = setting("auto", "auto, cpu or cuda.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    weights: Weights = setting(
+        Weights.AUTO,
+        "How weights are kept: auto, in the order that is read fastest, or plain, as they are loaded.",
+    )
     backend: Backend = setting(
         Backend.ENGINE, "What computes answers: engine, the one of this package, or vllm.", places=SERVERS
     )
@@ -84,6 +108,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        Weights.parse(self.weights)
         if self.model is not None and self.shape is not None:
             raise UsageError("give either model (--model FOLDER) or shape (--shape NAME), not both")
         if self.adapter is not None and self.shape is not None:

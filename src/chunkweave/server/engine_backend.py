@@ -319,8 +319,8 @@ def load_engine(settings: Settings) -> Engine:
     model, options = settings.model, engine_options(settings)
     keep_within_cpus()
     if model.shape is not None:
-        return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, **options)
+        return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, weights=model.weights, **options)
     if model.model is None:
         raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
-    where = {"device": model.device, "dtype": model.dtype}
+    where = {"device": model.device, "dtype": model.dtype, "weights": model.weights}
     return Engine.load(model.model, adapter=model.adapter, **where, **options)
