@@ -173,9 +173,8 @@ class StoreConfig:
     policy: str = setting("lru", "Eviction policy.", plugins="chunkweave.store.policies")
     device_budget_bytes: int = setting(
         0,
-        "Most accelerator memory for stored segments; 0 keeps them on the host.",
+        "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.",
         unit=Unit.BYTES,
-        places=_OWN_ENGINE,
         least=0,
     )
     cache_dir: Path | None = setting(
@@ -205,7 +204,6 @@ class StoreConfig:
     replicated_nodes: int = setting(
         64,
         "With device_budget, so many of the most used upper nodes have a copy in host memory (RAGCache §6); 0: none.",
-        places=_OWN_ENGINE,
         least=0,
     )
     pinned_bytes: int | None = setting(

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from chunkweave.kv.segment import SegmentKV, SegmentLate
-from chunkweave.tiers.device import HostMemory, PinnedMemory, Streams, moved_into
+from chunkweave.tiers.device import DeviceTier, HostMemory, PinnedMemory, Streams, moved_into
 from chunkweave.tiers.preload import LayerLoader
+from tests.unit.tier_fakes import id_of, record_of
 
 
 class LoggedStreams(Streams):
@@ -21,10 +22,20 @@ class LoggedStreams(Streams):
         self._queue = "compute"
 
     @contextmanager
-    def copying(self):
-        self._queue = "copy"
+    def _on(self, queue: str):
+        before, self._queue = self._queue, queue
         yield
-        self._queue = "compute"
+        self._queue = before
+
+    def copying(self):
+        return self._on("copy")
+
+    def computing(self):
+        return self._on("compute")
+
+    def elsewhere(self):
+        """The stream of a thread that does not compute."""
+        return self._on("other")
 
     def mark(self) -> int:
         event = sum(what.startswith("mark") for what, _ in self.log)
@@ -175,3 +186,15 @@ def test_what_is_read_from_a_slow_tier_goes_into_that_memory():
     assert torch.equal(loader.segments[0].whole().kv, source.kv)
     assert locked.shapes == [tuple(source.kv.shape)]
     loader.close()
+
+
+def test_blocks_of_a_device_are_written_where_it_computes_and_read_elsewhere_behind_that():
+    streams, source = LoggedStreams(), segment_of(layers=1)
+    tier = DeviceTier("cpu", budget_bytes=1 << 12, streams=streams)
+    with streams.elsewhere():
+        tier.put(record_of("A"), source)
+        written = ("mark compute", 1)
+        assert streams.log == [("mark other", 0), ("wait compute", 0), ("keep compute", 0), written]
+        del streams.log[:]
+        assert torch.equal(tier.get(id_of("A")).layer(0), source.kv[0])
+        assert streams.log == [("wait other", 1)]

@@ -77,6 +77,15 @@ def test_segments_of_any_length_come_and_go(steps):
         assert {record.id for record in tier.records()} == {id_of(other) for other in held}
 
 
+def test_what_put_the_first_segment_without_gradients_needs_not_put_the_others():
+    segment = _segment()
+    tier = DeviceTier("cpu", budget_bytes=2 * segment.nbytes, block_tokens=2)
+    with torch.inference_mode():
+        tier.put(record_of("A"), segment)
+    tier.put(record_of("B"), segment)
+    assert torch.equal(tier.get(id_of("B")).whole(), segment.kv)
+
+
 def test_only_whole_segments_go_to_a_device():
     class Lazy:
         tokens, nbytes, keys_at = 2, 64, None

@@ -1,5 +1,6 @@
 """Woven first tokens against the reference and against chunkweave's own engine, for every family and way of serving."""
 
+from functools import partial
 from math import ceil
 
 import pytest
@@ -10,9 +11,16 @@ from chunkweave.chunking.prompt import Prompt
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.tiers.device import DeviceTier, HostMemory, moved_into
+from chunkweave.tiers.host import HostTier
+from chunkweave.vllm import worker
 from chunkweave.vllm.request import Defaults, parse
 from tests.integration.weaving import Bench, make_bench
 from tests.vllm.checkpoints import BOS
+from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import (
     Given,
     Scenario,
@@ -23,7 +31,7 @@ from tests.vllm.prompts import (
     tokens,
 )
 from tests.vllm.reference import Reference, Woven
-from tests.vllm.serving import Ask, Got, serving
+from tests.vllm.serving import IN_PROCESS, Ask, Got, serving
 
 TOLERANCE = 5e-4
 RATIOS = (0.0, 0.05, 0.15, 0.5, 1.0)
@@ -92,6 +100,30 @@ def test_a_later_check_layer(way):
     scenario.precompute(served)
     got = served.answer(scenario.prompt.ask("cacheblend", 0.2, check_layers=[2]))[0]
     compare(got, reference.weave(scenario.pieces(reference), "cacheblend", 0.2, check_layer=2))
+
+
+BLOCK_BYTES = 32 * 4 * 2 * 2 * 32 * 4
+"""A block of 32 tokens: 4 layers of keys and values, 2 heads of 32 dimensions, float32."""
+
+
+def small_device(config, _fingerprint, device, streams) -> TieredStore:
+    """The CPU's memory stands in for a GPU's, in which four blocks fit; the rest goes to the host's."""
+    budget_bytes = 4 * BLOCK_BYTES
+    on_device = SegmentStore(DeviceTier(device, budget_bytes=budget_bytes, streams=streams), budget_bytes=budget_bytes)
+    host = SegmentStore(HostTier(partial(moved_into, HostMemory())), budget_bytes=config.host_budget_bytes)
+    return TieredStore([Level("device", on_device), Level("host", host)])
+
+
+def test_what_lies_on_the_device_is_woven_from_there_and_the_rest_from_the_host(checkpoint, monkeypatch):
+    monkeypatch.setattr(worker, "open_store", small_device)
+    reference, scenario = Reference(checkpoint("llama")), computed_alone()
+    with serving(checkpoint("llama"), **SLICED, **IN_PROCESS) as served:
+        scenario.precompute(served)
+        served.worker("chunkweave_state")  # when all of it is copied
+        got = served.answer(scenario.prompt.ask("cacheblend", 0.3))[0]
+        assert served.worker("chunkweave_check") == [True]
+    compare(got, reference.weave(scenario.pieces(reference), "cacheblend", 0.3))
+    assert set(got.report["hits"]) == {"device", "host"}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -15,6 +15,7 @@ from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.adapters import Adapters
+from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.scheduler import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
@@ -516,6 +517,16 @@ def test_what_vllms_own_cache_has_of_a_woven_prompt_is_used_too(side):
         assert [policy._known[one].frequency for one in stored if one in policy._known] == [1, 1]
     finally:
         side.close()
+
+
+def test_whichever_thread_ends_what_another_one_began_to_copy_works_without_gradients():
+    """Else it may not write into what the other one has allocated."""
+    found, work = [], BackgroundWork(1000)
+    work.begin_step()
+    work.add(Work(iter(lambda: found.append(torch.is_inference_mode_enabled()), None), "a"))
+    work.finish()
+    work.close()
+    assert found == [True]
 
 
 def loading_at(share: float) -> CostModel:

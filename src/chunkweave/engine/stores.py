@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,17 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 
+if TYPE_CHECKING:
+    from chunkweave.tiers.device import Streams
+
 _UNBOUNDED_BYTES = 1 << 62
 _LEAST_QUEUE_BYTES = 64 << 20
 _MOST_QUEUE_BYTES = 1 << 30
 
 
-def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> TieredStore[SegmentSource]:
+def open_store(
+    config: StoreConfig, fingerprint: str, device: torch.device, streams: "Streams | None" = None
+) -> TieredStore[SegmentSource]:
     """The levels that `config` asks for, from fast to slow: device, host, disk, remote.
 
     Only the host is always there. A tier's code, and the client packages that it needs, load only if it is used.
@@ -35,6 +40,7 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
         config: budgets, folder, URL, policy.
         fingerprint: the model's; other models' segments are never seen.
         device: where the model computes; its memory is the device level, unless it is the CPU.
+        streams: the device's, where several threads of different streams use the store.
 
     Raises:
         UnknownMethodError: no such eviction policy or codec.
@@ -46,7 +52,7 @@ def open_store(config: StoreConfig, fingerprint: str, device: torch.device) -> T
     pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
     cost = stored_cost_model(config.cache_dir, fingerprint)
     prefill_s = None if cost is None else cost.prefill
-    levels = [*_memory(config, device, prefill_s), *_slow(config, fingerprint, pinned, prefill_s)]
+    levels = [*_memory(config, device, prefill_s, streams), *_slow(config, fingerprint, pinned, prefill_s)]
     store = TieredStore(
         levels,
         admission=config.admission,
@@ -73,13 +79,13 @@ def store_counts(store: TieredStore[SegmentSource]) -> dict[str, Any]:
 
 
 def _memory(
-    config: StoreConfig, device: torch.device, prefill_s: PrefillSeconds | None
+    config: StoreConfig, device: torch.device, prefill_s: PrefillSeconds | None, streams: "Streams | None"
 ) -> Iterator[Level[SegmentSource]]:
     from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
     from chunkweave.tiers.host import HostTier
 
     if config.device_budget_bytes and device.type != "cpu":
-        tier = DeviceTier(device, budget_bytes=config.device_budget_bytes)
+        tier = DeviceTier(device, budget_bytes=config.device_budget_bytes, streams=streams)
         yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
     memory = host_memory_for(device, config.most_pinned_bytes)
     # On a CPU whatever is computed or read lies in the host's memory already.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -41,6 +42,13 @@ class Streams:
         """What this thread issues within goes to the copying stream."""
         return nullcontext()
 
+    def computing(self) -> AbstractContextManager[object]:
+        """What this thread issues within goes to the computing stream."""
+        return nullcontext()
+
+    def computes_here(self) -> None:
+        """This thread's current stream is the computing one."""
+
     def mark(self) -> Event:
         """The end of what this thread has issued to its current stream so far."""
         return None
@@ -67,6 +75,17 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._computing: torch.cuda.Stream | None = None
+
+    def computing(self) -> AbstractContextManager[object]:
+        """The stream that was last said to compute; before that this thread's own."""
+        here = nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
+        context: AbstractContextManager[object] = here
+        return context
+
+    def computes_here(self) -> None:
+        """Called in each step: vLLM takes a stream of its own late."""
+        self._computing = torch.cuda.current_stream(self.device)
 
     def copying(self) -> AbstractContextManager[object]:
         """Our own stream."""
@@ -212,11 +231,21 @@ def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
 class BlockSegment:
     """A segment whose tokens lie in blocks of a `DeviceTier`; a `SegmentSource`. Never changes.
 
-    Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them.
+    Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them. A thread
+    that does not compute has read what it asked for before it drops the segment.
     """
 
-    def __init__(self, arena: torch.Tensor, blocks: Sequence[int], tokens: int, keys_at: int | None = None) -> None:
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        blocks: Sequence[int],
+        tokens: int,
+        keys_at: int | None = None,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`written` lets the calling thread's current stream wait until the blocks are."""
         self._arena = arena
+        self._written = written
         self._blocks = tuple(blocks)
         self._rows: torch.Tensor | None = None
         self.tokens = tokens
@@ -229,6 +258,7 @@ class BlockSegment:
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: a view if the blocks are one run."""
+        self._written()
         layer = self._arena[index]
         first = self._blocks[0]
         if all(after == before + 1 for before, after in pairwise(self._blocks)):
@@ -246,15 +276,26 @@ class DeviceTier(HostTier[SegmentSource]):
     """Keeps segments in blocks of one piece of a device's memory; implements `chunkweave.store.tier.Tier`.
 
     Blocks of tokens let segments of any length come and go without holes. The memory is taken with the first segment,
-    which shows what a token takes. A payload is copied in by `put`, on the caller's current stream; running out of
-    memory is an `OSError`, as a full disk is. What is evicted is copied out by the tier below (`moved_into`), once:
+    which shows what a token takes. A payload is copied in by `put`, on the stream that computes; running out of memory
+    is an `OSError`, as a full disk is. What is evicted is copied out by the tier below (`moved_into`), once:
     later evictions of the same segment find it there (RAGCache §5.1, swap-out-only-once). Safe to use from several
     threads.
     """
 
-    def __init__(self, device: torch.device | str, *, budget_bytes: int, block_tokens: int = _BLOCK_TOKENS) -> None:
-        """A tier on `device` that takes at most `budget_bytes`, which its store keeps to as well."""
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        budget_bytes: int,
+        block_tokens: int = _BLOCK_TOKENS,
+        streams: Streams | None = None,
+    ) -> None:
+        """A tier on `device` that takes at most `budget_bytes`, which its store keeps to as well.
+
+        `streams` are needed where other threads than the computing one put or read on streams of their own.
+        """
         super().__init__()
+        self._streams = Streams() if streams is None else streams
         self.device = torch.device(device)
         self._budget_bytes = budget_bytes
         self._block_tokens = block_tokens
@@ -263,6 +304,7 @@ class DeviceTier(HostTier[SegmentSource]):
         self._free: deque[int] = deque()
         self._lock = threading.Lock()
 
+    @torch.inference_mode()
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
         """Copy `payload` into blocks, replacing one of the same id.
 
@@ -286,8 +328,7 @@ class DeviceTier(HostTier[SegmentSource]):
     def _in_blocks(self, kv: torch.Tensor, keys_at: int | None) -> BlockSegment:
         """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` into free blocks.
 
-        The copy is issued to the caller's current stream, and so is every reading of blocks: what read a block's
-        former contents comes before it there.
+        The copy is issued to the stream that computes: what read a block's former contents comes before it there.
         """
         layers, two, tokens, kv_heads, head_dim = kv.shape
         with self._lock:
@@ -299,11 +340,17 @@ class DeviceTier(HostTier[SegmentSource]):
             if wanted > len(self._free):
                 raise OSError(f"no free blocks on {self.device} for {tokens} tokens")
             blocks = sorted(self._free.popleft() for _ in range(wanted))
-        kv = kv.to(self.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
-        for place, block in enumerate(blocks):
-            rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
-            arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
-        segment = BlockSegment(arena, blocks, tokens, keys_at)
+        given = self._streams.mark()
+        with self._streams.computing():
+            self._streams.wait_for(given)
+            if kv.device.type == self.device.type:
+                self._streams.keep(kv)
+            kv = kv.to(self.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
+            for place, block in enumerate(blocks):
+                rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
+                arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
+            written = partial(self._streams.wait_for, self._streams.mark())
+        segment = BlockSegment(arena, blocks, tokens, keys_at, written)
         # Without the lock: it may run in the middle of anything, also in a thread that holds it.
         weakref.finalize(segment, self._free.extend, blocks).atexit = False
         return segment

@@ -88,7 +88,7 @@ class BackgroundWork:
         self.finish()
 
     def _run(self) -> None:
-        with torch.inference_mode(), self._turn:
+        with self._turn:
             while not self._closed:
                 if self._in_step or not self._queue:
                     self._turn.wait()
@@ -100,11 +100,12 @@ class BackgroundWork:
             pass
 
     def _slice(self) -> bool:
-        """Go on with the first; returns whether it goes on."""
+        """Go on with the first, in whatever thread; returns whether it goes on."""
         work = self._queue[0]
         try:
-            if next(work.slices, self) is not self:
-                return True
+            with torch.inference_mode():
+                if next(work.slices, self) is not self:
+                    return True
         except Exception:  # a cache may cost time, never the engine
             logger.exception("what is to be kept of request %s is not stored", work.request_id)
         del self._queue[0]

@@ -14,7 +14,7 @@ import torch
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources, Prefetch
 from chunkweave.engine.stores import open_store, store_counts
-from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost, segment_memory
+from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
 from chunkweave.planning.cost import stored_cost_model, too_slow
 from chunkweave.planning.method import ReuseMethod, make_method, without
@@ -22,7 +22,7 @@ from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.tiers.device import host_memory_for, streams_of
+from chunkweave.tiers.device import BlockSegment, HostMemory, host_memory_for, streams_of
 from chunkweave.tiers.preload import Gone, LayerLoader
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
@@ -50,6 +50,8 @@ logger = logging.getLogger("vllm.chunkweave")
 
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
+
+_IN_MEMORY = (SegmentKV, BlockSegment)
 
 _WAITING_SHARE = 1 / 8
 """Of vLLM's blocks, how many may wait to be copied."""
@@ -92,8 +94,8 @@ class ConnectorWorker:
         self._lossless = settings.store.codec == RawCodec.name
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
-        self._store = open_store(settings.store, named, layers.device)
-        self._send = streams_of(layers.device).send
+        self._streams = streams_of(layers.device)
+        self._store = open_store(settings.store, named, layers.device, self._streams)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
         self._cost = stored_cost_model(settings.store.cache_dir, named)
         self._idle = False
@@ -136,6 +138,7 @@ class ConnectorWorker:
         request are read, another one is woven.
         """
         self._idle = orders.idle
+        self._streams.computes_here()
         self._held.update(orders.held)
         self._lookups.begin(orders.lookups)
         if self._ahead is not None:
@@ -239,7 +242,7 @@ class ConnectorWorker:
                 self._num_layers,
                 self._layers.device,
                 prefetched=None if self._ahead is None else self._ahead.find(order.request_id),
-                send=self._send,
+                send=self._streams.send,
                 memory=self._memory,
             )
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
@@ -287,11 +290,11 @@ class ConnectorWorker:
         lease = self._store.lease(plan.segments())
         exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
         found = [(one, self._store.get(one, exact=one in exact)) for one in plan.segments()]
-        slow = [(one, source) for one, source in found if source is not None and not isinstance(source, SegmentKV)]
+        slow = [(one, source) for one, source in found if source is not None and not isinstance(source, _IN_MEMORY)]
         if not slow:
             lease.release()
             return None
-        return Prefetch(lease, LayerLoader(slow, self._num_layers, send=self._send, memory=self._memory))
+        return Prefetch(lease, LayerLoader(slow, self._num_layers, send=self._streams.send, memory=self._memory))
 
     def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
         return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
@@ -453,7 +456,7 @@ class ConnectorWorker:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
 
     def _copy_of(self, part: StoredPart) -> "PartCopy":
-        return PartCopy(part, self._layers, as_they_are=self._lossless)
+        return PartCopy(part, self._layers, self._memory, as_they_are=self._lossless)
 
     def _is_exact(self, part: StoredPart) -> bool:
         """Whether an exact segment of a part is stored."""
@@ -481,15 +484,15 @@ class ConnectorWorker:
 class PartCopy:
     """One part's KV, read from the blocks piece by piece in prompt order. Owned by the worker."""
 
-    def __init__(self, part: StoredPart, layers: StockLayers, *, as_they_are: bool) -> None:
-        """Keys `as_they_are` come back to the bit, to the same position; else they are read before RoPE.
+    def __init__(self, part: StoredPart, layers: StockLayers, memory: HostMemory, *, as_they_are: bool) -> None:
+        """Into `memory`. Keys `as_they_are` come back to the bit, to the same position; else they are read before RoPE.
 
         The latter is for codecs that quantize by channel: before RoPE outliers keep to theirs.
         """
         self._part, self._layers, self._as_they_are = part, layers, as_they_are
         self._until = part.span.start
         shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
-        self._kv = segment_memory(shape, layers.paged.dtype)
+        self._kv = memory.empty(shape, layers.paged.dtype)
 
     def follows(self, blocks: RequestBlocks, piece: Span) -> bool:
         """Whether a piece can be read: what lies before it was, and it has not left the window of some layer."""
