@@ -70,6 +70,11 @@ def test_rows_hold_contenders_against_each_other_prompt_by_prompt():
     bars = {(bar["contender"], bar["figure"], bar["other"]): bar for bar in peers.bars_of(list(rows.values()))}
     assert bars["own:query@0.15", "reordered", "llama.cpp"] | {"value": 5.0, "met": True} in bars.values()
     assert bars["own:full", "decode", "llama.cpp"]["met"] is None
+    found = {"transformers": found["transformers"], "own:full": measured("own:full", 3.2, 0.25)}
+    found["own:full"].answers["cold"][0] = answered(100.0)
+    full = {bar["other"]: bar for bar in peers.bars_of(peers.rows_of(found, [100, 200])) if bar["figure"] == "every"}
+    assert full["transformers"]["value"] == 1.25, "one slow prompt of eight changes nothing"
+    assert full["transformers"]["met"] is False
     shown = peers.tables({"command": "python benchmarks/embedded_peers.py", "rows": list(rows.values()), "bars": []})
     assert "- `vllm`: not measured; OSError: no such program" in shown["embedded-peers"]
     json.dumps(list(rows.values()))
