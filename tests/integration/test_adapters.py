@@ -44,7 +44,7 @@ def weights():
 
 
 def loaded_weights(base: Path, adapter: Path | None, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    return load_folder(base, adapter=adapter, dtype=dtype).model.model.state_dict()
+    return load_folder(base, adapter=adapter, dtype=dtype, weights="plain").model.model.state_dict()
 
 
 def change(folder: Path, **config: object) -> None:
@@ -339,7 +339,7 @@ def test_commands_take_it_and_say_so(base, weights, tmp_path):
 
 def test_the_demo_answers_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("chunkweave.cli.demo.smollm2_file", lambda: None)
-    adapter = write_adapter(tmp_path / "tiny", load_folder("reader").model.model, size=0.2)
+    adapter = write_adapter(tmp_path / "tiny", load_folder("reader", weights="plain").model.model, size=0.2)
     out = tmp_path / "demo.json"
     texts = []
     for more in ([], ["--adapter", adapter]):

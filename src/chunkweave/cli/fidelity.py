@@ -16,7 +16,7 @@ from chunkweave.cli.bench import BenchmarkRun, Html, check_pictures, measured_wi
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.cli.quality import WORLDS, generated_examples
-from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig, Weights
 from chunkweave.errors import UsageError
 from chunkweave.eval.contenders import PROMPT_BASELINES
 from chunkweave.eval.dataset_formats import Example
@@ -166,8 +166,8 @@ def fidelity(
     reference: Annotated[
         Reference,
         typer.Option(
-            help="Whose full prefill everything is compared with: the model's own, or with --adapter that of the "
-            "base, the model without it (rows `of base`)."
+            help="Whose full prefill everything is compared with: the model's own, or with --adapter or --weights int8 "
+            "that of the base, the model without them (rows `of base`)."
         ),
     ] = Reference.OWN,
     new_tokens: options.NewTokens = 16,
@@ -196,8 +196,8 @@ def fidelity(
         check_writable(samples)
     if figures is not None and not deviations:
         raise UsageError("--plot-deviations needs --deviations, the number of questions to measure them on")
-    if reference is Reference.BASE and (model.model.adapter is None or deviations):
-        raise UsageError("--reference base is for a model with --adapter, and not with --deviations")
+    if reference is Reference.BASE and (not model.is_changed or deviations):
+        raise UsageError("--reference base is for a model with --adapter or --weights int8, not with --deviations")
     model.named()
     model.bound_threads()
     from chunkweave.eval.fidelity import Base, FidelityConfig, judges_of, make_tasks, warm_by_earlier
@@ -220,7 +220,7 @@ def fidelity(
     with ExitStack() as opened:
         engines = [
             opened.enter_context(one.open(store=store, reuse=ReuseConfig(capture=capture)))
-            for one in (model, *([model.without_adapter()] if reference is Reference.BASE else []))
+            for one in (model, *([model.base()] if reference is Reference.BASE else []))
         ]
         engine = engines[0]
         every, drawn = asked.examples(engine, model.seed, config.warm.queries)
@@ -229,10 +229,12 @@ def fidelity(
         base = Base(engines[1], others[0]) if others else None
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **asked.asked_as}
         origin |= options.kept(store)
-        if model.model.adapter is not None:
+        if model.model.weights == Weights.INT8:
+            origin["weights"] = str(model.model.weights)
+        if model.is_changed:
             origin["fingerprint"] = engine.loaded.fingerprint
         if base is not None:
-            origin["reference"] = model.without_adapter().name
+            origin["reference"] = model.base().name
         ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
         whole = {**asdict(config), **ways, **neutral_of((first, *also_warm), capture), **origin}
         del whole["reuse"]["capture"]  # nothing measured is stored

@@ -296,9 +296,14 @@ class ModelOptions:
         """What to call the model on screen."""
         return adapted_name(self.model.model or self.model.shape or "", self.model.adapter)
 
-    def without_adapter(self) -> Self:
-        """The same model as it is without its adapter."""
-        return replace(self, model=replace(self.model, adapter=None))
+    @property
+    def is_changed(self) -> bool:
+        """Whether an adapter or rounding makes the weights others than the checkpoint's."""
+        return self.model.adapter is not None or self.model.weights == Weights.INT8
+
+    def base(self) -> Self:
+        """The same model with its checkpoint's own weights: without adapter, and not rounded."""
+        return replace(self, model=replace(self.model, adapter=None, weights=Weights.AUTO))
 
     def with_plain_weights(self) -> Self:
         """The same model with its weights as training needs them."""

@@ -15,27 +15,28 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _BLOCK_BYTES = 8 << 20
 
 
-def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "") -> str:
+def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "", *, quantized: str = "") -> str:
     """Fingerprint of a checkpoint: its config, the content of every weight file, dtype, layout and adapter.
 
-    `adapter` is what `fingerprint_adapter` says, or empty. The path does not count. Content hashes are remembered by
-    size and modification time (`memo_path`), so that only the first load reads the files twice.
+    `adapter` is what `fingerprint_adapter` says, or empty; `quantized` how weights are rounded, if they are. The path
+    does not count. Content hashes are remembered by size and modification time (`memo_path`), so that only the first
+    load reads the files twice.
     """
     memo = _read_memo()
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     hashes = [_file_hash(path, memo) for path in files]
     _write_memo(memo)
-    return _digest([_config_text(config), *hashes, dtype, KV_LAYOUT, adapter])
+    return _digest([_config_text(config), *hashes, dtype, KV_LAYOUT, adapter, *_if_any(quantized)])
 
 
-def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu") -> str:
+def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu", *, quantized: str = "") -> str:
     """Fingerprint of a random-weight model: geometry and seed instead of weights.
 
     The kind of `device` counts too: its random numbers are its own.
     """
     kind = device.split(":")[0]
     drawn = f"seed={seed}" if kind == "cpu" else f"seed={seed} on {kind}"
-    return _digest([_config_text(config), drawn, dtype, KV_LAYOUT])
+    return _digest([_config_text(config), drawn, dtype, KV_LAYOUT, *_if_any(quantized)])
 
 
 def fingerprint_adapter(settings: Mapping[str, Any], weights: Path) -> str:
@@ -68,6 +69,11 @@ def _config_text(config: Any) -> str:
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         values.pop(volatile, None)
     return json.dumps(values, sort_keys=True, default=str)
+
+
+def _if_any(quantized: str) -> list[str]:
+    """Nothing where weights are not rounded, so that such a model's fingerprint is what it always was."""
+    return [f"weights={quantized}"] if quantized else []
 
 
 def _digest(parts: list[str]) -> str:

@@ -31,7 +31,7 @@ from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
-from chunkweave.models.weights import keep_weights
+from chunkweave.models.weights import check_int8, keep_weights
 from chunkweave.planning.cost import known_shape
 
 
@@ -77,7 +77,7 @@ def load_folder(
         ModelNotFoundError: the folder or a file in it is missing or cannot be read, a GGUF file is damaged, or a model
             cannot be downloaded; the same of an adapter.
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
-        UsageError: device, dtype or weights do not exist here.
+        UsageError: device, dtype or weights do not exist here, or not together.
     """
     kept = Weights.parse(weights)
     name = Path(model).resolve().name
@@ -88,6 +88,7 @@ def load_folder(
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
+    quantized = _quantized(kept, device, dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         with bars_at_a_terminal():
@@ -110,8 +111,8 @@ def load_folder(
         driven.verify()
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(loaded, config))
     if lora is None:
-        return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype), name, path)
-    fingerprint = fingerprint_folder(path, config, dtype, lora.key)
+        return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype, quantized=quantized), name, path)
+    fingerprint = fingerprint_folder(path, config, dtype, lora.key, quantized=quantized)
     return LoadedModel(driven, wrapped, fingerprint, adapted_name(name, lora.folder), path, lora.folder)
 
 
@@ -123,12 +124,14 @@ def load_shape(
     Raises:
         UnknownMethodError: no shape of that name.
     """
+    kept = Weights.parse(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())
+    quantized = _quantized(kept, device, dtype)
     model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
-    keep_weights(model, Weights.parse(weights))
-    fingerprint = fingerprint_shape(config, dtype, seed, device)
+    keep_weights(model, kept)
+    fingerprint = fingerprint_shape(config, dtype, seed, device, quantized=quantized)
     return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name)
 
 
@@ -150,6 +153,14 @@ def bars_at_a_terminal() -> Iterator[None]:
     finally:
         if hidden:
             bars.enable_progress_bar()
+
+
+def _quantized(weights: Weights, device: str, dtype: str) -> str:
+    """How weights are rounded, for the fingerprint; empty if they are not. Raises `UsageError` where they cannot be."""
+    if weights is not Weights.INT8:
+        return ""
+    check_int8(device, dtype)
+    return weights.value
 
 
 def _read_config(path: Path) -> Any:
