@@ -3,12 +3,12 @@
     python benchmarks/vllm_ttft.py --layers 8,24 --out vllm-ttft.json
 
 Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Random weights of a published geometry, cut
-to `--layers` layers; every chunk of a pool is precomputed alone. A round draws chunks and a question and sends the same
-token ids to every contender, in random order:
+to `--layers` layers, or a `--model`; every chunk of a pool is precomputed alone. A round draws chunks and a question
+and sends the same token ids to every contender, in random order:
 
 - `full`: under a cache salt of its own, so that nothing is found in vLLM's prefix cache;
 - `prefix caching`: as any user would send it; the pool's chunks come in a new order each time;
-- each method of `--methods` through the plug-in.
+- each method of `--methods` through the plug-in, `epic:0.05` at a ratio of its own.
 
 TTFT runs from the request to its first token, of a server that is otherwise idle. The limit is the quotient of FLOPs.
 Then, while `--streams` other requests decode, one more request comes in, and the longest pause of the others is noted.
@@ -33,11 +33,14 @@ from typing import Any
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
 from chunkweave.planning.outcome import LayerWork, prefill_flops
+from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.types import Geometry
 
 FULL, PREFIX_CACHING = "full", "prefix caching"
@@ -91,9 +94,10 @@ class Server:
         if contender == FULL:
             prompt["cache_salt"] = f"only-{self.sent}"
         elif contender != PREFIX_CACHING:
-            params: dict[str, Any] = {"chunks": spans, "method": contender}
-            if contender not in ("prefix", "full-reuse"):
-                params["recompute_ratio"] = self.ratio
+            method, _, ratio = contender.partition(":")
+            params: dict[str, Any] = {"chunks": spans, "method": method}
+            if method not in ("prefix", "full-reuse"):
+                params["recompute_ratio"] = float(ratio or self.ratio)
             extra = {"kv_transfer_params": {"chunkweave": params}}
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
         times, answer = [], None
@@ -160,7 +164,7 @@ def _engine(folder: str, args: argparse.Namespace) -> Any:
         AsyncEngineArgs(
             model=folder,
             skip_tokenizer_init=True,
-            load_format="dummy",
+            load_format="dummy" if args.model is None else "auto",
             dtype=args.dtype,
             max_model_len=args.chunks * args.chunk_tokens + 512,
             enforce_eager=not args.compile,
@@ -173,15 +177,19 @@ def _engine(folder: str, args: argparse.Namespace) -> Any:
     )
 
 
-async def measure(layers: int, contenders: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One model: rows by contender."""
-    config = shape_config(args.shape)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    with tempfile.TemporaryDirectory() as folder:
-        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(folder)
+async def measure(layers: int | None, contenders: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One model, of `layers` layers unless it has weights: rows by contender."""
+    with tempfile.TemporaryDirectory() as made:
+        if layers is None:
+            folder = VllmFlags(args.model).source
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        else:
+            folder, config = made, shape_config(args.shape)
+            config.num_hidden_layers = layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:layers]
+            config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+            config.save_pretrained(folder)
         engine = _engine(folder, args)
         rng = Random(args.seed)
         load = Load(rng, config.vocab_size, [], args.chunks, args.question_tokens)
@@ -198,8 +206,12 @@ async def measure(layers: int, contenders: list[str], args: argparse.Namespace) 
         finally:
             engine.shutdown()
     chunks = args.chunks * args.chunk_tokens
-    limit = speedup_limit(geometry_of(config), chunks + args.question_tokens, chunks, args.recompute_ratio)
-    return [_row(layers, contender, server, limit) for contender in contenders]
+
+    def limit(ratio: str) -> float:
+        each = float(ratio or args.recompute_ratio)
+        return speedup_limit(geometry_of(config), chunks + args.question_tokens, chunks, each)
+
+    return [_row(config.num_hidden_layers, one, server, limit(one.partition(":")[2])) for one in contenders]
 
 
 def _row(layers: int, contender: str, server: Server, limit: float) -> dict[str, Any]:
@@ -217,7 +229,7 @@ def _row(layers: int, contender: str, server: Server, limit: float) -> dict[str,
         "ttft_p90_s": statistics.quantiles(mine, n=10)[-1] if len(mine) > 1 else mine[0],
         "over_full": over(FULL),
         "over_prefix_caching": over(PREFIX_CACHING),
-        "flops_limit": limit if contender == "cacheblend" else None,
+        "flops_limit": limit if contender.partition(":")[0] == "cacheblend" else None,
         "recompute_fraction": statistics.median(fractions) if fractions else None,
         "longest_pause_s": max(pauses) if pauses else None,
         "median_pause_s": statistics.median(pauses) if pauses else None,
@@ -258,7 +270,16 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
         ]
         for row in result["rows"]
     ]
-    return {"vllm-ttft": markdown_table(heads, cells)}
+    if result["config"].get("model") is None:
+        return {"vllm-ttft": markdown_table(heads, cells)}
+    brief = [[*line[1:3], *line[3:5], ratio_of(row)] for line, row in zip(cells, result["rows"], strict=True)]
+    heads = [*heads[1:5], "recomputed"]
+    return {"vllm-ttft-short": markdown_table(heads, brief)}
+
+
+def ratio_of(row: Mapping[str, Any]) -> str:
+    """The share of the chunks' work that was computed again."""
+    return _shown(row["recompute_fraction"], 100, "{:.1f} %")
 
 
 def _shown(value: float | None, unit: float, form: str) -> str:
@@ -269,9 +290,10 @@ def main() -> None:
     """Parse the command line, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--model", help="folder or name: real weights and all layers, in place of a shape")
     parser.add_argument("--layers", default="8,24", help="how many layers the models have, by comma")
-    parser.add_argument("--methods", default="cacheblend", help="of the plug-in, by comma")
-    parser.add_argument("--recompute-ratio", type=float, default=0.15)
+    parser.add_argument("--methods", default="cacheblend", help="of the plug-in, by comma, some with a ratio")
+    parser.add_argument("--recompute-ratio", type=float, default=DEFAULT_RECOMPUTE_RATIO)
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=40)
@@ -292,7 +314,7 @@ def main() -> None:
         check_writable(args.out)
     contenders = [FULL, PREFIX_CACHING, *args.methods.split(",")]
     rows: list[dict[str, Any]] = []
-    for layers in map(int, args.layers.split(",")):
+    for layers in (None,) if args.model else map(int, args.layers.split(",")):
         rows += asyncio.run(measure(layers, contenders, args))
     Console().print(_table(rows))
     if args.out is not None:
