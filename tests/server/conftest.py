@@ -58,6 +58,7 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
     if fakes and fakes[0].report_to:
         values["report_socket"] = fakes[0].report_to
     template, adapter = values.pop("chat_template", None), values.pop("lora", None)
+    of_vllm = values.pop("of_vllm", ())
     flags = {"upstream": tuple(fake.url for fake in fakes), **values}
     settings = resolve(flags, {}, backend=BackendName.VLLM).settings
     tokenizer = bundled_tokenizer()
@@ -65,7 +66,9 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
         tokenizer = HuggingFaceTokenizer(tokenizer._tokenizer)
         tokenizer._tokenizer.chat_template = template
     return Service(
-        settings, VllmBackend(settings, VllmFlags(name, adapter=adapter), tokenizer=tokenizer), keys or KeyRing()
+        settings,
+        VllmBackend(settings, VllmFlags(name, of_vllm, adapter=adapter), tokenizer=tokenizer),
+        keys or KeyRing(),
     )
 
 

@@ -37,6 +37,7 @@ class FakeVllm:
     forms: bool = True
     parsed: list[dict[str, Any]] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[str | None] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
     paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     aborted: int = 0
@@ -151,6 +152,7 @@ class FakeVllm:
         if not isinstance(body, dict) or (body.get("stream") and "max_tokens" not in body):
             return JSONResponse({"error": {"message": "no request for a completion", "code": 400}}, 400)
         self.seen.append(body)
+        self.ranks.append(request.headers.get("x-data-parallel-rank"))
         if self.behave is not None and (reply := self.behave(body)) is not None:
             return reply
         if not body.get("stream"):

@@ -218,6 +218,24 @@ def test_an_adapters_chunks_are_not_expected_where_anothers_are(two):
     assert {sent["model"] for sent in (*one.seen, *other.seen)} == {"ada"}
 
 
+def test_the_rank_that_has_a_requests_chunks_is_told_to_vllm(vllm):
+    """vLLM's data-parallel ranks are replicas behind one URL."""
+    with running_front(vllm, of_vllm=("--data-parallel-size", "2")) as front:
+        others = [text.upper() for text in DOCUMENTS]
+        for documents in (DOCUMENTS, others, others, DOCUMENTS, DOCUMENTS):
+            front.ask(documents=documents)
+        first, second = vllm.ranks[:2]
+        assert {first, second} == {"0", "1"}
+        assert vllm.ranks[2:] == [second, first, first]
+        assert {one["name"] for one in front.service.backend.stats()["replicas"]} == {"upstream-0.0", "upstream-0.1"}
+        metrics = front.get("/metrics").text
+        assert 'replica="upstream-0.1"' in metrics
+        assert metrics.count("vllm:requests{") == 1, "its server's, once"
+    with running_front(vllm, of_vllm=("-dp=2", "--data-parallel-external-lb")) as front:
+        front.ask(documents=DOCUMENTS)
+    assert vllm.ranks[-1] is None
+
+
 @pytest.fixture
 def with_tools(tmp_path):
     """vLLM that parses, and a front whose chat template has a place for tools."""

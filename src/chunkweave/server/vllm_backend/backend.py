@@ -107,7 +107,8 @@ class VllmBackend:
             self._inbox = inbox = await _open_inbox()
             self.processes = [self._process(number, inbox) for number in range(settings.replicas)]
             urls = {process.name: process.url for process in self.processes}
-        self._upstreams = [Upstream(name, url) for name, url in urls.items()]
+        ranks = range(self._flags.ranks) if self._flags.ranks > 1 else (None,)
+        self._upstreams = [Upstream(name, url, rank=rank) for name, url in urls.items() for rank in ranks]
         fleet = Fleet(self._upstreams, self._settings)
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
@@ -289,17 +290,18 @@ class VllmBackend:
 
     async def _metrics(self) -> bytes:
         """Those of every vLLM server that answers."""
-        up = [replica for replica in self._started_fleet().replicas if replica.up]
-        texts = await asyncio.gather(*(replica.upstream.text("/metrics") for replica in up), return_exceptions=True)
-        found = {replica.name: text for replica, text in zip(up, texts, strict=True) if isinstance(text, str)}
+        up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
+        texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
+        found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
         return labelled(found).encode()
 
     async def _start_servers(self, fleet: Fleet) -> None:
         if not self.processes:
-            await asyncio.gather(*(self._until_up(one) for one in self._upstreams))
-            for one in self._upstreams:
-                fleet.up(one.name)
-                self._watching.append(asyncio.create_task(_follow(one, fleet), name=f"watch {one.name}"))
+            servers = {one.server: one for one in self._upstreams}
+            await asyncio.gather(*(self._until_up(one) for one in servers.values()))
+            for name, one in servers.items():
+                fleet.up(name)
+                self._watching.append(asyncio.create_task(_follow(one, fleet), name=f"watch {name}"))
             return
         for process in self.processes:
             process.on_change = partial(_set_up, fleet, process.name)
@@ -373,10 +375,10 @@ async def _follow(upstream: Upstream, fleet: Fleet) -> None:
         await asyncio.sleep(_WATCH_S)
         try:
             await upstream.text("/health")
-            fleet.up(upstream.name)
+            fleet.up(upstream.server)
         except UpstreamLostError as error:
             logger.warning("%s", error)
-            fleet.down(upstream.name)
+            fleet.down(upstream.server)
 
 
 def _set_up(fleet: Fleet, name: str, up: bool) -> None:

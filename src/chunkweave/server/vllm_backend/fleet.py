@@ -68,7 +68,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One vLLM server as this server sees it.
+    """One vLLM server, or one data-parallel rank of it, as this server sees it.
 
     `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
     `handed_through` beside these.
@@ -121,21 +121,21 @@ class Fleet:
         """Requests that replicas were given and have not answered."""
         return sum(replica.running for replica in self.replicas)
 
-    def up(self, name: str) -> None:
-        """A replica answers from now on; it holds nothing yet."""
-        replica = self._named(name)
-        if not replica.up:
-            replica.contents.clear()
-            replica.up = True
-            self._release(replica)
+    def up(self, server: str) -> None:
+        """The replicas of a server answer from now on; they hold nothing yet."""
+        for replica in self._of(server):
+            if not replica.up:
+                replica.contents.clear()
+                replica.up = True
+                self._release(replica)
 
-    def down(self, name: str) -> None:
-        """A replica answers no more: requests that wait for it fail, and are placed anew."""
-        replica = self._named(name)
-        replica.up = False
-        for number, placed in list(replica.placed.items()):
-            if replica.queue.of(placed.tenant).remove(number) and not placed.released.done():
-                placed.released.set_exception(UpstreamLostError(f"{name} is gone"))
+    def down(self, server: str) -> None:
+        """The replicas of a server answer no more: requests that wait for them fail, and are placed anew."""
+        for replica in self._of(server):
+            replica.up = False
+            for number, placed in list(replica.placed.items()):
+                if replica.queue.of(placed.tenant).remove(number) and not placed.released.done():
+                    placed.released.set_exception(UpstreamLostError(f"{server} is gone"))
 
     def least_loaded(self, *, avoid: Replica | None = None) -> Replica:
         """For what is handed through; `avoid` only if there is no other.
@@ -272,8 +272,8 @@ class Fleet:
             raise NoReplicaError
         return found
 
-    def _named(self, name: str) -> Replica:
-        return next(replica for replica in self.replicas if replica.name == name)
+    def _of(self, server: str) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.upstream.server == server]
 
 
 def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:

@@ -151,6 +151,15 @@ class VllmFlags:
         return Parsers(tools, self.given("--reasoning-parser"))
 
     @property
+    def ranks(self) -> int:
+        """How many engines a server balances between itself, each with blocks and segments of its own."""
+        elsewhere = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
+        if self.given(*elsewhere, "--data-parallel-hybrid-lb", "-dph"):
+            return 1
+        size = self.value("--data-parallel-size", "-dp") or ""
+        return max(1, int(size)) if size.isdecimal() else 1
+
+    @property
     def tokenizer(self) -> str:
         """Where the tokenizer is loaded from."""
         return self.value("--tokenizer") or self.source

@@ -17,6 +17,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 """Names and values as they are on the wire, in any encoding."""
 
 COMPLETIONS = "/v1/completions"
+_RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
 _DONE = "[DONE]"
 _HOP_BY_HOP = frozenset(
@@ -44,14 +45,18 @@ class UpstreamLostError(ChunkweaveError):
 
 
 class Upstream:
-    """A vLLM server by its URL. Belongs to one event loop; leaving a stream early closes its connection.
+    """A vLLM server by its URL, or one of its data-parallel ranks. Belongs to one event loop.
 
-    vLLM aborts a request whose connection is closed.
+    Leaving a stream early closes its connection, and vLLM aborts a request whose connection is closed.
     """
 
-    def __init__(self, name: str, url: str) -> None:
-        self.name = name
+    def __init__(self, name: str, url: str, *, rank: int | None = None) -> None:
+        """Completions go to that `rank` of the server (None: to any). Its `name` then has the rank behind a point."""
+        self.server = name
+        """The server's name, whatever the rank."""
+        self.name = name if rank is None else f"{name}.{rank}"
         self.url = url
+        self._rank = {} if rank is None else {_RANK: str(rank)}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill says nothing for a long time
         self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
@@ -69,7 +74,7 @@ class Upstream:
         """
         ended = False
         try:
-            headers = {"x-request-id": request_id}
+            headers = {"x-request-id": request_id, **self._rank}
             async with self._client.stream("POST", COMPLETIONS, json=body, headers=headers) as reply:
                 if reply.status_code != 200:
                     raise _refusal(reply.status_code, await reply.aread())
