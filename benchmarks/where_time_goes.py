@@ -8,7 +8,8 @@ of the one thread that computes, so that other work on the machine weighs less. 
 their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` brings stored
 KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
 around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
-its own weights, but what it prefills with are ours, packed.
+its own weights, but what it prefills with are ours, packed. Rows `plain` and `int8` are of engines that keep their
+weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Engine
+from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import AttentionKernel, Weights
 from chunkweave.eval.datasets import bundled_examples
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
@@ -45,6 +47,7 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import FlatAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import load_folder
+from chunkweave.planning.method import make_method
 
 METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
 DECODING = (1, 8)
@@ -105,6 +108,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--kernels", default="onednn,sdpa", help="of each its rows, if it runs here")
+    parser.add_argument("--also-weights", default="plain,int8", help="engines with other weights beside the first")
+    parser.add_argument("--their-methods", default="query@0.05")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -136,41 +141,24 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    methods = tuple(arguments.methods.split(","))
-    config = TtftConfig(
-        methods, chunks=arguments.chunks, chunk_tokens=arguments.chunk_tokens, questions=1, seed=arguments.seed
-    )
-    workload = make_workload(bundled_examples(1, seed=arguments.seed), engine, config)
-    prompt = workload.measured[0]
-    config.warm.prepare(engine, prompt, company_of(workload.measured, 0))
-    runner, model = engine.runner, engine.loaded.model
+    model = engine.loaded.model
     kernels = {
         name: make_attention(AttentionKernel.parse(name), model.geometry, dtype=model.dtype, device=model.device)
         for name in arguments.kernels.split(",")
     }
     cases: dict[tuple[str, str], Case] = {}
-    for name, contender in first_tokens(engine, config).items():
-        for kernel in [""] if name == HF_REFERENCE else kernels:
-            cases[name, kernel] = lambda contender=contender: contender(prompt)
-    caches = [
-        runner.prefill(prompt, config.contenders()["full-reuse"], new_tokens=4 * (arguments.rounds + 2), capture=False)
-        for _ in range(max(DECODING))
-    ]
-    at = [len(prompt)] * len(caches)
-    for count in DECODING:
-        for kernel in kernels:
-
-            def decode(count: int = count) -> None:
-                runner.decode([one.cache for one in caches[:count]], [5] * count, at[:count])
-                at[:count] = [position + 1 for position in at[:count]]
-
-            cases[f"decode {count}", kernel] = decode
+    runners = [engine.runner]
+    prompt = _add_cases(cases, "", engine, arguments.methods, kernels, arguments)
+    for weights in filter(None, arguments.also_weights.split(",")):
+        other = Engine.load(arguments.model, weights=weights)
+        runners.append(other.runner)
+        _add_cases(cases, f"{weights} ", other, arguments.their_methods, [*kernels][:1], arguments)
     plain = load_folder(arguments.model, weights=Weights.PLAIN).model
     cases["hf-decode 1", ""] = _hugging_face_decode(plain, prompt.token_ids)
     samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
     for round_ in track(range(arguments.rounds + 1), "measuring", console=Console(stderr=True)):
         for (name, kernel), case in [*cases.items()][round_:] + [*cases.items()][:round_]:
-            if kernel:
+            for runner in runners if kernel else []:
                 runner.attention = kernels[kernel]
             watch = Stopwatch()
             with watch.over(kernels):
@@ -180,6 +168,39 @@ def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, A
             if round_:
                 samples[name, kernel].append((seconds, dict(watch.seconds)))
     return [_row(name, kernel, found) for (name, kernel), found in samples.items()]
+
+
+def _add_cases(
+    cases: dict[tuple[str, str], Case],
+    prefix: str,
+    engine: Engine,
+    methods: str,
+    kernels: Iterable[str],
+    arguments: argparse.Namespace,
+) -> Prompt:
+    """Add what an engine does to the cases, named with a prefix; its prompt, whose chunks are stored afterwards."""
+    sizes = {"chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens}
+    config = TtftConfig(tuple(methods.split(",")), hf_reference=not prefix, questions=1, seed=arguments.seed, **sizes)
+    workload = make_workload(bundled_examples(1, seed=arguments.seed), engine, config)
+    prompt = workload.measured[0]
+    config.warm.prepare(engine, prompt, company_of(workload.measured, 0))
+    for name, contender in first_tokens(engine, config).items():
+        for kernel in [""] if name == HF_REFERENCE else kernels:
+            cases[prefix + name, kernel] = lambda contender=contender: contender(prompt)
+    steps, method = 2 * len(DECODING) * (arguments.rounds + 2), make_method("full-reuse")
+    caches = [
+        engine.runner.prefill(prompt, method, new_tokens=steps, capture=False).cache for _ in range(max(DECODING))
+    ]
+    at = [len(prompt)] * len(caches)
+    for count in DECODING:
+        for kernel in kernels:
+
+            def decode(count: int = count) -> None:
+                engine.runner.decode(caches[:count], [5] * count, at[:count])
+                at[:count] = [position + 1 for position in at[:count]]
+
+            cases[f"{prefix}decode {count}", kernel] = decode
+    return prompt
 
 
 def _hugging_face_decode(model: HuggingFaceModel, token_ids: tuple[int, ...]) -> Case:
