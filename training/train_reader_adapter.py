@@ -3,12 +3,14 @@
     python training/train_reader_adapter.py runs/reader-adapter --squad xquad-first-half.json --minutes 60
 
 Called again it goes on from its checkpoint. Half of the prompts are over generated worlds (train split), half over
-paragraphs of a file in SQuAD's format; a dozen questions are packed behind each, answers are the loss. Reading is full
-attention: what reuse costs this reader is to be measured, not trained away.
+paragraphs of a file in SQuAD's format; a dozen questions are packed behind each, answers are the loss. With `--blanks`
+that share of the questions about paragraphs are sentences with a name or number left out. Reading is full attention:
+what reuse costs this reader is to be measured, not trained away.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +31,21 @@ from chunkweave.types import Chunk
 Paragraph = tuple[Chunk, list[tuple[str, str]]]
 """A text, and the questions about it with the answer that counts."""
 
+_SENTENCE_END = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
+_BLANK = re.compile(r"(?<=[a-z,;] )(?:[A-Z][\w'-]+(?: [A-Z][\w'-]+)*|\d[\d,.]*\d(?: (?:million|percent|billion))?)")
+"""A name or a number inside a sentence."""
+_AROUND = 7
+"""Words on each side of it that are shown."""
+
 
 class AnsweredPrompts:
     """Prompts with answers, by turns over worlds and over paragraphs; a function of seed and index."""
 
-    def __init__(self, paragraphs: Sequence[Paragraph], split: Split, sizes: PromptSizes, *, seed: str) -> None:
+    def __init__(
+        self, paragraphs: Sequence[Paragraph], split: Split, sizes: PromptSizes, *, seed: str, blanks: float = 0.0
+    ) -> None:
+        """`blanks` is the share of the questions about paragraphs that are blanks to fill."""
+        self._blanks = blanks
         self._paragraphs = paragraphs
         self._split = split
         self._sizes = sizes
@@ -57,7 +69,22 @@ class AnsweredPrompts:
 
     def _from_text(self, rng: Random, count: int) -> tuple[tuple[Chunk, ...], list[tuple[str, str]]]:
         chosen = rng.sample(self._paragraphs, min(count, len(self._paragraphs)))
-        return tuple(chunk for chunk, _ in chosen), [one for _, asked in chosen for one in asked]
+        chunks = tuple(chunk for chunk, _ in chosen)
+        asked = [one for _, some in chosen for one in some]
+        blanks = [one for chunk in chunks for one in blanks_in(chunk.text)]
+        count = min(len(blanks), round(self._blanks * self._sizes.questions))
+        asked = rng.sample(asked, min(len(asked), self._sizes.questions - count))
+        return chunks, [*asked, *rng.sample(blanks, count)]
+
+
+def blanks_in(text: str) -> list[tuple[str, str]]:
+    """Pieces of the sentences of `text` with a name or number left out, and what it is."""
+    found = []
+    for sentence in _SENTENCE_END.split(text):
+        for one in _BLANK.finditer(sentence):
+            before, after = sentence[: one.start()].split(), sentence[one.end() :].split()
+            found.append((" ".join((*before[-_AROUND:], "____", *after[:_AROUND])), one.group()))
+    return found
 
 
 def paragraphs_of(file: Path) -> list[Paragraph]:
@@ -83,6 +110,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--check-minutes", type=float, default=10.0)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--blanks", type=float, default=0.0, help="share of questions that are blanks to fill")
+    parser.add_argument("--start", type=Path, help="adapters to begin with instead of ones that do nothing")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -100,9 +129,9 @@ def main() -> None:
     engine = Engine.load(args.model, method="full")
     frame = Passages(engine.builder.opening(), (), ())
     data = digest_of_groups([Group((chunk,), tuple(q for q, _ in asked)) for chunk, asked in paragraphs])
-    distiller = Distiller(engine.loaded, engine.builder, frame, config, args.folder, data=data)
+    distiller = Distiller(engine.loaded, engine.builder, frame, config, args.folder, data=data, start=args.start)
     for now in distiller.train(
-        AnsweredPrompts(learnt, Split.TRAIN, sizes, seed="learn"),
+        AnsweredPrompts(learnt, Split.TRAIN, sizes, seed="learn", blanks=args.blanks),
         AnsweredPrompts(kept, Split.TRAIN, sizes, seed="held out"),
     ):
         line = {"step": now.step, "minutes": round(now.elapsed_s / 60, 1), "loss": round(now.loss, 4)}
