@@ -108,14 +108,16 @@ def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") 
     """Decoding behind a prompt by the engine and by Hugging Face's forward, and reading all weights once."""
     import torch
 
+    from chunkweave.models.loading import load_shape
+
     assert method is not None
-    runner, model = engine.runner, engine.loaded.model
+    runner, plain = engine.runner, load_shape(SHAPE, weights="plain").model.model
     cache = runner.prefill(prompt, method, new_tokens=DECODED * (ROUNDS + 1), capture=False).cache
-    weights = [one for one in model.model.parameters() if one.dim() == 2]
+    weights = [one for one in plain.parameters() if one.dim() == 2]
     vectors = {one.shape[1]: torch.ones(1, one.shape[1], dtype=one.dtype) for one in weights}
     times: dict[str, list[float]] = {"decode": [], "hf-decode": [], "decode step": [], "weights read once": []}
     with torch.inference_mode():
-        past = model.model(torch.tensor([prompt.token_ids]), use_cache=True, logits_to_keep=1).past_key_values
+        past = plain(torch.tensor([prompt.token_ids]), use_cache=True, logits_to_keep=1).past_key_values
         for number in range(ROUNDS + 1):
             started = time.perf_counter()
             for place in range(DECODED):
@@ -123,7 +125,7 @@ def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") 
                 runner.decode([cache], [5], [at]).argmax().item()
             own = time.perf_counter()
             for _ in range(DECODED):
-                model.model(torch.tensor([[5]]), past_key_values=past, use_cache=True).logits.argmax().item()
+                plain(torch.tensor([[5]]), past_key_values=past, use_cache=True).logits.argmax().item()
             theirs = time.perf_counter()
             for one in weights:
                 torch.nn.functional.linear(vectors[one.shape[1]], one)
