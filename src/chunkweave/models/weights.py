@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 _FEW_ROWS = 8
 """Up to so many rows int8 weights are multiplied as they are; for more it is faster to dequantize them first."""
 
+_TOLERANCE = 0.02
+"""How far a product by packed weights may be from the plain one."""
+
 
 class PackedLinear(nn.Module):
     """A linear layer whose weights oneDNN has packed; for inference only."""
@@ -44,8 +47,8 @@ class PackedLinear(nn.Module):
 class Int8Linear(nn.Module):
     """A linear layer whose weights are one byte each, with a scale for each output; for inference only.
 
-    Symmetric: the greatest magnitude of an output's weights becomes 127. States are not quantized: with eight bits a
-    token SmolLM2's divergence from bfloat16 is seven times what the weights alone cost.
+    Symmetric: the greatest magnitude of an output's weights becomes 127. States are not quantized: that
+    costs more than the weights do.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -128,6 +131,3 @@ def _packable(model: Any) -> bool:
         logger.warning("weights stay as they are: oneDNN cannot pack them (%s)", failure)
         return False
     return bool(error <= _TOLERANCE)
-
-
-_TOLERANCE = 0.02
