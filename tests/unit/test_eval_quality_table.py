@@ -15,6 +15,7 @@ class Sample:
     question: int
     kind: str
     contender: str
+    text: str
     scores: dict[str, float]
     report: ReuseReport = REPORT
 
@@ -23,7 +24,14 @@ def samples(contender, f1s, fraction=0.0):
     kinds = ("single", "common", "bridge", "common")
     report = replace(REPORT, recompute_fraction=fraction)
     return [
-        Sample(i, kinds[i], contender, dict.fromkeys(("f1", "exact_match", "rouge_l", "jaccard"), f1), report)
+        Sample(
+            i,
+            kinds[i],
+            contender,
+            f"{contender} says",
+            dict.fromkeys(("f1", "exact_match", "rouge_l", "jaccard"), f1),
+            report,
+        )
         for i, f1 in enumerate(f1s)
     ]
 
@@ -44,6 +52,7 @@ def test_rows_say_where_each_contender_stands_between_full_reuse_and_full():
     assert blend.gap_closed == pytest.approx(2 / 3)
     assert blend.f1_minus_full == pytest.approx(-0.15)
     assert blend.f1_minus_full_low <= -0.15 <= blend.f1_minus_full_high
+    assert (full.rouge_l_of_full, reuse.rouge_l_of_full) == pytest.approx((1.0, 0.8))
     assert full.not_worse
     assert not reuse.not_worse
     assert blend.recompute_fraction == pytest.approx(0.2)

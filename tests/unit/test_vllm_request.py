@@ -141,7 +141,10 @@ FINE = {"chunks": [[3, 6]]}
         ({"chunks": [[3, 5], [6, 8]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[3, 6], [5, 8]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[3, 10]]}, "the last chunk ends at 10, but the prompt has 9 tokens"),
-        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, asked, capture"),
+        (
+            {**FINE, "ratio": 1, 3: 4},
+            "unknown fields of chunkweave: 3, ratio; there are alpha, asked, at_least",
+        ),
         ({**FINE, "start_tokens": 4}, "start_tokens must be between 0 and 3, where the first chunk begins"),
         ({**FINE, "start_tokens": -1}, "start_tokens must be between 0 and 3"),
         ({**FINE, "start_tokens": None}, "start_tokens must be a whole number, not None"),
