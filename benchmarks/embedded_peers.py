@@ -47,7 +47,7 @@ from typing import Any
 
 from docs_tables import command_block, markdown_table, update_page
 from embedded_contenders import FAILURES, LLAMA, OWN, TRANSFORMERS, VLLM, Answered, Contender, Settings, opened
-from peers import Model, without_folder
+from peers import Model, environment, without_folder
 from peers_workload import Asked, Corpus, shuffled
 from rich.console import Console
 
@@ -290,13 +290,7 @@ def main() -> None:
     """Parse the command line, measure, print and write."""
     args = _parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that servers started here are stopped
-    os.environ |= {
-        "OMP_NUM_THREADS": str(args.threads),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    os.environ |= environment(args.threads)
     model = Model.of(args.model, args.dtype)
     corpus = Corpus(load_dataset(args.dataset, seed=args.seed), model.tokenizer, args.passage_tokens)
     prompts = {

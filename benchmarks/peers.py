@@ -512,14 +512,21 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _set_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What all servers are started with."""
-    os.environ |= {
-        "OMP_NUM_THREADS": str(args.threads),
+def environment(threads: int) -> dict[str, str]:
+    """What every server here is started with, vLLM's own among them."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _set_environment(args: argparse.Namespace, folder: Path) -> None:
+    """What all servers are started with."""
+    os.environ |= {
+        **environment(args.threads),
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(args.memory_gib / 2),
         VARIABLE: str(folder / "reports"),

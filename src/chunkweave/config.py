@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, isfinite
 from pathlib import Path
+from typing import TypeVar
 
 from chunkweave.errors import UsageError
 from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, Unit, configuration, setting
@@ -15,6 +16,8 @@ DEFAULT_RECOMPUTE_RATIO = 0.15
 DEFAULT_MAX_VARIANTS = 5
 """M of Cache-Craft's evaluation (its §5.1.2)."""
 
+
+_Kind = TypeVar("_Kind", bound=StrEnum)
 
 _OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
 """Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
@@ -55,6 +58,13 @@ class Backend(StrEnum):
         return Place(self.value)
 
 
+def _named(kind: type[_Kind], text: str, what: str) -> _Kind:
+    """The member of `kind` that is called `text`. Raises `UsageError` if there is none."""
+    if text not in list(kind):
+        raise UsageError(f"no such {what}: {text!r}; there are: {', '.join(kind)}")
+    return kind(text)
+
+
 class Weights(StrEnum):
     """How the weights of a model's linear layers are kept."""
 
@@ -72,9 +82,7 @@ class Weights(StrEnum):
         Raises:
             UsageError: there is none.
         """
-        if text not in list(cls):
-            raise UsageError(f"no such weights: {text!r}; there are: {', '.join(cls)}")
-        return cls(text)
+        return _named(cls, text, "weights")
 
 
 @configuration(_OWN_ENGINE)
@@ -246,9 +254,7 @@ class AttentionKernel(StrEnum):
         Raises:
             UsageError: there is none.
         """
-        if text not in list(cls):
-            raise UsageError(f"no such attention: {text!r}; there are: {', '.join(cls)}")
-        return cls(text)
+        return _named(cls, text, "attention")
 
 
 @configuration(_OWN_ENGINE)
