@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import chunkweave
 from chunkweave.errors import UsageError
+from chunkweave.kv.segment import SegmentKV
+from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, RedisBlobs
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.remote_calls import (
@@ -34,8 +36,8 @@ from chunkweave.types import SegmentId
 from tests.integration.redis_server import PASSWORD, Proxy, Server
 from tests.integration.test_remote_tier import FINGERPRINT, assert_same, make_segment
 
-SLACK_S = 0.3
-"""For starting threads on a busy machine."""
+SLACK_S = 2.0
+"""For a machine that is busy with other things; calls without a limit would take ten times as long."""
 
 
 @pytest.fixture
@@ -57,10 +59,18 @@ def url_of(proxy: Proxy) -> str:
     return f"redis://:{PASSWORD}@127.0.0.1:{proxy.port}/0"
 
 
-def make_tier(blobs: BlobStore, *, deadline_s: float = 0.5, cool_down_s: float = 0.2) -> RemoteTier:
+def make_tier(blobs: BlobStore, *, deadline_s: float = 5.0, cool_down_s: float = 0.2) -> RemoteTier:
+    """A tier that is patient, unless a test is about its deadline."""
     return RemoteTier(
         blobs, FINGERPRINT, deadline_s=deadline_s, breaker=CircuitBreaker("remote store", cool_down_s=cool_down_s)
     )
+
+
+def stored(url: str, seed: int) -> tuple[SegmentRecord, SegmentKV]:
+    """A segment that a patient tier has put there."""
+    record, payload = make_segment(seed)
+    make_tier(RedisBlobs(url)).put(record, payload)
+    return record, payload
 
 
 def wait_until_found(tier: RemoteTier, segment: SegmentId, *, limit_s: float = 5.0) -> None:
@@ -92,7 +102,7 @@ def test_a_killed_server_is_a_miss_at_once_and_comes_back(server: Server, caplog
     for _ in range(100):
         assert tier.get(record.id) is None
         assert tier.nbytes(record.id) == 0
-    assert time.monotonic() - began < 0.5 + 3 * SLACK_S
+    assert time.monotonic() - began < 3 * SLACK_S
     assert tier.stats.unavailable == 200
     with pytest.raises(RemoteUnavailable):
         tier.put(record, payload)
@@ -106,6 +116,7 @@ def test_a_killed_server_is_a_miss_at_once_and_comes_back(server: Server, caplog
         except OSError:
             assert time.monotonic() < ends
             time.sleep(0.05)
+    wait_until_found(tier, record.id)
     assert_same(tier.get(record.id), payload)
     assert tier.available
     assert [entry.getMessage() for entry in caplog.records if "works again" in entry.getMessage()]
@@ -145,7 +156,7 @@ def test_a_restart_between_two_calls_is_not_even_noticed(tmp_path: Path) -> None
 
 def test_a_server_killed_while_clients_read_and_write(server: Server) -> None:
     segments = [make_segment(seed, tokens=64) for seed in range(8)]
-    tier = make_tier(RedisBlobs(server.url))
+    tier = make_tier(RedisBlobs(server.url), deadline_s=0.5)
     problems: list[BaseException] = []
     slowest = [0.0]
     stop = threading.Event()
@@ -182,7 +193,7 @@ def test_a_server_killed_while_clients_read_and_write(server: Server) -> None:
     assert not problems
     assert tier.stats.garbage == 0
     assert tier.stats.hits > 0
-    assert slowest[0] < 0.5 + 2 * SLACK_S
+    assert slowest[0] < 0.5 + SLACK_S
 
 
 def test_a_server_that_does_not_speak_the_protocol() -> None:
@@ -202,7 +213,7 @@ def test_a_server_that_does_not_speak_the_protocol() -> None:
         thread = threading.Thread(target=talk)
         thread.start()
         try:
-            tier = make_tier(RedisBlobs(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
+            tier = make_tier(RedisBlobs(f"redis://127.0.0.1:{listener.getsockname()[1]}"), deadline_s=0.5)
             began = time.monotonic()
             assert tier.get(make_segment(4)[0].id) is None
             assert tier.nbytes(make_segment(4)[0].id) == 0
@@ -232,8 +243,7 @@ def test_a_full_server_refuses_writes_and_still_serves_reads(server: Server) -> 
 
 def test_a_server_that_hangs(server: Server) -> None:
     tier = make_tier(RedisBlobs(server.url, read_timeout_s=0.2), deadline_s=0.3)
-    record, payload = make_segment(16)
-    tier.put(record, payload)
+    record, _ = stored(server.url, 16)
     server.pause()
     try:
         for call in (tier.get, tier.nbytes, tier.delete):
@@ -245,16 +255,17 @@ def test_a_server_that_hangs(server: Server) -> None:
         assert tier.undeleted == (record.id,)
     finally:
         server.resume()
-    time.sleep(0.3)
-    assert tier.settle_deletions() == 0
+    ends = time.monotonic() + 5
+    while tier.settle_deletions():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
     assert tier.get(record.id) is None
 
 
 @pytest.mark.parametrize("deadline_s", [0.2, 0.6])
 def test_a_reply_that_trickles_ends_at_the_deadline(proxy: Proxy, deadline_s: float) -> None:
-    record, payload = make_segment(7)
+    record, payload = stored(url_of(proxy), 7)
     tier = make_tier(RedisBlobs(url_of(proxy)), deadline_s=deadline_s)
-    tier.put(record, payload)
     proxy.byte_delay_s = 0.01  # no single read ever times out; the whole reply would take 25 s
     began = time.monotonic()
     assert tier.get(record.id) is None
@@ -268,9 +279,8 @@ def test_a_reply_that_trickles_ends_at_the_deadline(proxy: Proxy, deadline_s: fl
 
 
 def test_a_slow_remote_opens_the_breaker_and_costs_nothing_more(proxy: Proxy) -> None:
-    record, payload = make_segment(8)
+    record, _ = stored(url_of(proxy), 8)
     tier = make_tier(RedisBlobs(url_of(proxy), read_timeout_s=0.1), deadline_s=0.25, cool_down_s=30.0)
-    tier.put(record, payload)
     proxy.reply_delay_s = 1.0
     began = time.monotonic()
     for _ in range(50):
@@ -280,10 +290,9 @@ def test_a_slow_remote_opens_the_breaker_and_costs_nothing_more(proxy: Proxy) ->
 
 
 def test_a_remote_slower_than_the_limit_is_given_up_though_it_answers(proxy: Proxy) -> None:
-    record, payload = make_segment(9)
+    record, _ = stored(url_of(proxy), 9)
     breaker = CircuitBreaker("remote store", slow_s=0.05, cool_down_s=30.0)
-    tier = RemoteTier(RedisBlobs(url_of(proxy)), FINGERPRINT, breaker=breaker)
-    make_tier(RedisBlobs(url_of(proxy))).put(record, payload)  # a slow put would count as a failure
+    tier = RemoteTier(RedisBlobs(url_of(proxy)), FINGERPRINT, deadline_s=5.0, breaker=breaker)
     proxy.reply_delay_s = 0.1
     found = [tier.get(record.id) for _ in range(10)]
     assert [segment is not None for segment in found] == [True] * 3 + [False] * 7
@@ -291,9 +300,8 @@ def test_a_remote_slower_than_the_limit_is_given_up_though_it_answers(proxy: Pro
 
 @pytest.mark.parametrize("cut_after_bytes", [0, 1, 40, 1500])
 def test_a_connection_cut_in_mid_reply(proxy: Proxy, cut_after_bytes: int) -> None:
-    record, payload = make_segment(10)
-    tier = make_tier(RedisBlobs(url_of(proxy)))
-    tier.put(record, payload)
+    record, payload = stored(url_of(proxy), 10)
+    tier = make_tier(RedisBlobs(url_of(proxy)), deadline_s=0.5)
     proxy.cut_after_bytes = cut_after_bytes
     began = time.monotonic()
     assert tier.get(record.id) is None
@@ -326,7 +334,7 @@ def test_nobody_listens() -> None:
         tier.put(*make_segment(11))
     with pytest.raises(OSError, match="did not confirm"):
         tier.delete(make_segment(11)[0].id)
-    assert time.monotonic() - began < 4 * SLACK_S
+    assert time.monotonic() - began < 2 * SLACK_S
 
 
 # ---------------------------------------------------------------- deletions win
