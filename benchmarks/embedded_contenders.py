@@ -189,7 +189,9 @@ class OwnEngine:
 
     def __init__(self, spec: str, settings: Settings) -> None:
         from chunkweave import Engine
+        from chunkweave.kv.memory import keep_freed_memory
 
+        keep_freed_memory()
         ((self._name, self._method),) = make_contenders([spec]).items()
         store = StoreConfig(host_budget_bytes=settings.kept_bytes)
         self._runner = Engine.load(settings.folder, dtype=settings.dtype, store=store).runner

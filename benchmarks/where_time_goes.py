@@ -43,6 +43,7 @@ from chunkweave.eval.ttft import (
     make_workload,
 )
 from chunkweave.fusion.rows import ActiveRows
+from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import FlatAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -120,6 +121,7 @@ def main() -> None:
     if arguments.out is not None:
         check_writable(arguments.out)
     torch.set_num_threads(1)
+    keep_freed_memory()
     engine = Engine.load(arguments.model)
     rows = _measured(engine, arguments)
     table = _table(rows)

@@ -8,6 +8,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.eval.fidelity import log_probabilities
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import FAMILIES
+from chunkweave.models.huggingface import _halves_turned, _halves_turned_at_once, _WideAngles
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.testing import toy_model
@@ -63,6 +64,26 @@ def test_keys_come_back_from_where_they_were_rotated_to(bench):
     positions = torch.arange(40, 49)
     for layer in range(model.geometry.num_layers):
         close(model.unrotate_keys(layer, model.rotate_keys(layer, keys, positions), positions), keys)
+
+
+def test_many_tokens_are_rotated_as_few_are_to_the_bit(bench):
+    model = bench.loaded.model
+    heads, kv_heads, dim = (getattr(model.geometry, name) for name in ("num_heads", "num_kv_heads", "head_dim"))
+    for _ in range(3):  # other positions at what may be the same address
+        positions = torch.randint(0, 90, (20_000 // dim,))
+        for layer in range(model.geometry.num_layers):
+            for rotate, count in ((model.rotate_keys, kv_heads), (model.rotate_queries, heads)):
+                states = torch.randn(len(positions), count, dim)
+                pieces = zip(states.split(70), positions.split(70), strict=True)
+                in_pieces = torch.cat([rotate(layer, some, at) for some, at in pieces])
+                assert torch.equal(rotate(layer, states, positions), in_pieces)
+
+
+def test_rotating_whole_rows_rounds_as_rotating_halves_does():
+    cos, sin, states = (torch.randn(shape).bfloat16() for shape in ((500, 64), (500, 64), (500, 3, 64)))
+    positions = torch.arange(500)
+    wide = _WideAngles().get("", positions, 3, cos, sin)
+    assert torch.equal(_halves_turned_at_once(states, *wide), _halves_turned(states, cos[:, None], sin[:, None]))
 
 
 def test_segments_with_rotated_keys_are_woven_like_others(bench):

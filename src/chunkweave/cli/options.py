@@ -359,8 +359,10 @@ class ModelOptions:
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
+            from chunkweave.kv.memory import keep_freed_memory
             from chunkweave.models.threads import keep_within_cpus
 
+            keep_freed_memory()
             if not self.threads_given:
                 keep_within_cpus()
             where = {"device": self.model.device, "dtype": self.model.dtype, "weights": self.model.weights}

@@ -9,7 +9,8 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig, Combine
-from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
+from chunkweave.kv.memory import segment_memory
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
 from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch

@@ -120,7 +120,7 @@ def _run_layer(
     keep = _joined([rows.refine(layer, keys, values) for rows, keys, values in fresh], entered, k.device)
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
-    positions = torch.cat([rows.positions for rows in batch])
+    positions = batch[0].positions if len(batch) == 1 else torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate_keys(layer, k, positions)
     for rows, ends in zip(batch, last, strict=True):
         if ends:

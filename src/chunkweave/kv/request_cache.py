@@ -7,13 +7,16 @@ from math import prod
 
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentSource, segment_memory
+from chunkweave.kv.memory import ReusedMemory, segment_memory
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.types import Geometry, Span
 
 _versions = count()
 
 _TOGETHER = 16 << 20
 """So many bytes of a cache are allocated at a time: enough for huge pages, and there twice while a cache grows."""
+
+_memory = ReusedMemory()
 
 Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, keys `[tokens, kv_heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
@@ -213,7 +216,7 @@ class RequestCache:
             return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
         left, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
         together = max(1, min(left, _TOGETHER // max(1, nbytes)))
-        return list(segment_memory((together, *self._shape), self._dtype).unbind())
+        return list(_memory.tensor((together, *self._shape), self._dtype).unbind())
 
     def _kept_layer(self, layer: int) -> torch.Tensor:
         kept = self._kept[layer]

@@ -1,8 +1,6 @@
 """The stored KV of one chunk: immutable, for any position; and how its tensors are encoded."""
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -10,32 +8,6 @@ from typing import Protocol
 import torch
 
 from chunkweave.errors import UnknownMethodError
-
-_OWN_PAGES = 256 * 1024
-"""From so many bytes on a segment has pages of its own."""
-
-_HUGE_PAGES = 4 << 20
-"""From so many bytes on they may be huge."""
-
-
-def segment_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A fresh tensor of the host for KV; its contents are whatever was there.
-
-    It has pages of its own, which the system gets back with the last tensor in them. On the heap, segments that come
-    and go leave holes between what stays: a server then holds several times the budget of its store. The system is
-    asked for huge pages: the first write to each small one costs more than the copy that it is for.
-    """
-    count = prod(shape)
-    if count * dtype.itemsize >= _OWN_PAGES and hasattr(mmap, "MAP_ANONYMOUS"):
-        try:
-            pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError:  # no more mappings: the heap has to do
-            return torch.empty(tuple(shape), dtype=dtype)
-        if count * dtype.itemsize >= _HUGE_PAGES:
-            with suppress(AttributeError, OSError):  # a wish: not every system has them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,6 +48,7 @@ class HuggingFaceModel:
         by_type = self.anatomy.rope_by_layer_type
         self._layer_types = tuple(model.config.layer_types) if by_type else ("",) * len(self._layers)
         self._cos_sin: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._wide = _WideAngles()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -122,7 +123,13 @@ class HuggingFaceModel:
         """Angles come from a table made by the model's rotary module; dims beyond it are not rotated."""
         if not self._layers[layer].rotates:
             return states
-        cos, sin = self._angles(self._layer_types[layer])
+        kind = self._layer_types[layer]
+        cos, sin = self._angles(kind)
+        whole = cos.shape[-1] == states.shape[-1] and cos.dtype is states.dtype
+        if whole and self._turns_halves and self.device.type == "cpu":
+            wide = self._wide.get(kind, positions, states.shape[1], cos, sin)
+            if wide is not None:
+                return _halves_turned_at_once(states, *wide)
         return self._turned(states, cos[positions], sin[positions])
 
     def _turned(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -249,6 +256,40 @@ def _halves_turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     return rotated
 
 
+def _halves_turned_at_once(states: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """`_halves_turned` to the bit, by angles as wide as the states: whole rows at a time take half as long."""
+    other = states.roll(states.shape[-1] // 2, -1).mul_(signed_sin)
+    return (states * cos).add_(other)
+
+
+class _WideAngles:
+    """Cosines and sines of positions, `[tokens, heads, dims]`, the sines of the first half of the dims negated.
+
+    Made once for tensors of positions that come again with every layer; the last few are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def get(
+        self, kind: str, positions: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of `positions` for states of so many heads, from tables of all positions; None if that would not pay."""
+        tokens, dims = positions.shape[0], cos.shape[-1]
+        if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE:
+            return None
+        key = (kind, id(positions), heads)
+        found = self._kept.get(key)
+        if found is None:
+            if sum(kept.numel() for _, kept, _ in self._kept.values()) + tokens * heads * dims > _MOST_WIDE:
+                self._kept.clear()
+            wide_cos = cos[positions].unsqueeze(1).expand(-1, heads, -1).contiguous()
+            wide_sin = sin[positions].unsqueeze(1).expand(-1, heads, -1).clone()
+            wide_sin[..., : dims // 2].neg_()
+            found = self._kept[key] = (positions, wide_cos, wide_sin)  # with the positions, whose id stays theirs
+        return found[1], found[2]
+
+
 def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether a family's RoPE is `_halves_turned`."""
     draw = torch.Generator().manual_seed(0)
@@ -256,6 +297,9 @@ def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> boo
     rotated, _ = rope(states, states[:, :0], cos, sin, unsqueeze_dim=1)
     return torch.equal(rotated, _halves_turned(states, cos[:, None], sin[:, None]))
 
+
+_FEWEST_WIDE, _MOST_WIDE = 1 << 14, 1 << 23
+"""Fewest elements of states whose angles are made as wide as they are, and most that are kept so."""
 
 _POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

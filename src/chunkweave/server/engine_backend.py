@@ -15,6 +15,7 @@ from chunkweave.chunking.builder import PromptLimit
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -317,6 +318,7 @@ def load_engine(settings: Settings) -> Engine:
         UsageError: no model, or a device, method or quality that does not exist.
     """
     model, options = settings.model, engine_options(settings)
+    keep_freed_memory()
     keep_within_cpus()
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, weights=model.weights, **options)
