@@ -9,7 +9,9 @@ their calls: `products` is all linear maps with the norms before them, `attentio
 KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
 around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
 its own weights, but what it prefills with are ours, packed. Rows `plain` and `int8` are of engines that keep their
-weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`.
+weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`. Those of `compiled` are of
+plain weights whose layers `torch.compile` has compiled for the shapes that come, if `--compiled` asks for them: that
+takes a C++ compiler and minutes.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
 from docs_tables import markdown_table, update_page
 from rich.console import Console
 from rich.progress import track
@@ -111,6 +115,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="onednn,sdpa", help="of each its rows, if it runs here")
     parser.add_argument("--also-weights", default="plain,int8", help="engines with other weights beside the first")
     parser.add_argument("--their-methods", default="query@0.05")
+    parser.add_argument("--compiled", action="store_true", help="one more, its layers compiled")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -155,6 +160,11 @@ def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, A
         other = Engine.load(arguments.model, weights=weights)
         runners.append(other.runner)
         _add_cases(cases, f"{weights} ", other, arguments.their_methods, [*kernels][:1], arguments)
+    if arguments.compiled:
+        compiled = Engine.load(arguments.model, weights=Weights.PLAIN.value)
+        _compile(compiled.loaded.model)
+        runners.append(compiled.runner)
+        _add_cases(cases, "compiled ", compiled, arguments.their_methods, [*kernels][:1], arguments)
     plain = load_folder(arguments.model, weights=Weights.PLAIN).model
     cases["hf-decode 1", ""] = _hugging_face_decode(plain, prompt.token_ids)
     samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
@@ -203,6 +213,14 @@ def _add_cases(
 
             cases[f"{prefix}decode {count}", kernel] = decode
     return prompt
+
+
+def _compile(model: HuggingFaceModel) -> None:
+    """What the layers compute around attention, compiled anew for every shape, the weights as constants."""
+    inductor.freezing = True
+    dynamo.cache_size_limit, dynamo.accumulated_cache_size_limit = 1 << 12, 1 << 20
+    for layer in model._layers:
+        layer.qkv, layer.finish = (torch.compile(step, dynamic=False) for step in (layer.qkv, layer.finish))
 
 
 def _hugging_face_decode(model: HuggingFaceModel, token_ids: tuple[int, ...]) -> Case:
