@@ -2,10 +2,13 @@
 
     python benchmarks/batching.py --shape smollm2-135m --out batching.json \
         --update-docs docs/results/tables-benchmarks.md
+    python benchmarks/batching.py --model smollm2 --methods full cacheblend --chunks 6 --passage-repeats 18 \
+        --new-tokens 1 --out batching-first-tokens.json
 
 Decode-heavy work: every request asks its own question over the same stored chunks, for many tokens. Each number of
 running requests answers the same requests, all submitted at once; tokens a second are those of all answers over the
-seconds from the first submission to the last answer, prefills included. Throughput is held against one at a time.
+seconds from the first submission to the last answer, prefills included. Throughput is held against one at a time. With
+several methods each gets its rows; with one new token these are the prefills of batches, against the first method's.
 """
 
 import argparse
@@ -29,17 +32,21 @@ from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 
 PASSAGE = "The ferry of day {day} leaves the harbour at seven, at noon and at six, and carries {day} carts of peat. "
 HEADS = ["running at once", "tokens/s", "of one at a time", "token every", "TTFT", "steps"]
+PREFILL_HEADS = ["method", "prompts at once", "seconds a prompt", "sooner than the first"]
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="smollm2-135m")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shape", default="smollm2-135m", help="random weights")
+    model.add_argument("--model", help="a checkpoint")
     parser.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--chunks", type=int, default=3)
-    parser.add_argument("--method", default="prefix")
+    parser.add_argument("--passage-repeats", type=int, default=6, help="the length of a chunk, in some 27 tokens")
+    parser.add_argument("--methods", nargs="+", default=["prefix"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -48,13 +55,17 @@ def main() -> None:
     if arguments.out is not None:
         check_writable(arguments.out)
     torch.set_num_threads(arguments.threads)
-    engine = Engine.load_shape(arguments.shape, seed=arguments.seed)
+    if arguments.model is not None:
+        engine = Engine.load(arguments.model)
+    else:
+        engine = Engine.load_shape(arguments.shape, seed=arguments.seed)
     requests = _requests(arguments)
-    engine.generate_batch(requests[:1], method=arguments.method)
-    runs = track(arguments.running, "measuring", console=Console(stderr=True))
-    rows = [asyncio.run(_measure(engine, requests, running, arguments.method)) for running in runs]
-    table = _table(rows)
-    _show(table, arguments)
+    for method in arguments.methods:
+        engine.generate_batch(requests[:1], method=method)
+    runs = [(running, method) for running in arguments.running for method in arguments.methods]
+    shown = track(runs, "measuring", console=Console(stderr=True))
+    rows = [asyncio.run(_measure(engine, requests, running, method)) for running, method in shown]
+    _show(rows, arguments)
     if arguments.out is not None:
         config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
         command = shlex.join(["python", *sys.argv])
@@ -66,11 +77,14 @@ def main() -> None:
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
     """The table of a result for the documentation."""
-    return {"throughput": markdown_table(HEADS, _table(result["rows"]))}
+    return {
+        "throughput": markdown_table(HEADS, _table(result["rows"])),
+        "prefill-batches": markdown_table(PREFILL_HEADS, _prefill_table(result["rows"])),
+    }
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
-    chunks = [PASSAGE.format(day=day) * 6 for day in range(arguments.chunks)]
+    chunks = [PASSAGE.format(day=day) * arguments.passage_repeats for day in range(arguments.chunks)]
     sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
     return [
         Request(f"How many carts are carried on day {day}?", chunks, sampling=sampling)
@@ -89,6 +103,7 @@ async def _measure(engine: Engine, requests: list[Request], running: int, method
     reports = [answer.report for answer in answers]
     return {
         "running": running,
+        "method": method,
         "new_tokens": tokens,
         "prompt_tokens": statistics.mean(report.prompt_tokens for report in reports),
         "seconds": seconds,
@@ -114,13 +129,30 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def _show(rows: list[list[str]], arguments: argparse.Namespace) -> None:
-    title = f"{arguments.shape}: {arguments.requests} requests, {arguments.new_tokens} tokens each"
-    table = Table(title=title, title_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="right")
+def _prefill_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Seconds by prompt, and against the first method with as many at once."""
+    base: dict[int, float] = {}
     for row in rows:
-        table.add_row(*row)
+        base.setdefault(row["running"], row["tokens_per_s"])
+    return [
+        [
+            row.get("method", ""),
+            str(row["running"]),
+            f"{1 / row['tokens_per_s']:.2f}",
+            f"{row['tokens_per_s'] / base[row['running']]:.2f}x",
+        ]
+        for row in rows
+    ]
+
+
+def _show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    title = f"{arguments.model or arguments.shape}: {arguments.requests} requests, {arguments.new_tokens} tokens each"
+    table = Table(title=title, title_justify="left")
+    prefills = arguments.new_tokens == 1
+    for head in PREFILL_HEADS if prefills else HEADS:
+        table.add_column(head, justify="right")
+    for line in (_prefill_table if prefills else _table)(rows):
+        table.add_row(*line)
     Console(file=sys.stdout).print(table)
 
 
