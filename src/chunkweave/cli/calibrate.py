@@ -121,7 +121,7 @@ def calibrate(
     seed: Annotated[
         int, typer.Option(help="Draws the questions; not 0, so that `bench fidelity` asks others afterwards.")
     ] = 1,
-    computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype")],
+    computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights")],
     threads: options.Threads = None,
     store: Annotated[StoreConfig, Only("host_budget")],
     capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],

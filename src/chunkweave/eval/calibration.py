@@ -176,11 +176,12 @@ def make_record(
     every = [_point(row, warm) for warm, own in rows.items() for row in own]
     measured = [point for point in every if (point.method, point.value) in grid]
     points = tuple(sorted(measured, key=lambda point: grid.index((point.method, point.value))))
-    model = engine.loaded.model
+    model, quantized = engine.loaded.model, engine.loaded.quantized
+    dtype = str(model.dtype).removeprefix("torch.")
     return CalibrationRecord(
         fingerprint=engine.loaded.fingerprint,
         model=engine.loaded.name,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=f"{dtype} ({quantized} weights)" if quantized else dtype,
         dataset=origin.dataset,
         dataset_digest=digest_of(examples),
         questions=len(found),

@@ -40,7 +40,8 @@ class LoadedModel:
     """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by.
 
     `folder` is where a checkpoint was loaded from; None for a model without one. `adapter` is the folder of the LoRA
-    adapter that was merged into its weights, if there is one: name and fingerprint are those of both.
+    adapter that was merged into its weights, if there is one: name and fingerprint are those of both. `quantized` is
+    what the weights were rounded to (`int8`), empty if they were not.
     """
 
     model: HuggingFaceModel
@@ -49,6 +50,7 @@ class LoadedModel:
     name: str
     folder: Path | None = None
     adapter: Path | None = None
+    quantized: str = ""
 
     @property
     def record_folder(self) -> Path | None:
@@ -110,10 +112,10 @@ def load_folder(
     if verify:
         driven.verify()
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(loaded, config))
-    if lora is None:
-        return LoadedModel(driven, wrapped, fingerprint_folder(path, config, dtype, quantized=quantized), name, path)
-    fingerprint = fingerprint_folder(path, config, dtype, lora.key, quantized=quantized)
-    return LoadedModel(driven, wrapped, fingerprint, adapted_name(name, lora.folder), path, lora.folder)
+    adapter_key, merged = ("", None) if lora is None else (lora.key, lora.folder)
+    fingerprint = fingerprint_folder(path, config, dtype, adapter_key, quantized=quantized)
+    name = name if merged is None else adapted_name(name, merged)
+    return LoadedModel(driven, wrapped, fingerprint, name, path, merged, quantized)
 
 
 def load_shape(
@@ -132,7 +134,7 @@ def load_shape(
     model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
     keep_weights(model, kept)
     fingerprint = fingerprint_shape(config, dtype, seed, device, quantized=quantized)
-    return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name)
+    return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name, quantized=quantized)
 
 
 def bundled_tokenizer() -> HuggingFaceTokenizer:

@@ -136,9 +136,10 @@ class CalibrationRecord:
     """A finished calibration: what was measured, how, and what came out.
 
     It holds for the model of `fingerprint` (weights and dtype) and says something about prompts like those of
-    `dataset`. `reuse` has the configuration of each method beside its parameter. `references` are full prefill in
-    slices (how far arithmetic alone strays) and full KV reuse, for each way in which chunks were warmed. Speed-ups are
-    those of `machine`; `commits` are the sources' when questions were measured, `commit` when the record was made.
+    `dataset`. `dtype` also says to what weights were rounded, if they were. `reuse` has the configuration of each
+    method beside its parameter. `references` are full prefill in slices (how far arithmetic alone strays) and full KV
+    reuse, for each way in which chunks were warmed. Speed-ups are those of `machine`; `commits` are the sources' when
+    questions were measured, `commit` when the record was made.
     """
 
     fingerprint: str
