@@ -58,7 +58,7 @@ class ReusedMemory:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that are kept and that nobody uses."""
-        return sum(size * len(pages) for size, pages in tuple(self._waiting.items()))
+        return sum(size * len(pages) for size, pages in self._waiting.copy().items())
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the host; its contents are whatever was there."""
