@@ -115,5 +115,5 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
         call = [sys.executable, "-c", FAULTS]
         return int(subprocess.run(call, env={**ours, **environment}, capture_output=True, check=True, text=True).stdout)
 
-    assert faults() < 2_000  # 680 MB are written, 170,000 pages of 4 KiB
-    assert faults(MALLOC_TRIM_THRESHOLD_="100000", MALLOC_MMAP_THRESHOLD_="100000") > 2_000
+    assert faults() < 100  # 680 MB are written: 170,000 pages of 4 KiB, or 340 of 2 MiB
+    assert faults(MALLOC_TRIM_THRESHOLD_="100000", MALLOC_MMAP_THRESHOLD_="100000") > 300
