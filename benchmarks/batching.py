@@ -3,16 +3,18 @@
     python benchmarks/batching.py --shape smollm2-135m --out batching.json \
         --update-docs docs/results/tables-benchmarks.md
     python benchmarks/batching.py --model smollm2 --methods full cacheblend --chunks 6 --passage-repeats 18 \
-        --new-tokens 1 --out batching-first-tokens.json
+        --shuffle --new-tokens 1 --out batching-first-tokens.json
 
 Decode-heavy work: every request asks its own question over the same stored chunks, for many tokens. Each number of
 running requests answers the same requests, all submitted at once; tokens a second are those of all answers over the
 seconds from the first submission to the last answer, prefills included. Throughput is held against one at a time. With
 several methods each gets its rows; with one new token these are the prefills of batches, against the first method's.
+With `--shuffle` every request has the chunks, each computed beforehand, in an order of its own.
 """
 
 import argparse
 import asyncio
+import random
 import shlex
 import statistics
 import sys
@@ -27,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from chunkweave import Answer, AsyncEngine, BatchingConfig, Engine, Request, SamplingParams
+from chunkweave import Answer, AsyncEngine, BatchingConfig, Chunk, Engine, Request, SamplingParams
 from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 
 PASSAGE = "The ferry of day {day} leaves the harbour at seven, at noon and at six, and carries {day} carts of peat. "
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--chunks", type=int, default=3)
     parser.add_argument("--passage-repeats", type=int, default=6, help="the length of a chunk, in some 27 tokens")
+    parser.add_argument("--shuffle", action="store_true", help="chunks in another order for each request")
     parser.add_argument("--methods", nargs="+", default=["prefix"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -60,6 +63,8 @@ def main() -> None:
     else:
         engine = Engine.load_shape(arguments.shape, seed=arguments.seed)
     requests = _requests(arguments)
+    if arguments.shuffle:
+        engine.precompute([Chunk(passage) for passage in _passages(arguments)])
     for method in arguments.methods:
         engine.generate_batch(requests[:1], method=method)
     runs = [(running, method) for running in arguments.running for method in arguments.methods]
@@ -84,12 +89,17 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
-    chunks = [PASSAGE.format(day=day) * arguments.passage_repeats for day in range(arguments.chunks)]
+    chunks, draw = _passages(arguments), random.Random(arguments.seed)
     sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
+    orders = [draw.sample(chunks, len(chunks)) if arguments.shuffle else chunks for _ in range(arguments.requests)]
     return [
-        Request(f"How many carts are carried on day {day}?", chunks, sampling=sampling)
-        for day in range(arguments.requests)
+        Request(f"How many carts are carried on day {day}?", order, sampling=sampling)
+        for day, order in enumerate(orders)
     ]
+
+
+def _passages(arguments: argparse.Namespace) -> list[str]:
+    return [PASSAGE.format(day=day) * arguments.passage_repeats for day in range(arguments.chunks)]
 
 
 async def _measure(engine: Engine, requests: list[Request], running: int, method: str) -> dict[str, Any]:
