@@ -63,13 +63,16 @@ def main() -> None:
     else:
         engine = Engine.load_shape(arguments.shape, seed=arguments.seed)
     requests = _requests(arguments)
-    if arguments.shuffle:
-        engine.precompute([Chunk(passage) for passage in _passages(arguments)])
     for method in arguments.methods:
         engine.generate_batch(requests[:1], method=method)
     runs = [(running, method) for running in arguments.running for method in arguments.methods]
     shown = track(runs, "measuring", console=Console(stderr=True))
-    rows = [asyncio.run(_measure(engine, requests, running, method)) for running, method in shown]
+    rows = []
+    for running, method in shown:
+        if arguments.shuffle:  # nothing of what the run before has stored
+            engine.runner.store.clear()
+            engine.precompute([Chunk(passage) for passage in _passages(arguments)])
+        rows.append(asyncio.run(_measure(engine, requests, running, method)))
     _show(rows, arguments)
     if arguments.out is not None:
         config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
