@@ -66,6 +66,7 @@ def test_keys_come_back_from_where_they_were_rotated_to(bench):
         close(model.unrotate_keys(layer, model.rotate_keys(layer, keys, positions), positions), keys)
 
 
+@torch.inference_mode()
 def test_many_tokens_are_rotated_as_few_are_to_the_bit(bench):
     model = bench.loaded.model
     heads, kv_heads, dim = (getattr(model.geometry, name) for name in ("num_heads", "num_kv_heads", "head_dim"))
@@ -79,11 +80,14 @@ def test_many_tokens_are_rotated_as_few_are_to_the_bit(bench):
                 assert torch.equal(rotate(layer, states, positions), in_pieces)
 
 
+@torch.inference_mode()
 def test_rotating_whole_rows_rounds_as_rotating_halves_does():
     cos, sin, states = (torch.randn(shape).bfloat16() for shape in ((500, 64), (500, 64), (500, 3, 64)))
     positions = torch.arange(500)
     wide = _WideAngles().get("", positions, 3, cos, sin)
     assert torch.equal(_halves_turned_at_once(states, *wide), _halves_turned(states, cos[:, None], sin[:, None]))
+    with torch.inference_mode(mode=False):
+        assert _WideAngles().get("", positions, 3, cos, sin) is None, "it could not be part of a graph"
 
 
 def test_segments_with_rotated_keys_are_woven_like_others(bench):

@@ -265,7 +265,8 @@ def _halves_turned_at_once(states: torch.Tensor, cos: torch.Tensor, signed_sin: 
 class _WideAngles:
     """Cosines and sines of positions, `[tokens, heads, dims]`, the sines of the first half of the dims negated.
 
-    Made once for tensors of positions that come again with every layer; the last few are kept.
+    Made once for tensors of positions that come again with every layer; the last few are kept. In inference mode only:
+    what is kept there can be part of no graph.
     """
 
     def __init__(self) -> None:
@@ -276,12 +277,13 @@ class _WideAngles:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Of `positions` for states of so many heads, from tables of all positions; None if that would not pay."""
         tokens, dims = positions.shape[0], cos.shape[-1]
-        if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE:
+        if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE or not torch.is_inference_mode_enabled():
             return None
         key = (kind, id(positions), heads)
         found = self._kept.get(key)
         if found is None:
-            if sum(kept.numel() for _, kept, _ in self._kept.values()) + tokens * heads * dims > _MOST_WIDE:
+            kept = self._kept.copy()  # another thread may add to it
+            if sum(one.numel() for _, one, _ in kept.values()) + tokens * heads * dims > _MOST_WIDE:
                 self._kept.clear()
             wide_cos = cos[positions].unsqueeze(1).expand(-1, heads, -1).contiguous()
             wide_sin = sin[positions].unsqueeze(1).expand(-1, heads, -1).clone()
