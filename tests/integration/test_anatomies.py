@@ -8,7 +8,7 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.eval.fidelity import log_probabilities
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import FAMILIES
-from chunkweave.models.huggingface import _halves_turned, _halves_turned_at_once, _WideAngles
+from chunkweave.models.huggingface import _halves_turned, _WideAngles
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.testing import toy_model
@@ -85,7 +85,7 @@ def test_rotating_whole_rows_rounds_as_rotating_halves_does():
     cos, sin, states = (torch.randn(shape).bfloat16() for shape in ((500, 64), (500, 64), (500, 3, 64)))
     positions = torch.arange(500)
     wide = _WideAngles().get("", positions, 3, cos, sin)
-    assert torch.equal(_halves_turned_at_once(states, *wide), _halves_turned(states, cos[:, None], sin[:, None]))
+    assert torch.equal(_halves_turned(states, *wide), _halves_turned(states, cos[:, None], sin[:, None]))
     with torch.inference_mode(mode=False):
         assert _WideAngles().get("", positions, 3, cos, sin) is None, "it could not be part of a graph"
 

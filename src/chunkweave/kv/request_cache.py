@@ -17,6 +17,7 @@ _TOGETHER = 16 << 20
 """So many bytes of a cache are allocated at a time: enough for huge pages, and there twice while a cache grows."""
 
 _memory = ReusedMemory()
+"""What caches on the host lie in, whoever's they are."""
 
 Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, keys `[tokens, kv_heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""

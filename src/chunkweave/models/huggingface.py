@@ -125,11 +125,10 @@ class HuggingFaceModel:
             return states
         kind = self._layer_types[layer]
         cos, sin = self._angles(kind)
-        whole = cos.shape[-1] == states.shape[-1] and cos.dtype is states.dtype
-        if whole and self._turns_halves and self.device.type == "cpu":
+        if self._turns_halves and cos.shape[-1] == states.shape[-1] and self.device.type == "cpu":
             wide = self._wide.get(kind, positions, states.shape[1], cos, sin)
             if wide is not None:
-                return _halves_turned_at_once(states, *wide)
+                return _halves_turned(states, *wide)
         return self._turned(states, cos[positions], sin[positions])
 
     def _turned(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -143,12 +142,15 @@ class HuggingFaceModel:
         return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
 
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, `[positions, rotated dims]`, by the model's rotary module."""
+        """Cosines and sines of all positions, `[positions, rotated dims]`, by the model's rotary module.
+
+        Where RoPE is `_halves_turned`, the sines are signed for it.
+        """
         if layer_type not in self._cos_sin:
             positions = torch.arange(self.geometry.max_positions, device=self.device)[None]
             probe = torch.empty(0, dtype=self.dtype, device=self.device)
             cos, sin = self._body.rotary_emb(probe, positions, *((layer_type,) if layer_type else ()))
-            self._cos_sin[layer_type] = cos[0], sin[0]
+            self._cos_sin[layer_type] = cos[0], _signed(sin[0]) if self._turns_halves else sin[0]
         return self._cos_sin[layer_type]
 
 
@@ -244,26 +246,23 @@ def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, to
     return rope
 
 
-def _halves_turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _halves_turned(states: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """RoPE that turns the first half of a head's dimensions with the second, as most families do.
 
-    Rounded where their functions round, so that not a bit differs; it writes half as much.
+    Rounded where their functions round, so that not a bit differs. Angles are `[tokens, 1, dims]`, or as wide as the
+    states: whole rows at a time take half as long.
     """
-    half = states.shape[-1] // 2
-    rotated = states * cos
-    rotated[..., :half] -= states[..., half:] * sin[..., :half]
-    rotated[..., half:] += states[..., :half] * sin[..., half:]
-    return rotated
+    return (states * cos).add_(states.roll(states.shape[-1] // 2, -1) * signed_sin)
 
 
-def _halves_turned_at_once(states: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """`_halves_turned` to the bit, by angles as wide as the states: whole rows at a time take half as long."""
-    other = states.roll(states.shape[-1] // 2, -1).mul_(signed_sin)
-    return (states * cos).add_(other)
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """Sines as `_halves_turned` wants them: those of the first half of the dimensions negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
 
 
 class _WideAngles:
-    """Cosines and sines of positions, `[tokens, heads, dims]`, the sines of the first half of the dims negated.
+    """Cosines and sines of positions for every head, `[tokens, heads, dims]`.
 
     Made once for tensors of positions that come again with every layer; the last few are kept. In inference mode only:
     what is kept there can be part of no graph.
@@ -285,9 +284,7 @@ class _WideAngles:
             kept = self._kept.copy()  # another thread may add to it
             if sum(one.numel() for _, one, _ in kept.values()) + tokens * heads * dims > _MOST_WIDE:
                 self._kept.clear()
-            wide_cos = cos[positions].unsqueeze(1).expand(-1, heads, -1).contiguous()
-            wide_sin = sin[positions].unsqueeze(1).expand(-1, heads, -1).clone()
-            wide_sin[..., : dims // 2].neg_()
+            wide_cos, wide_sin = (table[positions].unsqueeze(1).repeat(1, heads, 1) for table in (cos, sin))
             found = self._kept[key] = (positions, wide_cos, wide_sin)  # with the positions, whose id stays theirs
         return found[1], found[2]
 
@@ -297,7 +294,7 @@ def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> boo
     draw = torch.Generator().manual_seed(0)
     states, cos, sin = (torch.randn(shape, generator=draw).bfloat16() for shape in ((3, 2, 8), (3, 8), (3, 8)))
     rotated, _ = rope(states, states[:, :0], cos, sin, unsqueeze_dim=1)
-    return torch.equal(rotated, _halves_turned(states, cos[:, None], sin[:, None]))
+    return torch.equal(rotated, _halves_turned(states, cos[:, None], _signed(sin)[:, None]))
 
 
 _FEWEST_WIDE, _MOST_WIDE = 1 << 14, 1 << 23
