@@ -69,6 +69,23 @@ def test_reads_as_the_engine_does(family: str, reading: Reading) -> None:
         torch.testing.assert_close(torch.log_softmax(logits.double(), -1), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("together", [1, 40, 1000])
+def test_a_question_sees_no_other_whichever_look_together(
+    family: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chunkweave.adapt.reading._ROWS_TOGETHER", together)
+    engine = _engine(family, **({"sliding_window": 24} if family == "gemma3_text" else {}))
+    passages, reader = _passages(engine), _reader(engine)
+    questions = [engine.builder.question_part(one).token_ids for one in (*QUESTIONS, "Which road?", "Is B there?")]
+    last = [len(one) for one in questions]
+    with torch.no_grad():
+        found = reader.logits(passages, questions, Reading.ALONE, last=last)
+        alone = [reader.logits(passages, [one], Reading.ALONE, last=[len(one)])[0] for one in questions]
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+
+
 def test_readings_differ() -> None:
     engine = _engine()
     passages, question = _passages(engine), engine.builder.question_part(QUESTIONS[0]).token_ids

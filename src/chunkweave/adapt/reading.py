@@ -6,7 +6,7 @@ positions that assembly gives them, and none of the other questions. This is wha
 were stored in the same way, in one pass.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -77,6 +77,17 @@ class _Layout:
         """The first row of the questions."""
         return self.chunks[-1].stop if self.chunks else self.head
 
+    def together(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Where some whole questions of `rows` rows or more (the last: of what is left) begin and end, by owner."""
+        first = 0
+        for stop in accumulate(torch.bincount(self.owners).tolist()):
+            if stop - first >= rows or stop == len(self.owners):
+                yield first, stop
+                first = stop
+
+
+_ROWS_TOGETHER = 128
+"""Rows of questions, about, that look at their keys together: more see more of each other's, masked, for nothing."""
 
 _Asking = tuple[slice, tuple[slice, ...], torch.Tensor]
 """Rows that ask, the rows that they look at, and the mask between the two."""
@@ -201,12 +212,12 @@ class PassageReader:
         scores = model.geometry.scores(layer)
         attended = []
         for own, seen, mask in asking:
-            seen_as = placed if own.start == layout.behind else keys
+            seen_as = placed if own.start >= layout.behind else keys
             attended.append(attend_masked(queries[own], _rows(seen_as, seen), _rows(v, seen), mask, scores))
         return model.finish(layer, hidden, torch.cat(attended)), placed, v
 
     def _masks(self, layout: _Layout, reading: Reading, window: int | None, dtype: torch.dtype) -> list[_Asking]:
-        """Which rows ask, which rows they look at, and the mask between them: head, chunks, and the questions last."""
+        """Which rows ask, which rows they look at, and the mask between them: head, chunks, and some questions each."""
         opening, head, behind = slice(0, layout.opening), slice(0, layout.head), layout.behind
         asking: list[tuple[slice, tuple[slice, ...]]] = [(head, (head,))] if layout.head else []
         if reading is Reading.FULL:
@@ -218,11 +229,14 @@ class PassageReader:
         for own, seen in asking:
             at = _rows(layout.computed_at, seen)
             found.append((own, seen, _additive(seen_keys(at, layout.computed_at[own][:, None], window), dtype)))
-        questions, everything = slice(behind, len(layout.token_ids)), (opening, slice(layout.head, behind))
-        seen = (*everything, questions)
-        visible = seen_keys(_rows(layout.placed_at, seen), layout.placed_at[questions][:, None], window)
-        visible[:, -len(layout.owners) :] &= layout.owners[:, None] == layout.owners
-        return [*found, (questions, seen, _additive(visible, dtype))]
+        everything = (opening, slice(layout.head, behind))
+        for first, stop in layout.together(_ROWS_TOGETHER):
+            own, seen = slice(behind + first, behind + stop), (*everything, slice(behind + first, behind + stop))
+            visible = seen_keys(_rows(layout.placed_at, seen), layout.placed_at[own][:, None], window)
+            owners = layout.owners[first:stop]
+            visible[:, first - stop :] &= owners[:, None] == owners
+            found.append((own, seen, _additive(visible, dtype)))
+        return found
 
     def _next(
         self, state: "_Decoding", active: Sequence[int], token_ids: Sequence[int], positions: Sequence[int]
