@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from chunkweave import Chunk, Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
-from chunkweave.eval import fidelity
+from chunkweave.eval import fidelity, warming
 from chunkweave.eval.dataset_formats import Example
 from chunkweave.eval.datasets import document_examples
 from chunkweave.eval.decoding import decode_greedily
@@ -216,6 +216,24 @@ def test_chunks_are_computed_in_so_many_contexts_with_others():
     assert len(engine.store.records()) == before, "what is there is not computed again"
     lookup = engine.store.lookup(tasks[0].prompt)
     assert all(part.variants for part in lookup.parts if part.part.id is not None)
+
+
+@pytest.mark.parametrize(("count", "shares"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (4, [1] * 4), (9, [1] * 4)])
+def test_chunks_come_from_so_many_requests_with_others(count, shares, monkeypatch):
+    engine = Engine(toy_model())
+    config = _config(warm=Warmth.parse(f"sources:{count}"), free=0)
+    other = Example(
+        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
+    )
+    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    prefilled = []
+    monkeypatch.setattr(warming, "prefill_and_store", lambda _, prompt: prefilled.append(prompt))
+    prepare(engine, tasks, 0, config.warm)
+    requests = [[part.source for part in prompt.parts if part.source] for prompt in prefilled]
+    assert all(len(request) == len(set(request)) == len(NAMES) for request in requests), "filled up with others"
+    own = [[name for name in request if name in NAMES] for request in requests]
+    assert sorted(map(len, own)) == shares
+    assert sorted(name for some in own for name in some) == sorted(NAMES)
 
 
 def test_prefix_caching_works_where_earlier_requests_began_alike():

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ class WarmBy(StrEnum):
     """The instruction and neutral passages, as `Engine.precompute` does."""
     CONTEXTS = "contexts"
     """Others: each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
+    SOURCES = "sources"
+    """Others: `count` earlier requests had the question's chunks between them, each chunk in one of them."""
     FIRST = "first"
     """The first `count` chunks began an earlier request, where prefix caching works; another request had the rest."""
     QUERIES = "queries"
@@ -47,7 +50,7 @@ class Warmth:
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction`, `neutral`, `contexts:N`, `first:N` or `queries:N`.
+        """From `alone`, `instruction`, `neutral`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
 
         Raises:
             UsageError: none of them.
@@ -87,7 +90,9 @@ class Warmth:
         if self.by is WarmBy.FIRST:
             return list(_beginning_alike(prompt, others, self.count))
         if self.by is WarmBy.CONTEXTS:
-            return list(_in_company(prompt, others, self.count))
+            return list(_in_company(prompt, others, requests=2, rounds=self.count))
+        if self.by is WarmBy.SOURCES:
+            return list(_in_company(prompt, others, requests=self.count))
         if self.by is WarmBy.NEUTRAL:
             opening, own, *_ = _cast(prompt, ())
             preamble = engine.preparer.preamble(opening)
@@ -100,16 +105,17 @@ def company_of(questions: Sequence[T], index: int) -> list[T]:
     return [questions[(index + step) % len(questions)] for step in (1, 2)]
 
 
-def _in_company(prompt: Prompt, others: Sequence[Prompt], rounds: int) -> Iterator[Prompt]:
-    """In each round two requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
+def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, rounds: int = 1) -> Iterator[Prompt]:
+    """In each round so many requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
 
     Drawn with what the chunks are, so the same in every call.
     """
     opening, own, strangers, rng = _cast(prompt, others)
+    cuts = [-(-place * len(own) // requests) for place in range(requests + 1)]
     for _ in range(rounds):
         rng.shuffle(own)
-        half = (len(own) + 1) // 2
-        for mine in (own[:half], own[half:]):
+        for first, behind in pairwise(cuts):
+            mine = own[first:behind]
             request = mine + rng.sample(strangers, min(len(strangers), len(own) - len(mine)))
             rng.shuffle(request)
             if mine:
