@@ -27,7 +27,6 @@ from chunkweave.adapt.distill import AdaptConfig, Distiller
 from chunkweave.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups
 from chunkweave.adapt.reading import PassageReader, Passages, Reading
 from chunkweave.chunking.documents import SplitConfig, split_text
-from chunkweave.errors import UsageError
 from chunkweave.eval.datasets import load_dataset
 from chunkweave.types import Chunk
 
@@ -89,8 +88,6 @@ def learn(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace) -> None:
     """Ask about paragraphs, and write what came of it; all written so far is in the file at any time."""
-    if args.asker is None:
-        raise UsageError("give the folder that learn wrote: --asker")
     engine = Engine.load(args.model, adapter=str(args.asker), method="full")
     rng = Random("paragraphs")
     chunks = [one.chunk for file in args.squad for one in read_paragraphs(file)]
@@ -110,9 +107,7 @@ def write(args: argparse.Namespace) -> None:
             partial.write_text(json.dumps(squad_of(written), indent=1), encoding="utf-8")
             partial.replace(args.file)
             kept = sum(len(one.asked) for one in written)
-            print(
-                f"{done} of {len(chunks)} paragraphs, {kept} questions; the last: {written[-1].asked[-1]}", flush=True
-            )
+            print(f"{done} of {len(chunks)} paragraphs, {kept} of {asked} questions kept", flush=True)
 
 
 def plausible(text: str, asked: Sequence[Asked]) -> list[Asked]:
@@ -181,6 +176,8 @@ def main() -> None:
     parser.add_argument("--most-nats", type=float, default=0.7, help="a question's mean per token, as the asker has it")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.step == "write" and args.asker is None:
+        parser.error("give the folder that learn wrote: --asker")
     torch.set_num_threads(args.threads)
     (learn if args.step == "learn" else write)(args)
 
