@@ -141,7 +141,7 @@ class Passthrough(Protocol):
 
     @property
     def router(self) -> APIRouter:
-        """Every path that is not the server's own."""
+        """The paths of these servers that are handed on."""
 
     async def plain(self, request: Request, tenant: Tenant) -> Response | None:
         """The answer to a completion request that says nothing of documents; None if it does."""

@@ -21,7 +21,7 @@ from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_document
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
-from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
+from chunkweave.server.auth import Tenant
 from chunkweave.server.backend import AnswerEnd, Choice, Event
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.markers import with_marked_documents
@@ -67,16 +67,22 @@ def parts_of(request: Request) -> Parts:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request it is; the gate has found out, unless nobody needs a key here."""
-    tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
+    """Whose request it is, as the gate has found out.
+
+    Raises:
+        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
+    """
+    tenant: Tenant | None = getattr(request.state, "tenant", None)
+    if tenant is None:
+        raise HttpError(401, "this needs an API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return tenant
 
 
 AnyService = Annotated[Service, Depends(service_of)]
 ReadyParts = Annotated[Parts, Depends(parts_of)]
 OfTenant = Annotated[Tenant, Depends(tenant_of)]
-WITHOUT_KEY = ("/health", "/ready", "/ping", "/version", "/metrics")
-"""Over vLLM, the paths that need no key: for whoever runs the server. `/metrics` asks for an admin's key itself."""
+WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
+"""Methods and paths that need no key: probes ask for them."""
 NEEDS_KEY = [Security(_scheme)]
 """For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
@@ -370,9 +376,9 @@ async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[s
 @cache.post("/clear", responses=error_responses(400, 403, 404, 501, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
-    commands = parts.cache
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+    commands = parts.cache
     with parts.limits.occupy(tenant.name):
         if body.everything:
             return {"segments_removed": await commands.clear()}
@@ -403,9 +409,9 @@ operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
 
 
 @operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
-async def metrics(request: Request, service: AnyService, parts: ReadyParts) -> Response:
+async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
     """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
-    _require_admin(service.tenant_of(bearer(request.headers)))
+    _require_admin(tenant)
     return Response(await parts.metrics(), media_type=CONTENT_TYPE)
 
 

@@ -1,7 +1,7 @@
-"""Requests without documents, and all endpoints that are not ours: handed to a vLLM server as they are."""
+"""Requests without documents, and the endpoints of vLLM that are not ours: handed to a vLLM server as they are."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -29,8 +29,10 @@ SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 _TRIES = 2
 
-_FOR_ALL = frozenset(
-    {
+_FOR_ALL: Mapping[str, Sequence[str]] = {
+    "GET": ("/v1/models", "/v1/models/{model:path}"),
+    "POST": (
+        *SALTED,
         "/classify",
         "/detokenize",
         "/pooling",
@@ -38,16 +40,52 @@ _FOR_ALL = frozenset(
         "/score",
         "/tokenize",
         "/v1/embeddings",
-        "/v1/models",
         "/v1/rerank",
         "/v1/score",
+        "/v2/embed",
         "/v2/rerank",
-    }
-)
-"""Endpoints that keep nothing of a request where another one could find it."""
+    ),
+}
+"""By method, paths of vLLM that keep nothing of a request where another request could find it."""
 
-
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_FOR_ADMINS: Mapping[str, Sequence[str]] = {
+    "GET": (
+        "/is_paused",
+        "/is_sleeping",
+        "/load",
+        "/openapi.json",
+        "/server_info",
+        "/tokenizer_info",
+        "/v1/responses/{response_id}",
+    ),
+    "POST": (
+        "/cohere/v2/chat",
+        "/collective_rpc",
+        "/generative_scoring",
+        "/inference/v1/generate",
+        "/invocations",
+        "/pause",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+        "/sleep",
+        "/start_profile",
+        "/stop_profile",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/completions/render",
+        "/v1/load_lora_adapter",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/unload_lora_adapter",
+        "/wake_up",
+    ),
+}
+"""By method, paths of vLLM that show or change what tenants share, or whose requests take no salt."""
 
 
 class Passthrough:
@@ -62,7 +100,11 @@ class Passthrough:
         self._model = model
         self._document_tag = document_tag
         self.router = APIRouter()
-        self.router.add_api_route("/{path:path}", self._any, methods=_METHODS)
+        self.router.add_api_route("/ping", self._ping, include_in_schema=False)
+        for paths, handler in ((_FOR_ALL, self._for_all), (_FOR_ADMINS, self._for_admins)):
+            for method, those in paths.items():
+                for path in those:
+                    self.router.add_api_route(path, handler, methods=[method], include_in_schema=False)
         self._fleet = fleet
 
     async def plain(self, request: Request, tenant: Tenant) -> Response | None:
@@ -72,23 +114,32 @@ class Passthrough:
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
         say_that_nothing_was_named()
-        salted = self._completed(request.url.path, raw, body, tenant)
+        salted = self._completed(request.scope["path"], raw, body, tenant)
         return PassedThrough(self._fleet(), request, salted, also=NOTHING_NAMED)
 
     def _marked(self, body: dict[str, Any]) -> bool:
         said = [body.get(name) for name in _TEXTS]
         return bool(self._document_tag) and marks_documents(_texts(said), self._document_tag)
 
-    async def _any(self, request: Request, tenant: OfTenant) -> Response:
-        """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
-        path = request.url.path
+    async def _ping(self, request: Request) -> Response:
+        """Whether vLLM is well; needs no key."""
+        return PassedThrough(self._fleet(), request, b"")
+
+    async def _for_all(self, request: Request, tenant: OfTenant) -> Response:
+        """What keeps tenants apart, as vLLM serves it."""
+        path: str = request.scope["path"]
         _refuse_other_paths(path)
-        for_all = path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/")
-        if not (tenant.admin or for_all):
-            raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
         raw = await request.body()
-        body = _parsed(raw) if path.startswith("/v1/") and raw else None
+        body = _parsed(raw) if path in SALTED and raw else None
         return PassedThrough(self._fleet(), request, self._completed(path, raw, body, tenant))
+
+    async def _for_admins(self, request: Request, tenant: OfTenant) -> Response:
+        """The rest, where there are tenants."""
+        path: str = request.scope["path"]
+        if not tenant.admin:
+            raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
+        _refuse_other_paths(path)
+        return PassedThrough(self._fleet(), request, await request.body())
 
     def _completed(self, path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
         """A completion request with the tenant's own salt in the place of its own, and a model; else as it came."""
@@ -168,8 +219,8 @@ class PassedThrough(Response):
 
     async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
         request = self._request
-        query = request.url.query
-        path = f"{request.url.path}?{query}" if query else request.url.path
+        query: str = request.scope["query_string"].decode("latin-1")
+        path = f"{request.scope['path']}?{query}" if query else request.scope["path"]
         replica.handed_through += 1
         try:
             await unless_gone(receive, self._copy(replica, request.method, path, send))
