@@ -1,6 +1,6 @@
 """The endpoints of the server, and what their handlers depend on."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import ceil, isfinite
@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.types import Receive
 
@@ -23,6 +22,7 @@ from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
 from chunkweave.server.auth import Tenant
 from chunkweave.server.backend import AnswerEnd, Choice, Event
+from chunkweave.server.bodies import BodyRoute
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.markers import with_marked_documents
 from chunkweave.server.metrics import CONTENT_TYPE
@@ -36,6 +36,7 @@ from chunkweave.server.replies import (
     unless_gone,
 )
 from chunkweave.server.requests import (
+    Body,
     ChatBody,
     ChunksBody,
     ClearBody,
@@ -87,19 +88,16 @@ NEEDS_KEY = [Security(_scheme)]
 """For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
 
-class AnswerRoute(APIRoute):
+class AnswerRoute(BodyRoute):
     """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that asks the backend first; the body that it has read is kept for the usual one."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            passthrough = service_of(request).backend.passthrough
-            passed = None if passthrough is None else await passthrough.plain(request, tenant_of(request))
-            return await handler(request) if passed is None else passed
-
-        return handle
+    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> Request | Response:
+        """The request with a valid body, or vLLM's answer to it."""
+        if (passthrough := parts.backend.passthrough) is not None:
+            passed = await passthrough.plain(request, parts, tenant)
+            if passed is not None:
+                return passed
+        return await super().read(request, kind, parts, tenant)
 
 
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
@@ -122,7 +120,7 @@ async def complete(
 async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
     model = body.model or parts.backend.name
     if tag := service.settings.requests.document_tag:
-        body = with_marked_documents(body, tag)
+        body = with_marked_documents(body, tag, service.settings.limits)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
@@ -208,7 +206,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.backend.name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
 
 
-corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
+corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
@@ -333,7 +331,7 @@ async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> in
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
 
 
-cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
+cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 
 @cache.get("", responses=error_responses(503))
