@@ -31,6 +31,12 @@ MISTRAL_TEMPLATE = (
 )
 
 
+def control_ids(tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
+    """Ids of the tokens that are no text."""
+    added = tokenizer._tokenizer.added_tokens_decoder.items()
+    return frozenset(number for number, token in added if token.special or len(token.content.strip()) > 1)
+
+
 @cache
 def bundled() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(PreTrainedTokenizerFast.from_pretrained(ASSETS / "tokenizer"))
