@@ -15,13 +15,20 @@ from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
 from chunkweave.server.bodies import beside, place_if_large, refuse_many_values
 from chunkweave.server.errors import HttpError
+from chunkweave.server.json_values import refuse_unsendable
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.markers import marks_documents
 from chunkweave.server.replies import NOTHING_NAMED, ClientGoneError, say_that_nothing_was_named, unless_gone
 from chunkweave.server.routes import OfTenant, ReadyParts
 from chunkweave.server.service import Parts
 from chunkweave.server.vllm_backend.fleet import Fleet, Replica
-from chunkweave.server.vllm_backend.upstream import UpstreamLostError, handed_back
+from chunkweave.server.vllm_backend.upstream import (
+    UpstreamFailedError,
+    UpstreamLostError,
+    failed_reply,
+    handed_back,
+    refusal,
+)
 
 _OURS = ("documents", FIELD)
 """A completion request with one of these is the server's; all others are handed through."""
@@ -33,6 +40,11 @@ SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
 
 _TRIES = 2
+
+_DATA = b"data: "
+_ERROR = b'data: {"error"'
+_MOST_ERROR_BYTES = 1 << 16
+"""Of an error that vLLM answers with: what is longer is not read to its end."""
 
 _MOST_VALUES = 1_000_000
 """In a body that is handed on: a prompt may be a list of token ids."""
@@ -193,7 +205,8 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     """A body that is an object; what is none is vLLM's to refuse.
 
     Raises:
-        HttpError: 400, it has too many values, or is nested too deeply, to be read here.
+        HttpError: 400, it has too many values or is nested too deeply to be read here, or holds a value that cannot be
+            sent on.
     """
     refuse_many_values(raw, _MOST_VALUES)
     try:
@@ -202,6 +215,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
         return None
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from error
+    refuse_unsendable(raw, body)
     return body if isinstance(body, dict) else None
 
 
@@ -215,7 +229,10 @@ def _texts(value: Any, levels: int = 5) -> Iterator[str]:
 
 
 class PassedThrough(Response):
-    """vLLM's answer to a request, byte by byte as it comes; the connection is closed when the client goes."""
+    """vLLM's answer to a request, as it comes; the connection is closed when the client goes.
+
+    Errors are said in this server's form, as status and in streams.
+    """
 
     def __init__(
         self,
@@ -266,10 +283,16 @@ class PassedThrough(Response):
         begun = streams = False
         try:
             async with replica.upstream.passed(method, path, self._request.headers.raw, self._body) as reply:
+                if reply.status_code >= 400:
+                    error = await _error_of(reply)
+                    begun = True
+                    await error.response(self._request.scope, self._request.receive, send)
+                    return
                 headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
-                async for data in _raw(reply.aiter_raw()):
+                chunks = _raw(reply.aiter_raw())
+                async for data in _with_our_errors(chunks) if streams else chunks:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamLostError as error:
@@ -286,6 +309,46 @@ class _UnsentError(Exception):
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica.name)
         self.replica = replica
+
+
+async def _error_of(reply: httpx.Response) -> HttpError:
+    """An answer of vLLM's with an error's status, in this server's form and with the same status."""
+    body = b""
+    async for data in _raw(reply.aiter_bytes()):
+        body += data
+        if len(body) > _MOST_ERROR_BYTES:
+            break
+    found = refusal(reply.status_code, body)
+    error = failed_reply(reply.status_code) if isinstance(found, UpstreamFailedError) else found
+    error.status_code = reply.status_code
+    kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in handed_back(reply.headers)}
+    error.headers = {name: value for name, value in kept.items() if not name.startswith("content-")}
+    return error
+
+
+async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream whose events that are errors are in this server's form. Others are not held back or changed."""
+    held, inside = b"", False  # `inside` a line whose beginning was handed on; `held` has no such line before it
+    async for data in chunks:
+        held += data
+        ready = []
+        while held:
+            line, ends, rest = held.partition(b"\n")
+            is_error = not inside and line.startswith(_ERROR)
+            whole = bool(ends) or len(held) > _MOST_ERROR_BYTES
+            if not inside and not whole and (is_error or _ERROR.startswith(line)):
+                break  # the rest of it is still to come
+            ready.append((_our_error(line) if is_error and ends else line) + ends)
+            held, inside = rest, not ends
+        if ready:
+            yield b"".join(ready)
+    if held:
+        yield held
+
+
+def _our_error(line: bytes) -> bytes:
+    found = refusal(500, line.removeprefix(_DATA))
+    return _DATA + json.dumps((failed_reply() if isinstance(found, UpstreamFailedError) else found).body).encode()
 
 
 async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
