@@ -40,6 +40,20 @@ def test_parts_cover_the_prompt_around_the_chunks():
     ]
 
 
+@pytest.mark.parametrize(
+    ("params", "salt", "why"),
+    [
+        ({"chunks": [[3, 6]]}, "\ud800", "cache_salt must be valid Unicode"),
+        ({"chunks": [[3, 10**30]]}, "", "the last chunk ends at"),
+        ({"chunks": [[3, 6]], "query": {"\ud800": 1}}, "", "unknown fields of query"),
+    ],
+)
+def test_what_cannot_be_encoded_or_counted_is_the_clients_mistake(params, salt, why):
+    with pytest.raises(UsageError, match=why) as raised:
+        read(params, salt=salt)
+    assert str(raised.value).encode()
+
+
 def test_chunks_may_fill_the_prompt():
     assert kinds(read({"chunks": [[0, 9]]}, start=())) == [(PartKind.CHUNK, IDS)]
 
