@@ -155,6 +155,11 @@ def test_a_parser_that_fails_is_no_lost_server(tmp_path: Any, monkeypatch: pytes
             400,
             ("invalid_request_error", "cache_salt", None, "cache_salt: Input should be a valid string"),
         ),
+        (
+            lambda: JSONResponse({"error": {"message": "min_p must be in [0, 1]", "param": None, "code": 400}}, 400),
+            400,
+            ("invalid_request_error", "min_p", None, "min_p must be in [0, 1]"),
+        ),
         (lambda: JSONResponse({"detail": "Not Found"}, 404), 404, ("not_found_error", None, None, "Not Found")),
         (
             lambda: JSONResponse({"object": "error", "message": "no"}, 422),

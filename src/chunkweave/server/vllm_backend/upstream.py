@@ -21,6 +21,9 @@ COMPLETIONS = "/v1/completions"
 _VALIDATION = re.compile(r"'loc': '(?P<place>[^']*)', 'msg': (?P<quote>['\"])(?P<message>.*?)(?P=quote)[,}]")
 """The first error of a list of Pydantic's, as vLLM writes them into its message."""
 
+_ABOUT_FIELD = re.compile(r"(?P<field>[a-z]+(_[a-z]+)*) (must|cannot|contains)\b")
+"""How vLLM begins what it says of one field."""
+
 _RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
 _DONE = "[DONE]"
@@ -268,4 +271,7 @@ def _refusal_of(error: Mapping[str, Any], status: int) -> UpstreamFailedError | 
     if (found := _VALIDATION.search(message)) is not None:
         place, message = found["place"], found["message"]
         param, message = place, f"{place.removeprefix('body.')}: {message}"
-    return HttpError(status, message, param=param.removeprefix("body.") if isinstance(param, str) else None)
+    elif not isinstance(param, str):
+        about = _ABOUT_FIELD.match(message)
+        param = None if about is None else about["field"]
+    return HttpError(status, message, param=param and param.removeprefix("body."))
