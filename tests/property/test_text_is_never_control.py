@@ -49,6 +49,7 @@ TOKENIZERS = {
     "bundled": family(TEMPLATE),
     "chatml": family(CHATML, special=_NAMES, added=("<tool_call>",), adds_bos=False, bos_token=None),
     "qwen": family(CHATML, special=_NAMES, added=("<think>",), adds_bos=False, composed=True, bos_token=None),
+    "folded": family(BRACKETS, special=_NAMES, added=("<think>", "<tool_call>"), adds_bos=False, folded=True),
     "llama": family(LLAMA, special=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "brackets": family(BRACKETS, special=_NAMES, added=("<think>", "<think|on>", "OBSERVED"), adds_bos=False),
 }
@@ -121,7 +122,7 @@ def shown(tokenizer: HuggingFaceTokenizer, prompt: Prompt) -> str:
 
 def composed(text: str) -> str:
     """As a tokenizer that normalizes gives it back."""
-    return unicodedata.normalize("NFC", text)
+    return unicodedata.normalize("NFKC", text)
 
 
 def is_in(text: str, whole: str) -> bool:

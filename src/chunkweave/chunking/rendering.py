@@ -29,10 +29,11 @@ _FIXED = frozenset(
 )
 """Names and roles of messages and tools, which are the API's and not a request's."""
 
-_OPEN = ("arguments", "parameters")
-"""What is inside of these is a request's to name."""
+_CONTAINERS = ("function", "tool_calls")
+"""Below these there are names of the API's, too; below others a request names what it likes."""
 
 _NAMED = ("role", "type")
+"""What has a value of the API's."""
 
 _STAND_INS = range(0x20000, 0x110000)
 _USUAL_STAND_INS = range(0x20000, 0x2A6D0)
@@ -107,8 +108,7 @@ def rendered_chat(
     texts = _Seen()
     _change_all(messages, given, texts)
     stand_ins = _StandIns(texts)
-    signs = tokenizer.control_signs
-    table = str.maketrans({one: stand_ins[one] for one in set("".join(texts)) if _is_sign(one, signs)})
+    table = str.maketrans({one: stand_ins[one] for one in tokenizer.control_signs.intersection("".join(texts))})
 
     def render(change: Callable[[str], str]) -> Rendered | None:
         written = tokenizer.render_chat(*_change_all(messages, given, change))
@@ -142,7 +142,7 @@ def _changed(value: Any, change: Callable[[str], str], fixed: Set[str] = frozens
         if known and key in _NAMED and isinstance(one, str) and one in fixed:
             found[key] = one
             continue
-        below = fixed if known and key not in _OPEN else frozenset[str]()
+        below = fixed if known and key in _CONTAINERS else frozenset[str]()
         found[key if known else _changed(key, change)] = _changed(one, change, below)
     return found
 
@@ -154,11 +154,6 @@ def _change_all(
     fixed = {"tools": _FIXED}
     changed = {name: _changed(value, change, fixed.get(name, frozenset())) for name, value in variables.items()}
     return _changed(messages, change, _FIXED), changed
-
-
-def _is_sign(character: str, signs: Set[str]) -> bool:
-    """Whether it is one of `signs`, or a normalizer may make one of it."""
-    return character in signs or not signs.isdisjoint(unicodedata.normalize("NFKC", character))
 
 
 class _StandIns(dict[str, str]):
