@@ -5,6 +5,8 @@ what such a call costs is bounded first, by the number of values.
 """
 
 import json
+import math
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +20,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from chunkweave.server.auth import Tenant
-from chunkweave.server.errors import HttpError
+from chunkweave.server.errors import HttpError, place_of
 from chunkweave.server.requests import Body
 from chunkweave.server.service import Parts
 
@@ -89,14 +91,24 @@ def refuse_many_values(raw: bytes, most: int) -> None:
         raise HttpError(400, f"the body may have {most} values in lists and objects", code="too_many_values")
 
 
+_SUSPECT = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]|\d[eE]\+?\d{3}|(?<!\d)\d{309}")
+"""What a body holds if a value in it may be one that a JSON parser takes and that no JSON can be written from."""
+
+
 def parsed_json(raw: bytes) -> Any:
     """What a body says.
 
     Raises:
-        HttpError: 400, it is no JSON.
+        HttpError: 400, it is no JSON, or holds a number that is not finite or half of a surrogate pair; the latter
+            names the field.
     """
     try:
-        return json.loads(raw)
+        body = json.loads(raw)
+        if _SUSPECT.search(raw) is not None:
+            for place, why in _unsendable(body):
+                where = place_of(place)
+                raise HttpError(400, f"{where or 'the body'} {why}", param=where or None)
+        return body
     except json.JSONDecodeError as error:
         why = f"{error.msg} at character {error.pos}"
     except UnicodeDecodeError:
@@ -106,6 +118,30 @@ def parsed_json(raw: bytes) -> Any:
     except RecursionError:
         why = "it is nested too deeply"
     raise HttpError(400, f"the body is no JSON: {why}", code="invalid_json")
+
+
+def _unsendable(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    """Where such values are in a body, names of fields included, each with what is wrong."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if not _encodable(name):
+                yield place, "must be valid Unicode: the name of a field has half of a surrogate pair"
+            yield from _unsendable(one, (*place, name))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _unsendable(one, (*place, number))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield place, "must be a finite number"
+    elif isinstance(value, str) and not _encodable(value):
+        yield place, "must be valid Unicode: it has half of a surrogate pair"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def validated(kind: type[BodyT], fields: Any) -> BodyT:

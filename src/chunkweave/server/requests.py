@@ -68,14 +68,6 @@ into every request; so said they change nothing here.
 _MOST_STOPS = 4
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair: no valid Unicode") from error
-    return text
-
-
 _MOST_FIELDS = 256
 """Of an object with named fields; further ones are vLLM's."""
 
@@ -89,7 +81,7 @@ def _given(data: Any) -> Any:
     return {key: value for key, value in data.items() if value is not None}
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = str
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Label = Annotated[Text, Field(max_length=512)]
 """A text that is kept longer than its request, or only names something."""
@@ -400,7 +392,6 @@ class ChatBody(CompletionBody):
             value = getattr(self, name)
             if nested_too_deeply({name: value}):
                 raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
-            _encodable(json.dumps(value, ensure_ascii=False))
         if "tools" in self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
         if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):

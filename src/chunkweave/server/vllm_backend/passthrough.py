@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
-from chunkweave.server.bodies import beside, place_if_large, refuse_many_values
+from chunkweave.server.bodies import beside, parsed_json, place_if_large, refuse_many_values
 from chunkweave.server.errors import HttpError
-from chunkweave.server.json_values import refuse_unsendable
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.markers import marks_documents
 from chunkweave.server.replies import NOTHING_NAMED, ClientGoneError, say_that_nothing_was_named, unless_gone
@@ -205,17 +204,10 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     """A body that is an object; what is none is vLLM's to refuse.
 
     Raises:
-        HttpError: 400, it has too many values or is nested too deeply to be read here, or holds a value that cannot be
-            sent on.
+        HttpError: 400, it is no JSON, has too many values to be read here, or holds a value that cannot be sent on.
     """
     refuse_many_values(raw, _MOST_VALUES)
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        return None
-    except RecursionError as error:
-        raise HttpError(400, "the body is nested too deeply", code="invalid_json") from error
-    refuse_unsendable(raw, body)
+    body = parsed_json(raw)
     return body if isinstance(body, dict) else None
 
 
