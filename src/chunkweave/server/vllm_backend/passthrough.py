@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import APIRouter, Request
@@ -72,7 +73,7 @@ class Passthrough:
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
         say_that_nothing_was_named()
-        salted = self._completed(request.url.path, raw, body, tenant)
+        salted = self._completed(request.scope["path"], raw, body, tenant)
         return PassedThrough(self._fleet(), request, salted, also=NOTHING_NAMED)
 
     def _marked(self, body: dict[str, Any]) -> bool:
@@ -81,7 +82,7 @@ class Passthrough:
 
     async def _any(self, request: Request, tenant: OfTenant) -> Response:
         """Whatever vLLM serves, as it serves it; where there are tenants, the rest is for admins."""
-        path = request.url.path
+        path = request.scope["path"]
         _refuse_other_paths(path)
         for_all = path in _FOR_ALL or path in SALTED or path.startswith("/v1/models/")
         if not (tenant.admin or for_all):
@@ -168,8 +169,9 @@ class PassedThrough(Response):
 
     async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
         request = self._request
-        query = request.url.query
-        path = f"{request.url.path}?{query}" if query else request.url.path
+        query = request.scope["query_string"].decode("latin-1")
+        path = quote(request.scope["path"])
+        path = f"{path}?{query}" if query else path
         replica.handed_through += 1
         try:
             await unless_gone(receive, self._copy(replica, request.method, path, send))
