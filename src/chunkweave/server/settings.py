@@ -114,6 +114,12 @@ class LimitSettings:
     burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.", least=1)
     max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
     max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
+    max_corpus_bytes: int = setting(
+        2 << 30,
+        "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.",
+        unit=Unit.BYTES,
+        least=1,
+    )
     pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
 
 
