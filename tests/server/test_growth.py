@@ -215,12 +215,17 @@ def test_an_upload_with_long_lines_or_names_is_refused_by_name(client: Client):
         "c.jsonl": json.dumps({"text": "one", "title": "x" * 1025}).encode(),
         "d.jsonl": json.dumps({"text": "one", "metadata": {"x": "y" * 20_000}}).encode(),
         "e" * 600 + ".txt": b"one",
+        "f.txt": b"one " * (3 << 20),
     }
     for name, data in wrong.items():
         refused = client.post(f"{DOCUMENTS}/files", files=[("files", (name, data))])
         assert refused.status_code == 400, name[:10]
         said = refused.json()["error"]["message"]
-        assert any(field in said for field in ("line 2 has", "the id of", "the title of", "the metadata of")), said
+        assert any(
+            field in said for field in ("line 2 has", "the id of", "the title of", "the metadata of", "the text of")
+        )
+    refused = client.post(DOCUMENTS, json={"documents": [FERRY, {"id": "long", "text": "one " * (3 << 20)}]})
+    assert (refused.status_code, "the text of document 'long'" in refused.json()["error"]["message"]) == (400, True)
     assert client.get(DOCUMENTS).json()["total"] == 0
 
 

@@ -217,3 +217,13 @@ def test_a_path_comes_from_the_request_and_not_from_its_host(tmp_path: Path):
         for host in ("a/v1/collective_rpc?", "a/version#", "a"):
             assert status_of(raw(str(front.base_url), head.format(host))) in (200, 400)
         assert {path for _, path, _, _ in vllm.paths} <= {"/v1/models/x"}
+
+
+def test_probes_of_what_is_deployed_ask_for_nothing_else():
+    """A pod is probed by its address, an image by 127.0.0.1."""
+    deploy = Path(__file__).resolve().parents[2] / "deploy"
+    files = [*deploy.glob("Dockerfile*"), *deploy.rglob("*.yaml")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    asked = re.findall(r"httpGet: \{path: (/\w+),|urlopen\('http://127\.0\.0\.1:8000(/\w+)'", text)
+    assert {("GET", one or other) for one, other in asked} == PROBES
+    assert "ALLOW_ANONYMOUS" not in text.upper().replace("-", "_")

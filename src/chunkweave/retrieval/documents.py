@@ -27,8 +27,11 @@ MOST_TITLE_CHARACTERS = 1024
 MOST_METADATA_BYTES = 16 << 10
 """Of a document's metadata as JSON. It is kept in memory, and listed and found with every chunk."""
 
-MOST_LINE_BYTES = 4 << 20
+MOST_LINE_BYTES = 1 << 20
 """Of a line of an uploaded JSONL file: parsing it is one call that no other thread can interrupt."""
+
+MOST_TEXT_BYTES = 8 << 20
+"""Of the text of one document that is uploaded: so are decoding it and hashing it."""
 
 MOST_DOCUMENTS = 100_000
 """Documents of one upload, and lines of one of its files."""
@@ -106,6 +109,17 @@ def _check_writable(document: CorpusDocument) -> None:
         raise DocumentError(f"the metadata of document {document.id!r} has {size}")
 
 
+def check_text_bytes(document: str, nbytes: int) -> None:
+    """Refuse a text from elsewhere that is too long.
+
+    Raises:
+        DocumentError: it has more than `MOST_TEXT_BYTES`; the message names the `document`.
+    """
+    if nbytes > MOST_TEXT_BYTES:
+        size = f"{nbytes} bytes, and may have {MOST_TEXT_BYTES}: make several documents of it"
+        raise DocumentError(f"the text of document {document[:_SHOWN]!r} has {size}")
+
+
 def _check_lengths(document: CorpusDocument) -> None:
     bounds = (("id", document.id, MOST_ID_CHARACTERS), ("title", document.title, MOST_TITLE_CHARACTERS))
     for field_name, text, most in bounds:
@@ -152,14 +166,15 @@ def parse_corpus_documents(name: str, data: bytes) -> list[CorpusDocument]:
     The name is an id and tells lines from text; no file is opened. It ends at the first line that is wrong.
 
     Raises:
-        DocumentError: not UTF-8, a line is too long or no object with a text, or there are too many; the message names
-            file, line and reason.
+        DocumentError: not UTF-8, too long, a line is too long or no object with a text, or there are too many; the
+            message names file, line and reason.
         EmptyDocumentError: a line's text is empty, or there is no text at all.
     """
     found: Iterable[CorpusDocument]
     if PurePath(name).suffix.lower() in JSONL_SUFFIXES:
         found = _parsed_lines(data, name, name, "raise", most_lines=MOST_DOCUMENTS)
     else:
+        check_text_bytes(name, len(data))
         found = [CorpusDocument(name, decoded_text(data, name))]
     documents = []
     for document in found:

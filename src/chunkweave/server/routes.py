@@ -18,7 +18,7 @@ import chunkweave
 from chunkweave.chunking.documents import SplitConfig
 from chunkweave.errors import NotRemovedError
 from chunkweave.retrieval.corpus import CorpusChange, RetrievedChunk
-from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, parse_corpus_documents
+from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
@@ -328,6 +328,7 @@ async def search(name: str, body: SearchBody, request: Request, parts: ReadyPart
 
 def _document(one: str | IngestedDocument) -> CorpusDocument:
     document = IngestedDocument(text=one) if isinstance(one, str) else one
+    check_text_bytes(document.id or document.text[:20], len(document.text))
     made = CorpusDocument(document.id or "", document.text, document.title, document.metadata)
     return made if made.id else CorpusDocument(f"text-{made.digest[:16]}", made.text, made.title, made.metadata)
 
