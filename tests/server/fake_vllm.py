@@ -106,9 +106,9 @@ class FakeVllm:
     async def _other(self, request: Request) -> Response:
         body = await request.body()
         self.paths.append((request.method, str(request.url.path), dict(request.headers), body))
-        if request.url.path == "/stream":
+        if request.url.query == "stream":
             return StreamingResponse(_numbers(), media_type="text/event-stream")
-        if request.url.path == "/missing":
+        if request.url.path == "/v1/models/missing":
             return JSONResponse({"error": {"message": "no such thing", "code": 404}}, 404)
         text = body.decode(errors="replace")
         return JSONResponse({"path": request.url.path, "query": request.url.query, "body": text})

@@ -53,8 +53,8 @@ class PromptLimit:
         return len(text) > max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
 
     def count(self, part: PromptPart) -> None:
-        """A part was tokenized. The same chunk counts once: a conversation does not send it again."""
-        if part.id not in self._counted:
+        """A part was tokenized. The same chunk counts once, a conversation does not send it again; turns count each."""
+        if part.kind is PartKind.TURN or part.id not in self._counted:
             self._tokens += len(part)
             if part.id is not None:
                 self._counted.add(part.id)

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def create_app(service: Service) -> FastAPI:
     """The HTTP interface of a service, which starts and stops with the app's lifespan.
 
-    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, whatever
-    is not ours is vLLM's to answer, its schema too.
+    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, known
+    endpoints of vLLM that are not ours are vLLM's to answer, its schema too.
     """
     passthrough = service.backend.passthrough
 
@@ -61,9 +61,9 @@ def create_app(service: Service) -> FastAPI:
     if passthrough is None:
         app.include_router(routes.models)
     else:
-        app.include_router(passthrough.router)  # comes last: it takes every path
-    without_key = None if passthrough is None else (*routes.WITHOUT_KEY, *page.PATHS)
-    app.add_middleware(Gate, service=service, but=without_key)
+        app.include_router(passthrough.router)
+    own = ("GET", "/openapi.json" if passthrough is None else "/ping")
+    app.add_middleware(Gate, service=service, without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}))
     app.add_middleware(HostGuard, service=service)  # the last one added is the first that sees a request
     return app
 

@@ -1,6 +1,6 @@
 """The endpoints of the server, and what their handlers depend on."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.types import Receive
 
@@ -22,8 +21,9 @@ from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
-from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
+from chunkweave.server.auth import Tenant
 from chunkweave.server.backend import AnswerEnd, Choice, Event
+from chunkweave.server.bodies import BodyRoute
 from chunkweave.server.corpora import joined
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.markers import with_marked_documents
@@ -38,6 +38,7 @@ from chunkweave.server.replies import (
     unless_gone,
 )
 from chunkweave.server.requests import (
+    Body,
     ChatBody,
     ChunksBody,
     ClearBody,
@@ -69,33 +70,36 @@ def parts_of(request: Request) -> Parts:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request it is; the gate has found out, unless nobody needs a key here."""
-    tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
+    """Whose request it is, as the gate has found out.
+
+    Raises:
+        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
+    """
+    tenant: Tenant | None = getattr(request.state, "tenant", None)
+    if tenant is None:
+        raise HttpError(401, "this needs an API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return tenant
 
 
 AnyService = Annotated[Service, Depends(service_of)]
 ReadyParts = Annotated[Parts, Depends(parts_of)]
 OfTenant = Annotated[Tenant, Depends(tenant_of)]
-WITHOUT_KEY = ("/health", "/ready", "/ping", "/version", "/metrics")
-"""Over vLLM, the paths that need no key: for whoever runs the server. `/metrics` asks for an admin's key itself."""
+WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
+"""Methods and paths that need no key: probes ask for them."""
 NEEDS_KEY = [Security(_scheme)]
 """For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
 
-class AnswerRoute(APIRoute):
+class AnswerRoute(BodyRoute):
     """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that asks the backend first; the body that it has read is kept for the usual one."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            passthrough = service_of(request).backend.passthrough
-            passed = None if passthrough is None else await passthrough.plain(request, tenant_of(request))
-            return await handler(request) if passed is None else passed
-
-        return handle
+    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> Request | Response:
+        """The request with a valid body, or vLLM's answer to it."""
+        if (passthrough := parts.backend.passthrough) is not None:
+            passed = await passthrough.plain(request, parts, tenant)
+            if passed is not None:
+                return passed
+        return await super().read(request, kind, parts, tenant)
 
 
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
@@ -118,7 +122,7 @@ async def complete(
 async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
     model = body.model or parts.backend.name
     if tag := service.settings.requests.document_tag:
-        body = with_marked_documents(body, tag)
+        body = with_marked_documents(body, tag, service.settings.limits)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
@@ -204,7 +208,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.backend.name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
 
 
-corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
+corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
@@ -363,7 +367,7 @@ async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> in
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
 
 
-cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
+cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 
 @cache.get("", responses=error_responses(503))
@@ -406,9 +410,9 @@ async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[s
 @cache.post("/clear", responses=error_responses(400, 403, 404, 501, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
-    commands = parts.cache
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+    commands = parts.cache
     with parts.limits.occupy(tenant.name):
         if body.everything:
             return {"segments_removed": await commands.clear()}
@@ -439,9 +443,9 @@ operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
 
 
 @operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
-async def metrics(request: Request, service: AnyService, parts: ReadyParts) -> Response:
+async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
     """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
-    _require_admin(service.tenant_of(bearer(request.headers)))
+    _require_admin(tenant)
     return Response(await parts.metrics(), media_type=CONTENT_TYPE)
 
 
