@@ -239,15 +239,21 @@ def _control_tokens(tokenizer: Any) -> Mapping[int, str]:
     }
 
 
+_TOKENS_OF_A_TEXT = 8
+_LEAST_TEXTS = 64
+
+
 class TokenCache:
     """Token ids of texts, under a salt. Safe to share by threads.
 
     The least recently used leave first when more than `max_tokens` ids are held. Texts are known by a hash: what is
-    held does not grow with their length.
+    held does not grow with their length. A text without tokens is not held, and there are at most `max_tokens` /
+    `_TOKENS_OF_A_TEXT` texts: a short one costs its entry above all.
     """
 
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
+        self._max_texts = max(_LEAST_TEXTS, max_tokens // _TOKENS_OF_A_TEXT)
         self._held_tokens = 0
         self._ids_by_text: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._lock = Lock()
@@ -266,11 +272,11 @@ class TokenCache:
         key = _key(text, salt)
         with self._lock:
             self._held_tokens -= len(self._ids_by_text.pop(key, ()))
-            if len(token_ids) > self._max_tokens:
+            if not 0 < len(token_ids) <= self._max_tokens:
                 return
             self._ids_by_text[key] = token_ids
             self._held_tokens += len(token_ids)
-            while self._held_tokens > self._max_tokens:
+            while self._held_tokens > self._max_tokens or len(self._ids_by_text) > self._max_texts:
                 _, dropped = self._ids_by_text.popitem(last=False)
                 self._held_tokens -= len(dropped)
 

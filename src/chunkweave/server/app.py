@@ -19,6 +19,7 @@ from chunkweave.server import page, routes
 from chunkweave.server.auth import Gate
 from chunkweave.server.backend import Stage
 from chunkweave.server.errors import install_error_handlers
+from chunkweave.server.hosts import HostGuard
 from chunkweave.server.service import Service
 from chunkweave.server.settings import ListenSettings
 
@@ -63,6 +64,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(passthrough.router)
     own = ("GET", "/openapi.json" if passthrough is None else "/ping")
     app.add_middleware(Gate, service=service, without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}))
+    app.add_middleware(HostGuard, service=service)  # the last one added is the first that sees a request
     return app
 
 

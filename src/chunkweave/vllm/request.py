@@ -1,7 +1,7 @@
 """What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -228,6 +228,8 @@ def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[Chu
         return None
     if not isinstance(given, list | tuple):
         raise UsageError(f"{name} must be a list of numbers of chunks, not {given!r}")
+    if len(given) > len(chunks):
+        raise UsageError(f"{name} names {len(given)} chunks, and there are {len(chunks)}")
     numbers = [checked_whole(one, name) for one in given]
     if any(not 0 <= one < len(chunks) for one in numbers):
         raise UsageError(f"{name} must be numbers of chunks, from 0 to {len(chunks) - 1}")
@@ -235,6 +237,8 @@ def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[Chu
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
+    if isinstance(given, Sized) and len(given) > max(tokens, 1):  # before there is an object for each
+        raise UsageError(f"{len(given)} chunks are named in a prompt of {tokens} tokens")
     try:
         chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
     except (TypeError, ValueError) as error:

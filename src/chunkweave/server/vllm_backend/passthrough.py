@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import APIRouter, Request
@@ -262,7 +263,8 @@ class PassedThrough(Response):
     async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
         request = self._request
         query: str = request.scope["query_string"].decode("latin-1")
-        path = f"{request.scope['path']}?{query}" if query else request.scope["path"]
+        path = quote(request.scope["path"])
+        path = f"{path}?{query}" if query else path
         replica.handed_through += 1
         try:
             await unless_gone(receive, self._copy(replica, request.method, path, send))
