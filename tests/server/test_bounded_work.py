@@ -257,7 +257,7 @@ def valid() -> Iterator[tuple[str, str, Any]]:
     yield "/v1/cache/warm", "documents", {"documents": [words * 1450] * 60}
     yield "/v1/corpora/{name}/search", "a question", {"query": words * (BODY_BYTES // len(words) - 2)}
     yield INGEST, "a text", {"documents": [{"id": "a", "text": words * 90_000}], "update": True}
-    yield INGEST, "texts", {"documents": [f"{n} {words}" for n in range(40_000)], "update": True}
+    yield INGEST, "texts", {"documents": [f"{n} {words * 8}" for n in range(10_000)], "update": True}
 
 
 @pytest.mark.parametrize(("path", "name", "body"), list(valid()), ids=lambda one: one if isinstance(one, str) else "")

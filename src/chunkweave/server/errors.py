@@ -271,6 +271,7 @@ _MEANINGS = {
     408: "the body did not come in time",
     409: "it is there already; or a conversation is busy, or another turn of it comes next",
     413: "too large",
+    421: "the server does not answer to this Host",
     429: "too many requests; see Retry-After",
     501: "this backend does not do that",
     502: "vLLM went away, or failed at the request",
@@ -279,7 +280,7 @@ _MEANINGS = {
     507: "it cannot be stored: the disk is full, or read-only",
 }
 
-_ALWAYS = (401, 408, 413, 429)
+_ALWAYS = (401, 403, 408, 413, 421, 429)
 
 STREAMED: Responses = {
     200: {
@@ -290,5 +291,5 @@ STREAMED: Responses = {
 
 
 def error_responses(*statuses: int) -> Responses:
-    """The errors that an endpoint may answer with; those of every endpoint (401, 408, 413, 429) are added."""
+    """The errors that an endpoint may answer with; those of every endpoint are added."""
     return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in sorted({*statuses, *_ALWAYS})}
