@@ -2,23 +2,23 @@
 
     python -m tests.server.toy_server engine|vllm [URL of a server that looks like vLLM] [SETTING=JSON ...]
 
-Its first line says where it listens. It ends with its standard input.
+Its first line says where it listens, once it is ready.
 """
 
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.server_thread import ServerThread
 
+from chunkweave.server.app import listening_socket, run
 from chunkweave.server.backend import Stage
-from tests.server.conftest import key_ring, toy_service, vllm_service, wait_until
+from chunkweave.server.settings import ListenSettings
+from tests.server.conftest import key_ring, toy_service, vllm_service
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,16 +37,14 @@ def toy_server(backend: str, upstream: str = "", **values: Any) -> Iterator[tupl
     """A running one: its URL and its process's id."""
     command = [sys.executable, "-m", "tests.server.toy_server", backend, upstream]
     command += [f"{name}={json.dumps(value)}" for name, value in values.items()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        assert process.stdin is not None
         try:
             url = process.stdout.readline().strip()
             assert url.startswith("http"), "the server did not start"
-            threading.Thread(target=process.stdout.read, daemon=True).start()
             yield url, process.pid
         finally:
-            process.stdin.close()
+            process.terminate()
             process.wait(60)
 
 
@@ -57,12 +55,15 @@ def main(backend: str, upstream: str, *given: str) -> None:
         service = toy_service(keys=key_ring(), **values)
     else:
         service = vllm_service(Elsewhere(upstream), keys=key_ring(), **values)  # type: ignore[arg-type]
-    with ServerThread(service) as server:
-        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
-        assert service.failure is None, service.failure
-        sys.stdout.write(f"{server.url}\n")
-        sys.stdout.flush()
-        sys.stdin.read()
+    sock = listening_socket(ListenSettings(port=0))
+
+    def on_stage(stage: Stage, _: float) -> None:
+        if stage is Stage.READY:
+            sys.stdout.write("http://{}:{}\n".format(*sock.getsockname()))
+            sys.stdout.flush()
+
+    service.on_stage = on_stage
+    run(service, sock)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """The app around a service, and uvicorn around the app until a signal stops it."""
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import cast
 
@@ -20,7 +23,7 @@ from chunkweave.server.auth import Gate
 from chunkweave.server.backend import Stage
 from chunkweave.server.errors import install_error_handlers
 from chunkweave.server.hosts import HostGuard
-from chunkweave.server.service import Service
+from chunkweave.server.service import OnStage, Service
 from chunkweave.server.settings import ListenSettings
 
 logger = logging.getLogger(__name__)
@@ -181,12 +184,32 @@ class Server(uvicorn.Server):
         self._service.end_answers()
 
 
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter's lock while others want it; Python's own 5 ms are for few, long threads."""
+
+
 def run(service: Service, sock: socket.socket) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal comes, in a process that does nothing else.
 
     Raises:
         ChunkweaveError: the service could not start.
     """
+    # A thread that computes in Python makes the others wait that long for each of their calls into PyTorch: a generated
+    # token makes a hundred of them.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    service.on_stage = partial(_freeze_when_ready, service.on_stage)
     Server(service).run(sockets=[sock])
     if service.failure is not None:
         raise service.failure
+
+
+def _freeze_when_ready(on_stage: OnStage | None, stage: Stage, after_s: float) -> None:
+    """Have the garbage collector leave alone what the start has made, modules and model: it is kept to the end.
+
+    Looking through it takes a quarter of a second, in which every thread waits.
+    """
+    if stage is Stage.READY:
+        gc.collect()
+        gc.freeze()
+    if on_stage is not None:
+        on_stage(stage, after_s)
