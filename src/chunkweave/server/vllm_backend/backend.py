@@ -17,7 +17,7 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import BackendParts, Stage, Submission
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample, counted_samples
-from chunkweave.server.requests import ChatBody, CompletionBody
+from chunkweave.server.requests import ChatBody, CompletionBody, refuse_salted_corpus
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import TenantThreads, in_thread
 from chunkweave.server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
@@ -224,6 +224,7 @@ class VllmBackend:
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+        refuse_salted_corpus(body)
         if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
             self._check_tools(body)
 
