@@ -1,8 +1,9 @@
 """HTTP to one vLLM server: completions as events, and requests handed through as they are."""
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ COMPLETIONS = "/v1/completions"
 _RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
 _DONE = "[DONE]"
+_ENGINE = re.compile(r'^vllm:num_requests_running\{.*\bengine="(\d+)"', re.MULTILINE)
 _HOP_BY_HOP = frozenset(
     {
         "accept-encoding",
@@ -132,6 +134,44 @@ class Upstream:
         except (httpx.HTTPError, ValueError) as error:
             raise UpstreamLostError(f"{self.name} does not answer {path}: {type(error).__name__} {error}") from error
         return found if isinstance(found, dict) else {}
+
+    async def complete_whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A completion that is not streamed, of this rank if there are several.
+
+        Raises:
+            UpstreamLostError: the server is gone, or failed.
+            HttpError: it refused the body, in its own words.
+        """
+        try:
+            reply = await self._client.post(COMPLETIONS, json=body, headers=self._rank)
+            if reply.status_code != 200:
+                raise _refusal(reply.status_code, reply.content)
+            found = reply.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise UpstreamLostError(f"{self.name} does not answer: {type(error).__name__} {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    async def model_names(self) -> list[str]:
+        """What it serves: the model, then its adapters.
+
+        Raises:
+            UpstreamLostError: it does not answer, or serves nothing.
+        """
+        try:
+            names = [str(one["id"]) for one in json.loads(await self.text("/v1/models"))["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UpstreamLostError(f"{self.name} does not say what it serves: {error!r}") from error
+        if not names:
+            raise UpstreamLostError(f"{self.name} serves no model")
+        return names
+
+    async def hides_ranks(self) -> bool:
+        """Whether it says in its metrics that it has several data-parallel ranks, and requests go to any of them."""
+        if self._rank:
+            return False
+        with suppress(UpstreamLostError):
+            return len(set(_ENGINE.findall(await self.text("/metrics")))) > 1
+        return False
 
     async def serves(self, path: str) -> bool:
         """Whether something takes bodies there: what is missing or switched off does not.
