@@ -151,20 +151,26 @@ class NotRemovedError(ChunkweaveError):
 
     `removed` copies are gone. `left` are not: they are not used any more, and their removal is tried again whenever
     something is stored; with `lasting` a store that is opened later does not use them either. The tiers `unasked` did
-    not say what they hold, and may have more, which may be used: ask again.
+    not say what they hold, and may have more, which may be used: ask again. Servers that are `silent` may have more,
+    and answer nothing before they have removed it.
     """
 
-    def __init__(self, removed: int, left: int, unasked: Sequence[str] = (), *, lasting: bool) -> None:
+    def __init__(
+        self, removed: int, left: int, unasked: Sequence[str] = (), *, silent: Sequence[str] = (), lasting: bool
+    ) -> None:
         until = "any more" if lasting else "until this process ends, since that could not be noted on disk"
         told = [f"{removed} stored segments were removed"]
         if left:
             told.append(f"{left} cannot be removed now, are not used {until}, and it is tried again")
         if unasked:
             told.append(f"the {' and '.join(unasked)} tier could not be asked what it holds: ask again")
+        if silent:
+            told.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
         super().__init__("; ".join(told))
         self.removed = removed
         self.left = left
         self.unasked = tuple(unasked)
+        self.silent = tuple(silent)
         self.lasting = lasting
 
 

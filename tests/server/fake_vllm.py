@@ -29,6 +29,9 @@ class FakeVllm:
     until it is set; `break_after` tokens it drops the connection. With `parses` it takes what it has answered for a
     call of a tool once that has as many tokens, and what comes before for text. With `forms` it holds forced calls.
     With `healthy` false its health check fails.
+
+    Of what it is to remove it says that so many segments are `left`. Unless it is `plugged` it does not know that
+    command, while it is `silent` it fails, and it takes `slow_s` for it. It has so many data-parallel `engines`.
     """
 
     report_to: str | None = None
@@ -45,6 +48,12 @@ class FakeVllm:
     aborted: int = 0
     cached: int = 0
     stored: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    removals: list[dict[str, Any]] = field(default_factory=list)
+    left: int = 0
+    plugged: bool = True
+    silent: bool = False
+    slow_s: float = 0.0
+    engines: int = 1
     gate: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -100,6 +109,10 @@ class FakeVllm:
             'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
             "# TYPE vllm:num_preemptions counter\n"
             'vllm:num_preemptions_total{engine="0",model_name="m"} 0.0\n'
+            "# TYPE vllm:num_requests_running gauge\n"
+            + "".join(
+                f'vllm:num_requests_running{{engine="{number}",model_name="m"}} 0.0\n' for number in range(self.engines)
+            )
         )
 
     async def _models(self, _: Request) -> Response:
@@ -153,6 +166,9 @@ class FakeVllm:
             body = None
         if not isinstance(body, dict) or (body.get("stream") and "max_tokens" not in body):
             return JSONResponse({"error": {"message": "no request for a completion", "code": 400}}, 400)
+        if (forget := ((body.get("kv_transfer_params") or {}).get("chunkweave") or {}).get("forget")) is not None:
+            await asyncio.sleep(self.slow_s)
+            return self._forget(body, forget, request.headers.get("x-data-parallel-rank"))
         self.seen.append(body)
         self.ranks.append(request.headers.get("x-data-parallel-rank"))
         if self.behave is not None and (reply := self.behave(body)) is not None:
@@ -161,6 +177,20 @@ class FakeVllm:
             return JSONResponse({"object": "text_completion", "choices": [{"index": 0, "text": "plain"}]})
         self._report(body, request.headers.get("x-request-id", ""))
         return StreamingResponse(self._events(body), media_type="text/event-stream")
+
+    def _forget(self, body: dict[str, Any], forget: dict[str, Any], rank: str | None) -> Response:
+        whole: dict[str, Any] = {"object": "text_completion", "choices": [{"index": 0, "text": " w0"}]}
+        if self.silent:
+            return JSONResponse({"error": {"message": "the engine has ended", "code": 500}}, 500)
+        self.removals.append({**body, "rank": rank})
+        if not self.plugged:
+            return JSONResponse(whole)
+        salt = body.get("cache_salt", "")
+        gone = self.stored & {(salt, tuple(ids)) for ids in forget.get("chunks", ())}
+        gone = set(self.stored) if forget.get("everything") else gone
+        self.stored -= gone
+        report = {"removed": len(gone), "left": self.left, "unasked": [], "lasting": True}
+        return JSONResponse({**whole, "kv_transfer_params": {"chunkweave": report}})
 
     def _report(self, body: dict[str, Any], request_id: str) -> None:
         params = (body.get("kv_transfer_params") or {}).get("chunkweave")

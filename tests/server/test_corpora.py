@@ -54,6 +54,12 @@ def test_an_answer_takes_all_chunks_where_more_are_asked_for(notes: Client):
     assert len(body["chunkweave"]["retrieved"]) == 2
 
 
+def test_what_a_corpus_has_takes_no_salt_of_a_request(notes: Client):
+    """Deleting a document has to find all KV of its chunks."""
+    refused = notes.ask(chunkweave={"corpus": "notes"}, cache_salt="mine")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+
 def test_files_are_documents(notes: Client):
     files = [
         ("files", ("tower.md", TOWER.encode(), "text/markdown")),

@@ -679,10 +679,3 @@ def test_warming_goes_on_where_a_replica_ends(two):
 def test_a_document_that_is_too_long_to_warm_is_refused(front):
     refused = front.post("/v1/cache/warm", json={"documents": ["x " * 60_000]})
     assert refused.status_code == 400
-
-
-def test_commands_for_a_store_are_not_there(front):
-    for command in ("pin", "unpin", "clear"):
-        refused = front.post(f"/v1/cache/{command}", json={"documents": DOCUMENTS})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "needs_engine")
-        assert "--backend engine" in refused.json()["error"]["message"]

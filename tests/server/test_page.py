@@ -154,3 +154,14 @@ def test_what_is_stored_is_shown_pinned_and_cleared(client):
     assert re.search(r"<td>host</td>", piece(client, "live").text)
     assert "segments removed" in piece(client, "corpora/harbour/clear", sent="yes").text
     assert "segments removed" in piece(client, "clear", sent="yes").text
+
+
+@pytest.mark.backend("vllm")
+def test_over_vllm_what_is_stored_is_cleared_and_not_pinned(client):
+    client.post("/v1/corpora", json={"name": "harbour"})
+    client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS[:1]})
+    piece(client, "corpora/harbour/warm", sent="yes")
+    shown = piece(client, "corpora").text
+    assert ("clear-harbour" in shown, "clear-all" in shown, "pin-harbour" in shown) == (True, True, False)
+    assert "1 segments removed" in piece(client, "corpora/harbour/clear", sent="yes").text
+    assert "segments removed" in piece(client, "clear", sent="yes").text

@@ -425,7 +425,7 @@ def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, 
 def test_whoever_goes_while_warming_leaves_nothing_under_way(serve: Serve):
     client = serve(max_num_batched_tokens=64)
     stats, chunks = client.service.backend.stats, [Chunk(f"{number} {LONG}") for number in range(200)]
-    warming = client.portal.start_task_soon(client.parts.cache.warm, "", chunks, "")
+    warming = client.portal.start_task_soon(client.parts.started.warm, "", chunks, "")
     wait_until(lambda: stats()["engine"]["prefilled_tokens"])
     warming.cancel()
     wait_until(lambda: not stats()["engine"]["running"])

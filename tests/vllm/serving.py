@@ -27,6 +27,13 @@ class Ask:
     tokens: int = 1
     top: int | None = VOCAB
     lora: LoRARequest | None = None
+    salt: str | None = None
+
+    @property
+    def prompt(self) -> TokensPrompt:
+        """As vLLM takes it."""
+        salt: Any = {} if self.salt is None else {"cache_salt": self.salt}
+        return TokensPrompt(prompt_token_ids=list(self.ids), **salt)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Served:
 
     def answer(self, *asks: Ask) -> list[Got]:
         """All requests at once."""
-        prompts = [TokensPrompt(prompt_token_ids=list(ask.ids)) for ask in asks]
+        prompts = [ask.prompt for ask in asks]
         adapters = [ask.lora for ask in asks]
         outputs = self.llm.generate(prompts, [sampling(ask) for ask in asks], lora_request=adapters, use_tqdm=False)
         return [got(output) for output in outputs]
@@ -85,8 +92,7 @@ class Served:
         """Add a request to the engine without waiting for it; returns its id."""
         self._sent += 1
         name = f"test-{self._sent}"
-        prompt = TokensPrompt(prompt_token_ids=list(ask.ids))
-        self.llm.llm_engine.add_request(name, prompt, sampling(ask), lora_request=ask.lora)
+        self.llm.llm_engine.add_request(name, ask.prompt, sampling(ask), lora_request=ask.lora)
         return name
 
     def abort(self, *names: str) -> None:

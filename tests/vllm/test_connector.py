@@ -23,7 +23,11 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
         ),
     )
     made = ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
-    made.bind_kv_cache_manager(SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)))
+    made.bind_kv_cache_manager(
+        SimpleNamespace(
+            block_pool=SimpleNamespace(hash_block_size=16), coordinator=SimpleNamespace(single_type_managers=())
+        )
+    )
     return made
 
 

@@ -5,12 +5,15 @@ from hashlib import sha256
 from itertools import product, takewhile
 from operator import eq
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
 
 from chunkweave.store.records import segment_id
-from chunkweave.vllm.request import Defaults
+from chunkweave.vllm.removal import Removed
+from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepResults
 
 BOS = 0
@@ -55,7 +58,11 @@ class FakeRequest:
 
 
 class FakeManager:
-    block_pool = SimpleNamespace(hash_block_size=BLOCK)
+    """Block bookkeeping with vLLM's own pool."""
+
+    def __init__(self) -> None:
+        self.block_pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK)
+        self.coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(block_pool=self.block_pool),))
 
     def get_block_ids(self, request_id):
         return (list(BLOCKS),)
@@ -79,11 +86,16 @@ def step(scheduled=(), cached=(), preempted=()):
     )
 
 
-@pytest.fixture
-def side() -> ConnectorScheduler:
-    made = ConnectorScheduler("model", (BOS,), Defaults())
+def bound(defaults: Defaults | None = None, **more: Any) -> ConnectorScheduler:
+    """A scheduler's side that has vLLM's bookkeeping of blocks."""
+    made = ConnectorScheduler("model", (BOS,), defaults or Defaults(), **more)
     made.bind_kv_cache_manager(FakeManager())
     return made
+
+
+@pytest.fixture
+def side() -> ConnectorScheduler:
+    return bound()
 
 
 def stored_chunks(side: ConnectorScheduler, *indices: int, params=CHUNKS, salt=None, lora=None, exact=True) -> None:
@@ -261,8 +273,7 @@ def test_parts_are_saved_in_the_step_that_completes_them(side):
 
 
 def test_blocks_are_kept_until_every_rank_has_copied_them():
-    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
-    side.bind_kv_cache_manager(FakeManager())
+    side = bound(ranks=2)
     side.begin_with(dict.fromkeys(range(2), Holdings(frozenset(), False)))
     numbers = {}
     for name in "abc":
@@ -316,9 +327,7 @@ def test_what_may_not_be_kept_is_not_expected(side):
 
 @pytest.fixture
 def windowed() -> ConnectorScheduler:
-    made = ConnectorScheduler("model", (BOS,), Defaults(), window=48)
-    made.bind_kv_cache_manager(FakeManager())
-    return made
+    return bound(window=48)
 
 
 def test_where_blocks_leave_windows_every_step_says_what_it_has_computed(windowed):
@@ -476,7 +485,7 @@ def test_what_ranks_say_is_added_up():
 
 
 def test_a_chunk_counts_once_every_rank_has_reported_it():
-    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side = bound(ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     stored_chunks(side, 0)
@@ -488,7 +497,7 @@ def test_a_chunk_counts_once_every_rank_has_reported_it():
 
 
 def test_what_the_tiers_held_at_start_up_counts():
-    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side = bound(ranks=2)
     request = FakeRequest(CHUNKS)
     side.add(request)
     first, second, _ = (segment_id(part.id, part.context) for part in side._requests["a"].parts)
@@ -498,7 +507,7 @@ def test_what_the_tiers_held_at_start_up_counts():
 
 
 def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
-    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    side = bound(ranks=2)
     side.begin_with(dict.fromkeys((0, 1), Holdings(frozenset(), True)))
     request = FakeRequest(CHUNKS)
     side.add(request)
@@ -516,8 +525,7 @@ def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
 
 def test_workers_hear_of_requests_that_get_no_blocks_yet():
     """What they need is read meanwhile; those that got blocks in the step in which they came read for themselves."""
-    side = ConnectorScheduler("model", (BOS,), Defaults())
-    side.bind_kv_cache_manager(FakeManager())
+    side = bound()
     side.begin_with({0: Holdings(frozenset(), shared=True)})
     stored_chunks(side, 0, 1, 2)
     side.orders(step())
@@ -531,13 +539,13 @@ def test_workers_hear_of_requests_that_get_no_blocks_yet():
 
 
 def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
-    known = ConnectorScheduler("model", (BOS,), Defaults())
+    known = bound()
     known.begin_with({0: Holdings(frozenset(), True)})
     stored_chunks(known, 0, 1, 2)
     known.orders(step())
     known.add(FakeRequest(CHUNKS))
     assert not known.orders(step()).lookups
-    half = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
+    half = bound(ranks=2)
     half.begin_with({0: Holdings(frozenset(), True)})
     half.add(FakeRequest(CHUNKS))
     assert not half.orders(step()).lookups
@@ -562,8 +570,7 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 
 @pytest.mark.parametrize("weaving", [(), (0,)])
 def test_nothing_is_woven_captured_or_saved_unless_every_worker_weaves(weaving):
-    side = ConnectorScheduler("model", (BOS,), Defaults(), ranks=2)
-    side.bind_kv_cache_manager(FakeManager())
+    side = bound(ranks=2)
     side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
     request = FakeRequest({**CHUNKS, "method": "cachecraft"})
     side.add(request)
@@ -582,8 +589,7 @@ def test_full_means_vllms_own_prefill(side):
 
 
 def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(side):
-    alone = ConnectorScheduler("model", (BOS,), Defaults.from_config({"method": "full"}))
-    alone.bind_kv_cache_manager(FakeManager())
+    alone = bound(Defaults.from_config({"method": "full"}))
     for one, keeps in ((side, True), (alone, False)):
         one.begin_with({0: Holdings(frozenset(), True)})
         request = FakeRequest({**CHUNKS, "method": "full"})
@@ -616,3 +622,110 @@ def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
     order = woven(side, FakeRequest(CHUNKS, name="c"))
     assert order.stop == 41
     assert not side.orders(step()).asked, "its weave counts it"
+
+
+def parse_of(params: dict[str, Any], salt: str = "") -> WeaveRequest:
+    return parse(params, IDS, fingerprint="model", salt=salt, start=(BOS,), defaults=Defaults())
+
+
+def part_id(params: dict[str, Any], salt: str = "", **more: Any) -> str:
+    """Of the first chunk."""
+    parts = {part.span.start: part.id for part in parse_of({**params, **more}, salt).stored_parts()}
+    return parts[CHUNKS["chunks"][0][0]]
+
+
+def command(name: str = "remove", salt: str | None = None, **forget: Any) -> FakeRequest:
+    return FakeRequest({"forget": forget}, name=name, ids=[BOS], salt=salt)
+
+
+def answer(name: str, *removed: Removed) -> StepResults:
+    return StepResults(removed={name: list(removed)})
+
+
+def test_a_removal_is_ordered_once_and_answered_when_every_rank_has_done_it():
+    side = bound(ranks=2)
+    request = command(chunks=[IDS[1:41]], start=[BOS])
+    side.add(request)
+    assert side.matched(request, 0) is None
+    (order,) = side.orders(step()).removals
+    assert order.chunks == {next(iter(parse_of(CHUNKS).stored_parts())).id}
+    assert not side.orders(step()).removals
+    side.note(answer("remove", Removed(2)), set())
+    assert side.matched(request, 0) is None
+    side.note(answer("remove", Removed(1, 3, ("remote",), lasting=False)), set())
+    assert side.matched(request, 0) == 0
+    side.allocated(request, FakeBlocks(), 0)
+    report = {"removed": 3, "left": 3, "unasked": ["remote"], "lasting": False}
+    assert side.finished(request) == (False, {"chunkweave": report})
+
+
+def test_a_removal_names_chunks_of_its_own_salt_and_start():
+    def ids(**more: Any) -> frozenset[str]:
+        side = bound()
+        side.add(command(**more))
+        (order,) = side.orders(step()).removals
+        return order.chunks
+
+    chunk = IDS[1:41]
+    whole = ids(chunks=[chunk], start=[BOS])
+    assert ids(chunks=[chunk]) == whole
+    assert ids(chunks=[chunk], start=[]) == {part_id(CHUNKS, start_tokens=0)} != whole
+    assert ids(chunks=[chunk], salt="tenant") == {part_id(CHUNKS, salt="tenant")} != whole
+    assert ids(everything=True, salt="tenant") is None
+
+
+def test_requests_that_use_what_is_removed_store_nothing_more(side):
+    using, other = FakeRequest(CHUNKS, name="using"), FakeRequest(CHUNKS, name="other", ids=[BOS, *range(300, 430)])
+    for request in (using, other):
+        side.add(request)
+        side.matched(request, 0)
+    side.add(command(chunks=[IDS[1:41]]))
+    orders = side.orders(step([("using", 0, 131), ("other", 0, 131)]))
+    assert orders.removals[0].requests == {"using"}
+    assert [save.request_id for save in orders.saves] == ["other"]
+    side.add(command("all", everything=True))
+    orders = side.orders(step(cached=[("other", 0, 131)]))
+    assert orders.removals[0].requests == {"using", "other"}
+    assert not orders.saves
+
+
+def test_an_aborted_removal_says_that_a_worker_may_not_have_done_it(side):
+    request = command(everything=True)
+    side.add(request)
+    side.orders(step())
+    assert side.finished(request)[1]["chunkweave"]["unasked"] == ["a worker"]
+    side.note(answer("remove", Removed(1)), set())
+
+
+@pytest.mark.parametrize(("stores", "lasting", "unasked"), [(2, True, 0), (1, False, 0), (1, True, 1)])
+def test_a_worker_without_a_store_is_not_waited_for(stores, lasting, unasked):
+    """It may have been given a cache folder, in which there is something from earlier on."""
+    side = bound(ranks=2, lasting=lasting)
+    side.begin_with({rank: Holdings(frozenset(), shared=False) for rank in range(stores)})
+    request = command(everything=True)
+    side.add(request)
+    side.note(answer("remove", *[Removed(1)] * stores), set())
+    assert side.matched(request, 0) == 0
+    report = side.finished(request)[1]["chunkweave"]
+    assert (report["removed"], len(report["unasked"])) == (stores, unasked)
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        *([], {}, {"chunks": []}, {"chunks": 4}, {"chunks": [[1], "a"]}, {"chunks": [[-1]]}, {"chunks": [[1 << 32]]}),
+        *({"everything": False}, {"everything": True, "chunks": [[1]]}, {"chunks": [[1]], "salt": "x"}),
+    ],
+)
+def test_a_wrong_removal_is_refused_and_removes_nothing(side, forget):
+    request = FakeRequest({"forget": forget}, ids=[BOS])
+    side.add(request)
+    assert not side.orders(step()).removals
+    assert side.matched(request, 0) == 0
+    assert "error" in side.finished(request)[1]["chunkweave"]
+
+
+def test_results_of_ranks_are_joined():
+    both = answer("a", Removed(1)).aggregate(StepResults(removed={"a": [Removed(2)], "b": [Removed(3)]}))
+    assert both.removed == {"a": [Removed(1), Removed(2)], "b": [Removed(3)]}
+    assert both

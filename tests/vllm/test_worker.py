@@ -16,6 +16,7 @@ from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.background_work import BackgroundWork, Work
+from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.scheduler import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
@@ -573,3 +574,60 @@ def test_what_loads_slower_than_it_is_computed_is_computed(side):
     whole(side, weaves=[order], idle=True)
     assert side.take_outcome()[1].failed == {"slow"}, "nothing is left of it to weave"
     assert parameters(side, request(), idle=False) == {"recompute_ratio": 0.15}, "others compute while it loads"
+
+
+def removal(name: str = "remove", *, everything: bool = False, requests: tuple[str, ...] = ()) -> RemovalOrder:
+    ids = [part.id for part in request().stored_parts()]
+    return RemovalOrder(name, None if everything else frozenset(ids[1:2]), frozenset(requests))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_is_ordered_to_be_removed_is_and_is_counted(side, everything):
+    hold(side)
+    before = side.holdings().stored
+    assert len(side._store) == 2
+    whole(side, removals=[removal(everything=everything)])
+    _, results = side.take_outcome()
+    assert results.removed == {"remove": [Removed(2 if everything else 1)]}
+    assert len(side._store) == (0 if everything else 1)
+    gone = {one for one, change in results.copies.items() if change < 0}
+    assert gone <= before
+    assert gone
+    assert not side.take_outcome()[1].removed
+
+
+def test_what_is_still_to_be_stored_is_stored_first_and_removed_then(side):
+    save = SaveOrder("a", request("prefix"), BLOCKS, 0, 40, exact=True)
+    side.begin(StepOrders())
+    side.step(StepOrders())
+    side.save(StepOrders(saves=[save]))
+    side.step(StepOrders(removals=[removal(everything=True)]))
+    side.end()
+    side._between_steps.finish()
+    assert side.take_outcome()[1].removed["remove"][0].removed > 0
+    assert len(side._store) == 0
+
+
+@pytest.mark.parametrize(("requests", "stored"), [(("a",), 0), ((), 1)])
+def test_a_weave_that_ends_after_a_removal_stores_nothing_if_it_uses_that(side, requests, stored):
+    hold(side)
+    (gone,) = removal().chunks
+    side._store.forget_chunks([gone])
+    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
+    whole(side, removals=[removal(requests=requests)], weaves=[order])
+    assert not side.take_outcome()[0], "it has only begun"
+    whole(side)
+    assert side.take_outcome()[0] == {"a"}
+    assert sum(record.chunk_id == gone for record in side._store.records()) == stored
+    side.forget(["a"])
+    assert not side._outdated
+
+
+def test_a_store_that_fails_to_remove_answers_that_it_may_have_it_yet(side, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(side._store, "clear", fail)
+    whole(side, removals=[removal(everything=True)])
+    (removed,) = side.take_outcome()[1].removed["remove"]
+    assert (removed.removed, len(removed.unasked), removed.lasting) == (0, 1, False)

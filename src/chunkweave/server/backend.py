@@ -21,7 +21,6 @@ from chunkweave.server.threads import TenantThreads
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
-    from chunkweave.server.engine_backend import CacheCommands
     from chunkweave.server.service import Parts
 
 
@@ -125,16 +124,44 @@ class BackendParts:
     """No prompt, and so no question, with more tokens is answered."""
     warm: Warm
     """Computes a tenant's chunks with a cache salt before anybody asks; says how many it did."""
+    cache: "CacheCommands"
     samples: Sequence[SampleSource] = ()
     """Read more metrics."""
     more_metrics: Callable[[], Awaitable[bytes]] | None = None
     """Metrics of other processes, in Prometheus's text format."""
-    cache: "CacheCommands | None" = None
-    """Pins and clears chunks, if the backend can."""
     replicas: int = 1
     """How many prefills may run beside each other for searches that have not ended."""
     speculate: bool = False
     """Whether to prefill for what a search has found so far."""
+
+
+class CacheCommands(Protocol):
+    """What `/v1/cache` does to a backend's chunks, beside `warm` and `Backend.forget`."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether chunks can be pinned."""
+
+    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Pin what is stored of chunks; returns how many segments are.
+
+        Raises:
+            HttpError: 403, that and what the tenant has pinned is more than it may; 501, this backend pins nothing.
+        """
+
+    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Take pins back; returns how many chunks were pinned.
+
+        Raises:
+            HttpError: 501, this backend pins nothing.
+        """
+
+    async def clear(self) -> int:
+        """Remove everything of all tenants; returns how many segments there were.
+
+        Raises:
+            NotRemovedError: copies are still there.
+        """
 
 
 class Passthrough(Protocol):

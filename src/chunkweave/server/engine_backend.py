@@ -94,7 +94,7 @@ class EngineBackend:
         self._settings = settings
         self._load = load or load_engine
         self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
-        self._cache: CacheCommands | None = None
+        self._cache: EngineCache | None = None
 
     @property
     def unavailable(self) -> str | None:
@@ -110,16 +110,16 @@ class EngineBackend:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
         self.batching = AsyncEngine(engine, self._settings.batching)
-        self._cache = CacheCommands(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
+        self._cache = EngineCache(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
         return BackendParts(
             engine.loaded.tokenizer,
             engine.calibration is not None,
             self._check,
             self._threads,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
+            self._cache.warm,
+            self._cache,
             samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
-            warm=self._cache.warm,
-            cache=self._cache,
             speculate=self._settings.fleet.speculate,
         )
 
@@ -181,12 +181,14 @@ _AT_A_TIME = 16
 """Chunks that are tokenized in one of a tenant's turns."""
 
 
-class CacheCommands:
+class EngineCache:
     """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
 
     One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's
     thread, but for what it hands to the tenants' threads.
     """
+
+    pins = True
 
     def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, budget_bytes: int) -> None:
         """A tenant may pin `budget_bytes` of segments."""

@@ -281,5 +281,5 @@ def _in_words(done: Mapping[str, Any]) -> str:
 
 def _corpora(parts: Parts, tenant: Tenant, said: str) -> HTMLResponse:
     shown = [one.as_dict() for one in parts.corpora.all(tenant)]
-    commands = ("warm",) if parts.started.cache is None else ("warm", "pin", "unpin", "clear")
+    commands = ("warm", "pin", "unpin", "clear") if parts.started.cache.pins else ("warm", "clear")
     return HTMLResponse(render("corpora.html", corpora=shown, said=said, commands=commands, admin=tenant.admin))

@@ -611,6 +611,15 @@ def refuse_for_engine(body: CompletionBody) -> None:
         raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
     if body.temperature > 2:
         raise HttpError(400, "temperature must be at most 2", param="temperature")
+    refuse_salted_corpus(body)
+
+
+def refuse_salted_corpus(body: CompletionBody) -> None:
+    """Refuse a salt of the client's own for what a corpus has: deleting a document must find all KV of its chunks.
+
+    Raises:
+        HttpError: 400.
+    """
     if body.chunkweave.corpus is not None and body.cache_salt:
         message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
         raise HttpError(400, message, param="cache_salt")

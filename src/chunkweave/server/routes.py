@@ -390,7 +390,7 @@ async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: Of
 @cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
 async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
-    commands = parts.cache
+    commands = parts.started.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
         pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
@@ -400,19 +400,19 @@ async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str
 @cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
 async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Take pins back."""
-    commands = parts.cache
+    commands = parts.started.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
         unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
     return {"chunks": len(chunks), "chunks_unpinned": unpinned}
 
 
-@cache.post("/clear", responses=error_responses(400, 403, 404, 501, 503))
+@cache.post("/clear", responses=error_responses(400, 403, 404, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
-    commands = parts.cache
+    commands = parts.started.cache
     with parts.limits.occupy(tenant.name):
         if body.everything:
             return {"segments_removed": await commands.clear()}

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError
@@ -22,9 +21,6 @@ from chunkweave.server.observability import Observer, open_traces
 from chunkweave.server.settings import Settings
 from chunkweave.server.threads import in_thread
 
-if TYPE_CHECKING:
-    from chunkweave.server.engine_backend import CacheCommands
-
 logger = logging.getLogger(__name__)
 
 
@@ -38,17 +34,6 @@ class Parts:
     limits: TenantLimits
     observer: Observer
     started: BackendParts
-
-    @property
-    def cache(self) -> "CacheCommands":
-        """What `/v1/cache` does.
-
-        Raises:
-            HttpError: 501, this backend does not.
-        """
-        if self.started.cache is None:
-            raise HttpError(501, "this needs --backend engine: vLLM's cache takes no commands", code="needs_engine")
-        return self.started.cache
 
     async def metrics(self) -> bytes:
         """Ours, and those of the backend's own processes."""

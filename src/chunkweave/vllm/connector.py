@@ -57,6 +57,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 window=_window(kv_cache_config),
+                lasting=self._settings.store.cache_dir is not None or self._settings.store.remote_url is not None,
             )
 
     @property

@@ -154,9 +154,7 @@ def parse(
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
     choice, kept = chosen(params, defaults, num_layers)
-    if tuple(token_ids[:first]) != start:
-        # No context names what START holds; so that a chunk behind other tokens is no exact prefix here, its id does.
-        salt = f"{salt}\0start:{','.join(map(str, token_ids[:first]))}"
+    salt = chunk_salt(salt, token_ids[:first], start)
 
     def part(kind: PartKind, first: int, stop: int) -> PromptPart:
         ids = tuple(token_ids[first:stop])
@@ -177,6 +175,14 @@ def parse(
     promotion = Promotion(kept_over, continued or frozenset())
     raisable = _flag(params.get(_AT_LEAST, not _method_request(params).sets_budget), _AT_LEAST)
     return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"), promotion, raisable)
+
+
+def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
+    """The salt in the ids of chunks whose prompt begins with the tokens `first`; commonly prompts do with `start`.
+
+    No context names what START holds. So that a chunk behind other tokens is no exact prefix here, its id does.
+    """
+    return salt if tuple(first) == start else f"{salt}\0start:{','.join(map(str, first))}"
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:

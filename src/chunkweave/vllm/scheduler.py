@@ -21,11 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
-from chunkweave.planning.method_choice import EXACT_METHODS, FIELD
+from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.adapter_keys import AdapterKeys
 from chunkweave.vllm.block_hashes import keep_apart
+from chunkweave.vllm.block_owners import BlockOwners
+from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 
@@ -136,6 +138,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
     cancelled: list[str] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     held: list[str] = field(default_factory=list)
+    removals: list[RemovalOrder] = field(default_factory=list)
     idle: bool = False
 
 
@@ -145,6 +148,7 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
 
     `copies` says by how many more ranks (or fewer) something of a chunk, or an exact segment, is held now. `answered`
     says on how many ranks the remote lookup of a request has ended, `saved` on how many a save of this number is done.
+    `removed` has an answer of each rank that has done what a command asked for.
     """
 
     copies: Counter[ChunkId | SegmentId] = field(default_factory=Counter)
@@ -152,10 +156,11 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     failed: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
     saved: Counter[int] = field(default_factory=Counter)
+    removed: dict[str, list[Removed]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to send: most steps bring nothing."""
-        return bool(self.copies or self.reports or self.failed or self.answered or self.saved)
+        return bool(self.copies or self.reports or self.failed or self.answered or self.saved or self.removed)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
         """What all ranks say; their reports are the same."""
@@ -164,7 +169,10 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
         copies.update(other.copies)
         answered.update(other.answered)
         saved.update(other.saved)
-        return StepResults(copies, self.reports | other.reports, self.failed | other.failed, answered, saved)
+        reports, failed = self.reports | other.reports, self.failed | other.failed
+        both = self.removed.keys() | other.removed.keys()
+        removed = {name: [*self.removed.get(name, ()), *other.removed.get(name, ())] for name in both}
+        return StepResults(copies, reports, failed, answered, saved, removed)
 
 
 @dataclass(slots=True)
@@ -186,7 +194,7 @@ class _Tracked:
     `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
     lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called if they are
     exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of saves that
-    read its blocks yet.
+    read its blocks yet. `outdated` says that it uses what was removed meanwhile, so that nothing of it is stored.
     """
 
     request: WeaveRequest
@@ -201,6 +209,7 @@ class _Tracked:
     failed: bool = False
     lookups: int = 0
     counted: bool = False
+    outdated: bool = False
     saving: set[int] = field(default_factory=set)
     report: dict[str, object] | None = None
 
@@ -226,7 +235,7 @@ class _Tracked:
     @property
     def all_saved(self) -> bool:
         """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
-        return not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
+        return self.outdated or not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
 
 
 class ConnectorScheduler:
@@ -241,10 +250,12 @@ class ConnectorScheduler:
         *,
         ranks: int = 1,
         window: int | None = None,
+        lasting: bool = False,
     ) -> None:
         """`fingerprint` is the model's, part of every chunk id; `start` is what prompts begin with, see `parse`.
 
         `ranks` is how many workers share the heads, `window` the smallest one of layers whose blocks leave it.
+        `lasting` says that stores keep KV beyond the end of their process.
         """
         self._fingerprint = fingerprint
         self._adapter_keys = AdapterKeys()
@@ -253,12 +264,19 @@ class ConnectorScheduler:
         self._num_layers = num_layers
         self._ranks = ranks
         self._window = window
+        self._lasting = lasting
         self._manager: Any = None
+        self._owners: BlockOwners
+        self._removals = RemovalAnswers()
+        self._forgotten: set[str] | None = set()
+        """Salts whose blocks are forgotten with the next orders; None: all."""
         self._requests: dict[str, _Tracked] = {}
         self._saving: dict[int, _Saving] = {}
         self._save_numbers = count()
         self._stored = StoredMirror(ranks)
         self._weaves = True
+        self._stores = ranks
+        """How many workers have a store: those that weave."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -271,12 +289,14 @@ class ConnectorScheduler:
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take the scheduler's block bookkeeping, from which block ids are read, before the first request."""
         self._manager = manager
+        self._owners = BlockOwners(manager)
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
         """What the workers that weave hold from earlier on, by rank. Unless all of them weave, nothing is woven."""
         for one in holdings.values():
             self._stored.add(one.stored)
-        self._weaves = len(holdings) == self._ranks
+        self._stores = len(holdings)
+        self._weaves = self._stores == self._ranks
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
@@ -285,11 +305,15 @@ class ConnectorScheduler:
         A wrong field is logged and reported with the answer, and the request is served without reuse: raising here
         would end the engine.
         """
+        self._owners.begin(request)
         given = request.kv_transfer_params
         params = given.get(FIELD) if isinstance(given, Mapping) else None
         if params is None:
             return
         try:
+            if isinstance(params, Mapping) and FORGET in params:
+                self._remove(request, params)
+                return
             woven = parse(
                 params,
                 request.prompt_token_ids or (),
@@ -326,8 +350,10 @@ class ConnectorScheduler:
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens beyond `computed` the workers can bring into its blocks.
 
-        None during a remote lookup, and if it is to be asked again without those that are computed.
+        None during a remote lookup or a removal, and if it is to be asked again without those that are computed.
         """
+        if request.request_id in self._removals:
+            return None if self._removals.waits(request.request_id) else 0
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
@@ -373,6 +399,9 @@ class ConnectorScheduler:
     def orders(self, scheduler_output: Any) -> StepOrders:
         """What the workers are to do in this step; call it once a step."""
         orders, self._orders = self._orders, StepOrders()
+        if self._forgotten is None or self._forgotten:
+            self._owners.forget(self._forgotten)
+            self._forgotten = set()
         waiting = {one for one in self._arrived if not self._requests[one].lookups}
         orders.waiting.update({one: self._requests[one].request for one in waiting})
         self._arrived -= waiting
@@ -391,6 +420,7 @@ class ConnectorScheduler:
         if results is None:
             return
         self._stored.note(results.copies)
+        self._removals.note(results.removed)
         self._note_saved(results.saved)
         for request_id in results.answered.keys() & self._requests.keys():
             self._requests[request_id].lookups -= results.answered[request_id]
@@ -409,9 +439,12 @@ class ConnectorScheduler:
 
         Returns whether its blocks are to be kept until the workers release them, and the report for its answer.
         """
+        self._owners.finish(request)
         refused = self._refused.pop(request.request_id, None)
         if refused is not None:
             return False, {FIELD: {"error": refused}}
+        if request.request_id in self._removals:
+            return False, {FIELD: self._removals.finish(request.request_id).report}
         tracked = self._requests.pop(request.request_id, None)
         self._arrived.discard(request.request_id)
         if tracked is None:
@@ -421,6 +454,31 @@ class ConnectorScheduler:
         elif tracked.saving:
             self._orders.held.append(request.request_id)
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or self._unreported(tracked)}
+
+    def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
+        """Order a removal, have running requests that use it store nothing more, and forget vLLM's own blocks.
+
+        The latter of the whole salt: which of them hold a chunk is not known of requests that have named none.
+
+        Raises:
+            UsageError: the command is wrong.
+        """
+        refuse_unknown_keys(params, {FORGET})
+        salt, key = request.cache_salt or "", self._key(request)
+        chunks = removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start)
+        concerned = set()
+        for request_id, tracked in self._requests.items():
+            if chunks is None or any(part.id in chunks for part in tracked.parts):
+                tracked.outdated = True
+                concerned.add(request_id)
+        if chunks is None:
+            self._forgotten = None
+        elif self._forgotten is not None:
+            self._forgotten.add(salt)
+        silent = self._ranks - self._stores if self._lasting else 0
+        known = Removed(unasked=("disk or remote tier of a worker that weaves nothing",) if silent else ())
+        self._removals.begin(request.request_id, self._stores, known)
+        self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned)))
 
     def _unreported(self, tracked: _Tracked) -> dict[str, object]:
         """The report of a request that no worker wove: vLLM computed it, or found it woven in its own cache."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.store.index import StoreChanges
 from chunkweave.types import ChunkId, SegmentId
+from chunkweave.vllm.removal import Removed
 
 if TYPE_CHECKING:  # they need vLLM
     from chunkweave.vllm.scheduler import LookupOrder, StepResults
@@ -60,33 +61,43 @@ class RemoteLookups:
 
 
 class StoreEvents:
-    """One worker's side: the changes of its store and the ended lookups, step by step. Called from one thread.
+    """One worker's side: the changes of its store, ended lookups and removals, step by step. Called from one thread.
 
     A request goes on with what the scheduler knows once its lookup has ended. So the end of a lookup is sent with the
-    chunks that it found, or after them, never before.
+    chunks that it found, or after them, never before. Of a removal the same is true.
     """
 
     def __init__(
-        self, changed: Callable[[int], StoreChanges], answered: Callable[[], set[str]], most: int = MOST_CHANGES
+        self,
+        changed: Callable[[int], StoreChanges],
+        answered: Callable[[], set[str]],
+        removed: Callable[[], Mapping[str, Removed]] = dict,
+        most: int = MOST_CHANGES,
     ) -> None:
         """`changed` takes at most so many changes, `answered` the requests whose lookup has ended.
 
-        What a lookup found is in `changed` once it is in `answered`. At most `most` changes are sent in a step.
+        What a lookup found is in `changed` once it is in `answered`; what a removal took away, once its answer is in
+        `removed`. At most `most` changes are sent in a step.
         """
         self._changed = changed
         self._answered = answered
+        self._removed = removed
         self._most = most
         self._unsent: set[str] = set()
+        self._unsent_removals: dict[str, Removed] = {}
 
     def add_to(self, results: "StepResults") -> None:
         """Add what has changed since the last step."""
         self._unsent |= self._answered()
+        self._unsent_removals.update(self._removed())
         changes = self._changed(self._most)
         results.copies.update(dict.fromkeys(changes.added, 1))
         results.copies.update(dict.fromkeys(changes.removed, -1))
         if not changes.more:
             results.answered.update(self._unsent)
             self._unsent.clear()
+            results.removed.update({name: [removed] for name, removed in self._unsent_removals.items()})
+            self._unsent_removals.clear()
 
 
 class StoredMirror:

@@ -29,6 +29,7 @@ from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.read_ahead import ReadAhead
+from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.scheduler import (
@@ -104,7 +105,8 @@ class ConnectorWorker:
         self._idle = False
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
-        self._events = StoreEvents(self._follower.take, self._lookups.answered)
+        self._removals = StoreRemovals(self._store)
+        self._events = StoreEvents(self._follower.take, self._lookups.answered, self._removals.take)
         slow = any(level.background for level in self._store.levels)
         timeout_s = settings.weave.load_timeout_s
         self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
@@ -118,6 +120,8 @@ class ConnectorWorker:
         self._chosen_positions = 0
         self._begun: dict[str, dict[Span, PartCopy]] = {}
         """By request, parts of which vLLM has computed the beginning."""
+        self._outdated: set[str] = set()
+        """Requests that use what was removed meanwhile: nothing of them is stored."""
         self._arrived: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
@@ -144,6 +148,9 @@ class ConnectorWorker:
         self._idle = orders.idle
         self._streams.computes_here()
         self._held.update(orders.held)
+        for removal in orders.removals:  # behind what is still to be stored, which it may concern
+            self._outdated |= removal.requests
+            self._between_steps.add(Work(self._removing(removal), removal.request_id))
         self._lookups.begin(orders.lookups)
         if self._ahead is not None:
             self._ahead.begin(orders.waiting, (order.request_id for order in orders.weaves))
@@ -180,6 +187,7 @@ class ConnectorWorker:
 
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
+        self._outdated.difference_update(finished)
         for request_id in finished:
             self._begun.pop(request_id, None)
             if self._ahead is not None:
@@ -306,6 +314,9 @@ class ConnectorWorker:
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))
 
+    def _removing(self, order: RemovalOrder) -> Iterator[object]:
+        yield self._in_background(partial(self._removals.run, order))
+
     def _hits(self, plan: Plan) -> dict[str, int]:
         """Tokens of the parts that a plan takes from the store, by the tier that has them."""
         hits: Counter[str] = Counter()
@@ -416,6 +427,8 @@ class ConnectorWorker:
 
     def _insert(self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]]) -> None:
         """Store segments as they are read or captured; what cannot be stored costs time later."""
+        if request_id in self._outdated:
+            return
         try:
             for record, kv in segments:
                 self._store.insert(record, kv)

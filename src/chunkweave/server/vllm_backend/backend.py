@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.chunking.neutral import neutral_passages
+from chunkweave.chunking.prompt import PromptPart
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import QueueFullError
 from chunkweave.ordering.ordering import ChunkOrder
@@ -17,11 +18,11 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.server.backend import BackendParts, Stage, Submission
 from chunkweave.server.errors import HttpError
 from chunkweave.server.metrics import MetricSample, counted_samples
-from chunkweave.server.requests import ChatBody, CompletionBody
+from chunkweave.server.requests import ChatBody, CompletionBody, refuse_salted_corpus
 from chunkweave.server.settings import Settings
-from chunkweave.server.threads import TenantThreads, in_thread
+from chunkweave.server.threads import TenantThreads, in_thread, to_its_end
 from chunkweave.server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
-from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, fleet_samples, labelled
+from chunkweave.server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
 from chunkweave.server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave.server.vllm_backend.passthrough import Passthrough
 from chunkweave.server.vllm_backend.prepare import (
@@ -32,6 +33,8 @@ from chunkweave.server.vllm_backend.prepare import (
     load_tokenizer,
 )
 from chunkweave.server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
+from chunkweave.server.vllm_backend.removal import FleetRemovals, VllmCache
+from chunkweave.server.vllm_backend.removal_journal import Removal, RemovalJournal
 from chunkweave.server.vllm_backend.reports import ReportInbox
 from chunkweave.server.vllm_backend.shadow import VllmShadow
 from chunkweave.server.vllm_backend.upstream import Upstream, UpstreamLostError
@@ -43,6 +46,8 @@ logger = logging.getLogger(__name__)
 _USUAL_CONTEXT = 4096
 _POLL_S = 0.5
 _WATCH_S = 2.0
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
 
 _UNSUPPORTED_IN_CHAT = (
     "functions",
@@ -86,6 +91,7 @@ class VllmBackend:
         self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
+        self._removals: FleetRemovals | None = None
         self._passages: tuple[str, ...] = ()
         self._parsers = flags.parsers
 
@@ -110,7 +116,8 @@ class VllmBackend:
         ranks = range(self._flags.ranks) if self._flags.ranks > 1 else (None,)
         self._upstreams = [Upstream(name, url, rank=rank) for name, url in urls.items() for rank in ranks]
         fleet = Fleet(self._upstreams, self._settings)
-        tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(fleet))
+        removals = self._removals = await in_thread(lambda: self._fleet_removals(fleet))
+        tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(removals))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
         if not self.processes and await self._upstreams[0].serves(PARSE):
             self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
@@ -127,7 +134,12 @@ class VllmBackend:
             self._threads,
             most_tokens,
             self.warm,
-            samples=[lambda: fleet_samples(fleet, self.processes, self.context.retries), self._store_samples],
+            VllmCache(removals),
+            samples=[
+                lambda: fleet_samples(fleet, self.processes, self.context.retries),
+                removals.samples,
+                self._store_samples,
+            ],
             more_metrics=self._metrics,
             replicas=len(fleet.replicas),
             speculate=settings.speculate,
@@ -141,6 +153,8 @@ class VllmBackend:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        if self._removals is not None:
+            await self._removals.close()
         await asyncio.gather(*(process.stop() for process in self.processes))
         for upstream in self._upstreams:
             await upstream.close()
@@ -196,9 +210,19 @@ class VllmBackend:
                 message = "the vLLM server that computed this went away; its log says why"
                 raise HttpError(502, message, code="replica_lost") from error
 
-    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:  # noqa: ARG002
-        """The plug-in removes nothing by name: what no request asks for any more leaves by eviction."""
-        return 0
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
+        """Have every replica remove chunks from its stores, and what vLLM's own prefix cache has of their salt."""
+        assert self._removals is not None, "the server has started"
+        preparer, parts = self.context.preparer, list[PromptPart]()
+        for start in range(0, len(texts), _AT_A_TIME):
+            some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
+            parts += await self._threads.run(tenant, partial(preparer.chunk_parts, some, cache_salt=salt))
+        if not parts:
+            return 0
+        chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
+        removal = Removal(salt, chunks, tuple(preparer.tokenizer.start_ids))
+        ids = frozenset(part.id for part in parts if part.id is not None)
+        return await to_its_end(self._removals.remove(removal, ids))
 
     def stats(self) -> Mapping[str, Any]:
         """The replicas as the server sees them."""
@@ -224,6 +248,7 @@ class VllmBackend:
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+        refuse_salted_corpus(body)
         if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
             self._check_tools(body)
 
@@ -295,17 +320,27 @@ class VllmBackend:
         found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
         return labelled(found).encode()
 
-    async def _start_servers(self, fleet: Fleet) -> None:
+    async def _start_servers(self, removals: FleetRemovals) -> None:
         if not self.processes:
             servers = {one.server: one for one in self._upstreams}
             await asyncio.gather(*(self._until_up(one) for one in servers.values()))
             for name, one in servers.items():
-                fleet.up(name)
-                self._watching.append(asyncio.create_task(_follow(one, fleet), name=f"watch {name}"))
+                removals.up(name)
+                self._watching.append(asyncio.create_task(_follow(one, removals), name=f"watch {name}"))
             return
         for process in self.processes:
-            process.on_change = partial(_set_up, fleet, process.name)
+            process.on_change = partial(_set_up, removals, process.name)
         await asyncio.gather(*(process.start() for process in self.processes))
+
+    def _fleet_removals(self, fleet: Fleet) -> FleetRemovals:
+        """With what is pending from an earlier start. Servers that we start keep their names, others their URLs."""
+
+        def key_of(replica: Replica) -> str:
+            upstream = replica.upstream
+            return replica.name if self.processes else f"{upstream.url}{replica.name.removeprefix(upstream.server)}"
+
+        folder = self._settings.corpora.data_dir
+        return FleetRemovals(fleet, RemovalJournal(folder, [key_of(one) for one in fleet.replicas]), key_of)
 
     async def _until_up(self, upstream: Upstream) -> None:
         until_s = time.monotonic() + self._settings.fleet.start_timeout_s
@@ -369,17 +404,17 @@ async def _open_inbox(path: Path | None = None) -> ReportInbox:
     return inbox
 
 
-async def _follow(upstream: Upstream, fleet: Fleet) -> None:
+async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:
     """Note whether a server that somebody else runs is up."""
     while True:
         await asyncio.sleep(_WATCH_S)
         try:
             await upstream.text("/health")
-            fleet.up(upstream.server)
+            removals.up(upstream.server)
         except UpstreamLostError as error:
             logger.warning("%s", error)
-            fleet.down(upstream.server)
+            removals.down(upstream.server)
 
 
-def _set_up(fleet: Fleet, name: str, up: bool) -> None:
-    (fleet.up if up else fleet.down)(name)
+def _set_up(removals: FleetRemovals, name: str, up: bool) -> None:
+    (removals.up if up else removals.down)(name)

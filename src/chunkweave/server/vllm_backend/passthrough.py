@@ -29,6 +29,7 @@ from chunkweave.server.vllm_backend.upstream import (
     handed_back,
     refusal,
 )
+from chunkweave.vllm.removal import FORGET
 
 _OURS = ("documents", FIELD)
 """A completion request with one of these is the server's; all others are handed through."""
@@ -178,6 +179,9 @@ class Passthrough:
         """A completion request with the tenant's own salt in the place of its own, and a model; else as it came."""
         if body is None or path not in SALTED:
             return raw
+        if not tenant.admin and _commands(body):
+            message = "only an admin may send commands to the plug-in"
+            raise HttpError(403, message, param="kv_transfer_params", code="not_admin")
         given = body.get("cache_salt") or ""
         added: dict[str, Any] = {}
         if not tenant.anonymous and isinstance(given, str):
@@ -185,6 +189,13 @@ class Passthrough:
         if self._model is not None and not body.get("model"):
             added["model"] = self._model
         return json.dumps({**body, **added}).encode() if added else raw
+
+
+def _commands(body: dict[str, Any]) -> bool:
+    """Whether a body's `kv_transfer_params` are a command to the plug-in, and no request."""
+    params = body.get("kv_transfer_params")
+    ours = params.get(FIELD) if isinstance(params, dict) else None
+    return isinstance(ours, dict) and FORGET in ours
 
 
 def _refuse_other_paths(path: str) -> None:

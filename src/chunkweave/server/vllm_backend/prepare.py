@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.neutral import is_neutral
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.chunking.rendering import Messages, Rendered
 from chunkweave.chunking.template import rendered_exchange, template_for, template_with
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
@@ -142,6 +143,15 @@ class PromptPreparer:
             raise PromptTooLongError(f"the chunk has {len(prompt.parts[-1])} tokens, but the context holds {most}")
         request = Request("", (chunk,), sampling=SamplingParams(room, temperature=0.0), cache_salt=cache_salt)
         return PreparedPrompt(request, prompt, ChunkOrder.FIXED, self._choice(MethodRequest.of("prefix")), room)
+
+    def chunk_parts(self, chunks: Sequence[Chunk], *, cache_salt: str) -> list[PromptPart]:
+        """Chunks as they stand in every prompt, without those that no context can hold: nothing is stored of these."""
+        parts = []
+        for chunk in chunks:
+            with suppress(PromptTooLongError):
+                limit = PromptLimit(self._most_tokens)
+                parts.append(self.builder.chunk_part(chunk, cache_salt=cache_salt, limit=limit))
+        return parts
 
     def end(self, prepared: PreparedPrompt, prompt: Prompt, answer_ids: Sequence[int], text: str | None = None) -> None:
         """Keep a complete answer for its conversation, if it is one's; `prompt` is as it was computed.

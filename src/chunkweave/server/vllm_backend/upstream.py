@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -27,6 +27,7 @@ _ABOUT_FIELD = re.compile(r"(?P<field>[a-z]+(_[a-z]+)*) (must|cannot|contains)\b
 _RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
 _DONE = "[DONE]"
+_ENGINE = re.compile(r'^vllm:num_requests_running\{.*\bengine="(\d+)"', re.MULTILINE)
 _HOP_BY_HOP = frozenset(
     {
         "accept-encoding",
@@ -132,7 +133,9 @@ class Upstream:
         finally:
             await reply.aclose()
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """The answer to a body, both JSON.
 
         Raises:
@@ -140,7 +143,7 @@ class Upstream:
             UpstreamFailedError: it says that it failed, or what it says is no JSON.
             HttpError: it refused the body, in its own words; or the body is not JSON.
         """
-        request = self._posting(path, body, {})
+        request = self._posting(path, body, headers or {})
         try:
             reply = await self._client.send(request)
         except httpx.HTTPError as error:
@@ -167,6 +170,40 @@ class Upstream:
             return self._client.build_request("POST", path, json=body, headers=dict(headers))
         except (ValueError, RecursionError) as error:
             raise HttpError(400, "a value of the request cannot be sent as JSON", code="invalid_json") from error
+
+    async def complete_whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A completion that is not streamed, of this rank if there are several.
+
+        Raises:
+            UpstreamLostError: the server is gone, or failed.
+            HttpError: it refused the body, in its own words.
+        """
+        try:
+            return await self.post(COMPLETIONS, body, self._rank)
+        except UpstreamFailedError as error:
+            raise UpstreamLostError(f"{self.name} failed: {error}") from error
+
+    async def model_names(self) -> list[str]:
+        """What it serves: the model, then its adapters.
+
+        Raises:
+            UpstreamLostError: it does not answer, or serves nothing.
+        """
+        try:
+            names = [str(one["id"]) for one in json.loads(await self.text("/v1/models"))["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UpstreamLostError(f"{self.name} does not say what it serves: {error!r}") from error
+        if not names:
+            raise UpstreamLostError(f"{self.name} serves no model")
+        return names
+
+    async def hides_ranks(self) -> bool:
+        """Whether it says in its metrics that it has several data-parallel ranks, and requests go to any of them."""
+        if self._rank:
+            return False
+        with suppress(UpstreamLostError):
+            return len(set(_ENGINE.findall(await self.text("/metrics")))) > 1
+        return False
 
     async def serves(self, path: str) -> bool:
         """Whether something takes bodies there: what is missing or switched off does not.

@@ -1,0 +1,192 @@
+"""Removing stored KV by command: what a request asks for, what its workers are to do, and what they have done.
+
+The command is a request of its own, with `kv_transfer_params = {"chunkweave": {"forget": ...}}`, which waits until all
+workers have removed what it names. Chunks are named by their tokens, and found under the request's own `cache_salt`.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from chunkweave.chunking.prompt import chunk_id
+from chunkweave.errors import NotRemovedError, UsageError
+from chunkweave.planning.method_choice import checked_whole, refuse_unknown_keys
+from chunkweave.types import ChunkId
+from chunkweave.vllm.request import chunk_salt
+
+logger = logging.getLogger("vllm.chunkweave")
+
+FORGET = "forget"
+"""The field of a request that is such a command. Its value is `{"chunks": ..., "start": ...}` or `EVERYTHING`."""
+
+EVERYTHING = "everything"
+_TOKEN_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalOrder:
+    """Scheduler to workers: remove what is stored of `chunks` (None: everything), on every tier.
+
+    From now on nothing is stored of what these running `requests` compute: they use what is removed.
+    """
+
+    request_id: str
+    chunks: frozenset[ChunkId] | None
+    requests: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What removing came to, as in `NotRemovedError`."""
+
+    removed: int = 0
+    left: int = 0
+    unasked: tuple[str, ...] = ()
+    lasting: bool = True
+
+    def __add__(self, other: "Removed") -> "Removed":
+        """Of two workers, or two commands."""
+        unasked = tuple(dict.fromkeys((*self.unasked, *other.unasked)))
+        lasting = self.lasting and other.lasting
+        return Removed(self.removed + other.removed, self.left + other.left, unasked, lasting)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """As the command's answer carries it."""
+        unasked = list(self.unasked)
+        return {"removed": self.removed, "left": self.left, "unasked": unasked, "lasting": self.lasting}
+
+    @classmethod
+    def of(cls, report: Any) -> "Removed":
+        """What an answer carries.
+
+        Raises:
+            UsageError: it carries nothing of the kind, or says that the command was wrong.
+        """
+        try:
+            unasked = tuple(str(name) for name in report["unasked"])
+            return cls(int(report["removed"]), int(report["left"]), unasked, bool(report["lasting"]))
+        except (KeyError, TypeError, ValueError) as error:
+            said = report.get("error") if isinstance(report, Mapping) else None
+            raise UsageError(str(said or "the plug-in has not answered")) from error
+
+
+def removal_params(chunks: Iterable[Sequence[int]] | None, start: Sequence[int]) -> dict[str, Any]:
+    """The command that removes chunks with these tokens (None: everything), sent in prompts that begin with `start`."""
+    if chunks is None:
+        return {FORGET: {EVERYTHING: True}}
+    return {FORGET: {"chunks": [list(ids) for ids in chunks], "start": list(start)}}
+
+
+def removed_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
+    """The chunks that a command names, None for everything; what is left out is as in `request.parse`.
+
+    Raises:
+        UsageError: the message says which field is wrong.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{FORGET} must be an object such as {{'chunks': [[5, 6, 7]]}}")
+    refuse_unknown_keys(given, {"chunks", "start", EVERYTHING})
+    if EVERYTHING in given:
+        if given != {EVERYTHING: True}:
+            raise UsageError(f"{EVERYTHING} must be true, and alone")
+        return None
+    chunks = given.get("chunks")
+    if not isinstance(chunks, list | tuple) or not chunks:
+        raise UsageError("chunks must be a list of lists of token ids")
+    first = _tokens(given["start"], "start") if "start" in given else start
+    salt = chunk_salt(salt, first, start)
+    return frozenset(chunk_id(fingerprint, salt, _tokens(one, "chunks")) for one in chunks)
+
+
+def _tokens(given: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(given, list | tuple):
+        raise UsageError(f"{name} must hold token ids, not {given!r}"[:200])
+    tokens = tuple(checked_whole(one, name) for one in given)
+    if any(not 0 <= one < 1 << _TOKEN_BITS for one in tokens):
+        raise UsageError(f"{name} must hold token ids")
+    return tokens
+
+
+class RemovalAnswers:
+    """The scheduler's side: commands that wait for workers. Called from one thread."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[str, int] = {}
+        self._done: dict[str, Removed] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is such a command."""
+        return request_id in self._done
+
+    def begin(self, request_id: str, ranks: int, known: Removed) -> None:
+        """A command was sent to so many workers; what is `known` beforehand is part of its answer."""
+        self._awaited[request_id], self._done[request_id] = ranks, known
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a worker has not answered yet."""
+        return self._awaited[request_id] > 0
+
+    def note(self, answers: Mapping[str, Sequence[Removed]]) -> None:
+        """Workers have done what was asked; of commands that have ended meanwhile it is of no more use."""
+        for request_id in answers.keys() & self._done.keys():
+            for answer in answers[request_id]:
+                self._done[request_id] += answer
+                self._awaited[request_id] -= 1
+
+    def finish(self, request_id: str) -> Removed:
+        """The command's request has ended: its whole answer. One that was aborted lacks some workers'."""
+        late = self._awaited.pop(request_id) > 0
+        return self._done.pop(request_id) + (Removed(unasked=("a worker",)) if late else Removed())
+
+
+class RemovableStore(Protocol):
+    """What removing needs of a store."""
+
+    def __len__(self) -> int:
+        """Segments that are stored."""
+
+    def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
+        """See `TieredStore`."""
+
+    def clear(self) -> None:
+        """See `TieredStore`."""
+
+
+class StoreRemovals:
+    """A worker's side: removes from its store, in whichever thread, and keeps the answers for the next step."""
+
+    def __init__(self, store: RemovableStore) -> None:
+        self._store = store
+        self._done: SimpleQueue[tuple[str, Removed]] = SimpleQueue()
+
+    def run(self, order: RemovalOrder) -> None:
+        """Do what was ordered; what goes wrong is part of the answer."""
+        self._done.put((order.request_id, self._removed(lambda: self._remove(order.chunks))))
+
+    def take(self) -> dict[str, Removed]:
+        """Answers by request, each once. Called from one thread."""
+        taken: dict[str, Removed] = {}
+        while not self._done.empty():
+            request_id, removed = self._done.get()
+            taken[request_id] = removed
+        return taken
+
+    def _remove(self, chunks: frozenset[ChunkId] | None) -> int:
+        if chunks is not None:
+            return self._store.forget_chunks(chunks)
+        before = len(self._store)
+        self._store.clear()
+        return before
+
+    @staticmethod
+    def _removed(remove: Callable[[], int]) -> Removed:
+        try:
+            return Removed(remove())
+        except NotRemovedError as error:
+            return Removed(error.removed, error.left, error.unasked, error.lasting)
+        except Exception:  # a store must not end the engine
+            logger.exception("what was to be removed may be there yet")
+            return Removed(unasked=("the store of a worker",), lasting=False)
