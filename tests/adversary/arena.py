@@ -25,6 +25,7 @@ class Arena:
     backend = ""
     faults: tuple[str, ...] = ()
     starter: Callable[[], AbstractContextManager[Starter]] = Forks
+    pins = False
     growth_bytes = 192 << 20
     """By so much a server's memory may be above what it is at first."""
     settled_s = 60.0
@@ -39,8 +40,6 @@ class Arena:
         self.fault = ""
         self.in_step = True
         self.failure: Exception | None = None
-        self.salt = ""
-        """Of all that is asked and warmed; nothing under another one is found."""
         self.corpora: dict[str, dict[str, set[int | None]]] = {tenant: {} for tenant in TENANTS}
         """By tenant, the documents of its corpus by id: the numbers of the texts they may have; None for not there."""
         self.twins: list[Server] = []
@@ -205,11 +204,6 @@ class Arena:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    @property
-    def salted(self) -> dict[str, str]:
-        """What a body has more, for the salt of now."""
-        return {"cache_salt": self.salt} if self.salt else {}
-
     def body(self, tenant: str, numbers: list[int], question: int, method: str, *, swapped: bool = False) -> Ask:
         reuse: dict[str, Any] = {"method": method, "order": "fixed"}
         if method not in ("full", "prefix", "full-reuse"):
@@ -220,7 +214,6 @@ class Arena:
             "temperature": 0,
             "max_tokens": 1 if tenant == VICTIM else 4,
             "chunkweave": reuse,
-            **self.salted,
         }
 
     def ask(self, tenant: str, numbers: list[int], question: int, method: str, *, stream: bool) -> None:
@@ -276,23 +269,73 @@ class Arena:
         parts = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
         assert sum(report[part] for part in parts) == report["prompt_tokens"], self.told(f"{report}")
 
+    # --- the cache ------------------------------------------------------------------------------------------------
+
+    def command(self, tenant: str, name: str, numbers: list[int]) -> None:
+        """warm, pin, unpin or clear."""
+        allowed = (200, 403) if name == "pin" else (200,)
+        if not self.pins and name in ("pin", "unpin"):
+            allowed = (501,)
+
+        def given(swapped: bool) -> Any:
+            return {"documents": [text(number, swapped=swapped) for number in numbers]}
+
+        reply = self.both(tenant, "POST", f"/v1/cache/{name}", given, allowed=allowed)
+        if name == "warm":
+            self.warmed(tenant, numbers)
+        if name != "clear" or reply.status != 200:
+            return
+        self.forgotten(tenant, numbers)
+        if self.in_step:
+            self.check_forgotten(tenant, numbers)
+
+    def check_forgotten(self, tenant: str, numbers: list[int]) -> None:
+        """What was removed is not found."""
+        for number in numbers:
+            asked = [tenant, [number], 0, "full-reuse"]
+            reply = self.both(
+                tenant, "POST", "/v1/chat/completions", lambda swapped, asked=asked: self.body(*asked, swapped=swapped)
+            )
+            chunks = [one for one in reply.report["chunks"] if one["rank"] is not None]
+            found = [one for one in chunks if one["kv_source"] in ("reused", "prefix-exact")]
+            assert not found, self.told(f"cleared, and found: {reply.report}")
+            self.counts["removals checked"] += 1
+            self.answered(tenant, [number], 0, "full-reuse")
+
+    def warmed(self, tenant: str, numbers: list[int]) -> None:
+        """KV of these texts is stored now."""
+
+    def forgotten(self, tenant: str, numbers: list[int]) -> None:
+        """KV of these texts was removed."""
+
+    def answered(self, tenant: str, numbers: list[int], question: int, method: str) -> None:
+        """A request was answered."""
+
     # --- corpora --------------------------------------------------------------------------------------------------
 
     def ingest(self, tenant: str, number: int, name: str) -> None:
-        held = self.corpora[tenant].setdefault(name, {None})
+        held = set(self.corpora[tenant].setdefault(name, {None}))
 
         def given(swapped: bool) -> Any:
             return {"documents": [{"id": name, "text": text(number, swapped=swapped)}], "update": True}
 
         reply = self.both(tenant, "POST", "/v1/corpora/notes/documents", given)
         self.corpora[tenant][name] = {number} if reply.status == 200 else held | {number}
+        self._note_gone(tenant, held)
 
     def delete(self, tenant: str, name: str) -> None:
-        held = self.corpora[tenant].setdefault(name, {None})
+        held = set(self.corpora[tenant].setdefault(name, {None}))
         allowed = (200, 404) if None in held else (200,)
         reply = self.both(tenant, "DELETE", f"/v1/corpora/notes/documents/{name}", allowed=allowed)
         certain = reply.status in (200, 404) or reply.body.get("error", {}).get("code") == "not_removed"
         self.corpora[tenant][name] = {None} if certain else held | {None}
+        self._note_gone(tenant, held)
+
+    def _note_gone(self, tenant: str, held: set[int | None]) -> None:
+        """A document that had one of these texts was replaced or removed: the KV of texts that none has is removed."""
+        kept = set().union(*self.corpora[tenant].values())
+        if gone := [number for number in held - kept if number is not None]:
+            self.forgotten(tenant, gone)
 
     def check_corpora(self) -> None:
         """Every document that was acknowledged is there, with its text, and none that was removed."""

@@ -18,6 +18,7 @@ class EngineArena(Arena):
     """Our own engine with the bundled reader. KV is in memory, on disk, and in Valkey or Redis if that is there."""
 
     backend = "engine"
+    pins = True
     faults: tuple[str, ...] = ("full", "readonly", "slow")
 
     def open(self, stack: ExitStack) -> list[Server]:
@@ -100,25 +101,6 @@ class EngineArena(Arena):
             assert again.report[name] == reply.report[name], self.told(f"{name}: {again.report} {reply.report}")
         assert again.text == reply.text, self.told(f"replayed {again.text!r}, not {reply.text!r}")
 
-    def command(self, tenant: str, name: str, numbers: list[int]) -> None:
-        """warm, pin, unpin or clear."""
-        allowed = (200, 403) if name == "pin" else (200,)
-
-        def given(swapped: bool) -> Any:
-            return {"documents": [text(number, swapped=swapped) for number in numbers]}
-
-        reply = self.both(tenant, "POST", f"/v1/cache/{name}", given, allowed=allowed)
-        if name == "clear" and reply.status == 200 and self.in_step:
-            for number in numbers:  # what was removed is not found
-                asked = self.both(
-                    tenant,
-                    "POST",
-                    "/v1/chat/completions",
-                    lambda swapped, number=number: self.body(tenant, [number], 0, "full-reuse", swapped=swapped),
-                )
-                found = [one for one in asked.report["chunks"] if one["rank"] is not None and one["variant"]]
-                assert not found, self.told(f"cleared, and found: {asked.report}")
-
 
 class FrontArena(Arena):
     """The server before something that looks like vLLM: what goes up is what a lone server would send."""
@@ -174,16 +156,18 @@ class FrontArena(Arena):
             assert bool(reply.report["reused_tokens"] + reply.report["prefix_exact_tokens"]) == bool(before), self.told(
                 f"{tenant} asked {before} before: {reply.report}"
             )
-        self._asked |= {(tenant, number) for number in numbers}
+        self.answered(tenant, numbers, question, method)
 
     def prompt(self, tenant: str, numbers: list[int], question: int) -> list[int]:
         chunks = [Chunk(text(number)) for number in numbers]
         return list(self._preparer.builder.build(QUESTIONS[question], chunks).token_ids)
 
-    def command(self, tenant: str, name: str, numbers: list[int]) -> None:
-        def given(swapped: bool) -> Any:
-            return {"documents": [text(number, swapped=swapped) for number in numbers]}
+    def warmed(self, tenant: str, numbers: list[int]) -> None:
+        self._asked |= {(tenant, number) for number in numbers}
 
-        self.both(tenant, "POST", f"/v1/cache/{name}", given, allowed=(200,) if name == "warm" else (501,))
-        if name == "warm":
-            self._asked |= {(tenant, number) for number in numbers}
+    def forgotten(self, tenant: str, numbers: list[int]) -> None:
+        self._asked -= {(tenant, number) for number in numbers}
+
+    def answered(self, tenant: str, numbers: list[int], question: int, method: str) -> None:
+        if method != "full":
+            self.warmed(tenant, numbers)

@@ -89,17 +89,14 @@ def _wait_until_gone(processes: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a tenant has asked for, or had warmed, since all was last forgotten."""
+    """What a tenant has asked for, or had warmed or removed, since everything was removed last."""
 
     path: str
     body: dict[str, Any]
 
 
 class VllmArena(Arena):
-    """Fronts with a vLLM each; KV is in vLLM's own cache, in memory and on disk.
-
-    vLLM's cache takes no commands, so that what is stored is not removed but forgotten: everybody has another salt.
-    """
+    """Fronts with a vLLM each; KV is in vLLM's own cache, in memory and on disk."""
 
     backend = "vllm"
     faults = ("full", "readonly", "slow", "upstream")
@@ -122,11 +119,12 @@ class VllmArena(Arena):
         return [*self.twins, self.lone]
 
     def emptied(self, server: Server) -> bool:
-        self.salt = uuid.uuid4().hex
         self._asked.clear()
         if server.send("GET", "/ready", ADMIN).status != 200:
             return False
-        return server.send("POST", "/v1/cache/warm", ADMIN, {"documents": [text(0)], **self.salted}).status == 200
+        if server.send("POST", "/v1/cache/warm", ADMIN, {"documents": [text(0)]}).status != 200:
+            return False
+        return server.send("POST", "/v1/cache/clear", ADMIN, {"everything": True}).status == 200
 
     def begin_fault(self, kind: str) -> None:
         super().begin_fault("" if kind == "upstream" else kind)
@@ -146,7 +144,7 @@ class VllmArena(Arena):
             )
         elif self.in_step:
             self.replay(tenant, body, reply)
-        self._asked.setdefault(tenant, []).append(Asked("/v1/chat/completions", body))
+        self.answered(tenant, numbers, question, method)
 
     def alone(self, tenant: str, numbers: list[int], question: int) -> tuple[str, str]:
         """What a server says that computes this prompt in full and nothing else."""
@@ -173,14 +171,17 @@ class VllmArena(Arena):
             assert again.report[name] == reply.report[name], self.told(f"{name}: {again.report} {reply.report}")
         assert _said(again) == _said(reply), self.told(f"replayed {_said(again)}, not {_said(reply)}")
 
-    def command(self, tenant: str, name: str, numbers: list[int]) -> None:
-        def given(swapped: bool) -> Any:
-            return {"documents": [text(number, swapped=swapped) for number in numbers], **self.salted}
+    def warmed(self, tenant: str, numbers: list[int]) -> None:
+        self._note(tenant, "/v1/cache/warm", {"documents": [text(number) for number in numbers]})
 
-        path = f"/v1/cache/{name}"
-        self.both(tenant, "POST", path, given, allowed=(200,) if name == "warm" else (501,))
-        if name == "warm":
-            self._asked.setdefault(tenant, []).append(Asked(path, given(False)))
+    def forgotten(self, tenant: str, numbers: list[int]) -> None:
+        self._note(tenant, "/v1/cache/clear", {"documents": [text(number) for number in numbers]})
+
+    def answered(self, tenant: str, numbers: list[int], question: int, method: str) -> None:
+        self._note(tenant, "/v1/chat/completions", self.body(tenant, numbers, question, method))
+
+    def _note(self, tenant: str, path: str, body: dict[str, Any]) -> None:
+        self._asked.setdefault(tenant, []).append(Asked(path, body))
 
 
 def _said(reply: Reply) -> tuple[str, str]:
