@@ -65,7 +65,12 @@ class Simulation:
 
     def __init__(self, *weights: str, **limits: int) -> None:
         config = BatchingConfig(tenant_weight=weights, window=4, **{"kv_tokens": 65536, **limits})
-        self.scheduler = Scheduler(KnowledgeTree(["host"]), config, preempting=lambda one: self.preempted.append(one))
+        self.scheduler = Scheduler(
+            KnowledgeTree(["host"]),
+            config,
+            preempting=lambda one: self.preempted.append(one),
+            clock=lambda: self.now_s,
+        )
         self.preempted: list[RequestState] = []
         self.served: list[RequestState] = []
         self.prefilled: Counter[str] = Counter()
@@ -87,7 +92,9 @@ class Simulation:
         for group in self.scheduler.groups():
             self.scheduler.computed(group)
             took += len(group.decoding) + sum(tokens for _, tokens in group.pieces)
-            self.now_s += 0.01 + 0.001 * took
+            since_s, self.now_s = self.now_s, self.now_s + 0.01 + 0.001 * took
+            if self.scheduler.planner.holds:
+                self.scheduler.planner.ran(group, since_s)
             for request, tokens in group.pieces:
                 self.prefilled[request.tenant] += tokens
                 request.job.next_tokens -= tokens
@@ -151,10 +158,10 @@ def test_of_two_that_want_all_each_gets_its_share(weights: tuple[str, ...], rati
         run.submit("a", 700)
         run.submit("b", 300)
         run.submit("b", 300)
-    for _ in range(20):
+    for _ in range(100):
         run.step()
     before = run.prefilled.copy()
-    for _ in range(100):
+    for _ in range(400):
         run.step()
     a, b = (run.prefilled[tenant] - before[tenant] for tenant in "ab")
     assert a / b == pytest.approx(ratio, rel=0.15)
