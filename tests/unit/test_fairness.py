@@ -96,13 +96,7 @@ class Simulation:
             if self.scheduler.planner.holds:
                 self.scheduler.planner.ran(group, since_s)
             for request, tokens in group.pieces:
-                self.prefilled[request.tenant] += tokens
-                request.job.next_tokens -= tokens
-                request.job.remaining_tokens -= tokens
-                if not request.job.remaining_tokens:
-                    request.job, request.status = None, RequestStatus.DECODING
-                    if request.decode is None:
-                        request.decode, request.first_token_s = Decode(), self.now_s
+                self._prefill(request, tokens)
             for request in group.decoding:
                 request.decode.steps += 1
                 if request.decode.steps >= self._answers[request]:
@@ -113,6 +107,15 @@ class Simulation:
         self.steps += 1
         if self.steps % 50 < 5:
             self.scheduler.check()
+
+    def _prefill(self, request: RequestState, tokens: int) -> None:
+        self.prefilled[request.tenant] += tokens
+        request.job.next_tokens -= tokens
+        request.job.remaining_tokens -= tokens
+        if not request.job.remaining_tokens:
+            request.job, request.status = None, RequestStatus.DECODING
+            if request.decode is None:
+                request.decode, request.first_token_s = Decode(), self.now_s
 
     def run(self, arrivals: Iterable[tuple[float, str, int]], until_s: float) -> None:
         left = sorted(arrivals)

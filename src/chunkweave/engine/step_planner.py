@@ -177,6 +177,8 @@ class StepPlanner:
         """Tokens that all prefills together may have with this one among them."""
         if self._decoded_s is None:
             return maxsize
+        if self.pace.stale:
+            return 0
         seconds = self._decoded_s + self._step_time_s - self._clock() - self._decoding_s
         if isfinite(self._fair_s(request)):
             if self._credit_s <= 0:

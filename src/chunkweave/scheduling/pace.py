@@ -1,5 +1,6 @@
 """How long the work of steps takes on this machine, learned from the steps that were made. Imports no torch."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -15,6 +16,9 @@ _MOST_CHANGE = 2.0
 """A measurement counts at most so many times the estimate, since a step may have been held up by another process; and
 a piece of a prefill has at most so many times the tokens of the largest one that was measured."""
 
+_STALE = 64
+"""Measurements of prefills after which what answers take alone is measured anew."""
+
 
 class StepPace:
     """Estimates of seconds: of a step by the requests that decode in it, and of a prefill by its tokens.
@@ -25,26 +29,30 @@ class StepPace:
 
     def __init__(self) -> None:
         self._decoding_s: dict[int, float] = {}
+        self._since_decoded = _STALE
         self._token_s: dict[bool, float] = {}
         self._largest: dict[bool, int] = {}
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is long ago, or never was, that a step in which requests only decode was measured."""
+        return self._since_decoded >= _STALE
 
     def decoding_s(self, requests: int) -> float:
         """Seconds of a step in which so many `requests` decode and nothing else runs.
 
-        Between and beyond the numbers that were measured it is linear, but never falls while the number grows, and
-        grows no faster than it.
+        Between and above the numbers that were measured it is linear, below the smallest proportional: that is too
+        little, so fewer requests are let in beside those few, and what these take alone is measured next.
         """
-        known = self._decoding_s
+        known = sorted(self._decoding_s)
         if not requests or not known:
             return 0.0
-        nearest = sorted(known, key=lambda number: (abs(number - requests), number))[:2]
-        first = nearest[0]
-        at, ratio = known[first], requests / first
-        if len(nearest) == 1:
-            return at * ratio
-        slope = (known[nearest[1]] - at) / (nearest[1] - first)
-        least, most = sorted((at, at * ratio))
-        return min(max(at + slope * (requests - first), least), most)
+        if requests <= known[0] or len(known) == 1:
+            return self._decoding_s[known[0]] * requests / known[0]
+        high = min(bisect_left(known, requests), len(known) - 1)
+        first, second = known[high - 1], known[high]
+        low_s, high_s = self._decoding_s[first], self._decoding_s[second]
+        return max(low_s, low_s + (high_s - low_s) * (requests - first) / (second - first))
 
     def tokens_within(self, seconds: float, *, by_layers: bool) -> int:
         """Tokens of prefills that so many `seconds` have room for, none if they are not positive."""
@@ -57,9 +65,11 @@ class StepPace:
     def decoded(self, requests: int, seconds: float) -> None:
         """A step in which only so many `requests` decoded took so long."""
         self._decoding_s[requests] = _blended(self._decoding_s, requests, seconds)
+        self._since_decoded = 0
 
     def prefilled(self, tokens: int, seconds: float, *, by_layers: bool) -> None:
         """So many `tokens` of prefills took so long, beside what decoded."""
+        self._since_decoded += 1
         self._token_s[by_layers] = _blended(self._token_s, by_layers, max(0.0, seconds) / tokens)
         self._largest[by_layers] = max(tokens, self._largest.get(by_layers, 0))
 
