@@ -184,10 +184,11 @@ class Runner:
                 for job, _ in pieces:
                     job.undo()
                 raise PassInterrupted(run.part_done)
-            if late is not None and decodes and pieces and run.layer and late(run.part_done):
+            if late is not None and pieces and run.layer and late(run.part_done):
                 pieces = [(job, rows) for job, rows in pieces if not self._left(job, rows, run, times, made)]
                 late = None
-            run.next_layer()
+            else:
+                run.next_layer()
         hidden = run.hidden
         logits = self.model.logits(hidden) if len(hidden) else hidden
         ended = time.perf_counter()

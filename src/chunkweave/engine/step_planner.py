@@ -146,11 +146,12 @@ class StepPlanner:
         The one that waits longest does after `step_time_s`, or after `_LONGEST_S`, whatever is fair.
         """
         chosen: list[RequestState] = []
-        overdue_s = self._clock() - min(self._step_time_s, _LONGEST_S)
+        now, wait_s = self._clock(), min(self._step_time_s, _LONGEST_S)
         longest = min(answers, key=lambda one: one.last_token_s, default=None)
         for one in sorted(answers, key=lambda one: (self._shares.of(one.tenant), one.last_token_s)):
+            waits_s = now - one.last_token_s
             fits = self.pace.decoding_s(len(chosen) + 1) <= self._fair_s(one)
-            if fits or (one is longest and one.last_token_s <= overdue_s):
+            if fits or (one is longest and waits_s >= wait_s):
                 chosen.append(one)
         return chosen
 

@@ -16,7 +16,7 @@ _MOST_CHANGE = 2.0
 """A measurement counts at most so many times the estimate, since a step may have been held up by another process; and
 a piece of a prefill has at most so many times the tokens of the largest one that was measured."""
 
-_STALE = 64
+_STALE = 16
 """Measurements of prefills after which what answers take alone is measured anew."""
 
 
