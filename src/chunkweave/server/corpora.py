@@ -20,13 +20,15 @@ from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
-from chunkweave.server.threads import in_thread
+from chunkweave.server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _AT_A_TIME = 16
 """Documents that are embedded before a search may come in between."""
+
+_CHANGING_THREADS = 2
 
 
 class SharedLock:
@@ -104,6 +106,7 @@ class Corpora:
         self._data_dir = data_dir
         self._max_corpora = max_corpora
         self._max_chunks = max_chunks
+        self.changing = TenantThreads(_CHANGING_THREADS, behind=True)
         self._shared: dict[str, ServedCorpus] = {}
         self._own: dict[str, dict[str, ServedCorpus]] = {}
         self._creating = asyncio.Lock()
@@ -200,7 +203,7 @@ class Corpora:
                 if len(served.corpus) >= self._max_chunks:
                     message = f"the corpus has {len(served.corpus)} chunks, and no more may be"
                     raise HttpError(413, message, code="corpus_full")
-                changes.append(await in_thread(partial(served.corpus.update, batch)))
+                changes.append(await self.changing.run(served.name, partial(served.corpus.update, batch)))
         return _joined(changes)
 
     async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
