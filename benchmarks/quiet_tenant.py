@@ -4,7 +4,7 @@ r"""What a quiet tenant's first token and whole answer take beside each kind of 
         [--serve "chunkweave serve --model reader --port 8125"] [--minutes 10] [--kinds prompts,aborts,uploads,answers]
 
 The server has one core, all clients another one. `quiet` asks at random times, over two documents of some 500 tokens
-each that nobody has sent before, and gets 32 tokens as a stream. Both tenants have weight 1. `loud` sends one of:
+each that were never sent before, and gets 32 tokens as a stream. Both tenants have weight 1. `loud` sends one of:
 
 - `prompts`: long prompts, at twice the rate that the server computes them at;
 - `aborts`: 8 clients, each of which closes its stream after one to four tokens and asks again;
@@ -12,7 +12,7 @@ each that nobody has sent before, and gets 32 tokens as a stream. Both tenants h
 - `answers`: 8 clients that ask for answers of 512 tokens.
 
 A round is a slice of `quiet` alone and one beside each kind, so that what changes in the machine meets all alike. Each
-slice is written to OUT.partial.jsonl when it has ended; the same command goes on from there.
+slice is written to OUT.partial.jsonl when it has ended; the same command continues from there.
 
 Exit code 1 if beside any kind the p99 of the whole answer is above 2.5 times that of alone, that of the first token
 above 2.2 times, or if a request of `quiet` fails.
@@ -63,7 +63,7 @@ console = Console(stderr=True)
 
 
 def body(draw: Random, *, documents: int = 2, tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-    """A question over documents of some 500 tokens each that nobody has sent, and an answer of so many tokens."""
+    """A question over documents of some 500 tokens each that were never sent, and an answer of so many tokens."""
     return {
         "messages": [{"role": "user", "content": "What is written down?"}],
         "documents": [text_of(draw, len(SENTENCES) // 2) for _ in range(documents)],

@@ -105,7 +105,7 @@ def test_with_step_time_none_a_step_is_as_large_as_it_may_be():
     assert max(steps_beside(run, 1500)) == 399
 
 
-def test_a_prefill_goes_on_where_answers_take_all_the_time_there_is():
+def test_a_prefill_continues_where_answers_take_all_the_time_there_is():
     """Not even one token fits into a millisecond."""
     run = simulated(step_time_s=0.001)
     run.submit("", 20, answer=10**6)
@@ -131,6 +131,20 @@ def test_every_answer_of_a_loud_tenant_gets_its_turns_beside_a_quiet_ones():
     alone = (run.now_s - since_s) / (run.step_s + run.token_s)
     assert quiet.decode.steps - own >= 0.45 * alone, "about half as fast as alone"
     assert all(one.decode.steps > before[one] for one in loud)
+
+
+def test_an_answer_that_has_no_share_of_a_step_waits_for_step_time_and_no_longer():
+    run = simulated("quiet=1000", step_tokens=64, step_time_s=0.01)
+    loud = run.submit("loud", 200, answer=10**6)
+    for _ in range(1000):
+        run.step()
+    quiet = run.submit("quiet", 100, answer=10**6)
+    while quiet.decode is None:
+        run.step()
+    before, since_s = loud.decode.steps, run.now_s
+    for _ in range(60):
+        run.step()
+    assert (run.now_s - since_s) / 0.05 <= loud.decode.steps - before < 60
 
 
 def test_a_share_is_by_weight():

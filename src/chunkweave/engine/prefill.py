@@ -466,7 +466,7 @@ class PrefillJob:
         """
         steps = [step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps]
         if self.under_way is not None:
-            steps[0] = self.tokens_through(self.num_layers - self.under_way.run.layer)
+            steps[0] = self.tokens_through(self._num_layers - self.under_way.run.layer)
         return sum(steps)
 
     @property
@@ -485,7 +485,7 @@ class PrefillJob:
     def tokens_through(self, layers: int) -> int:
         """The work of going on through `layers` layers, as tokens through all of them."""
         active = self.next_tokens if self.under_way is None else len(self.under_way.rows)
-        return ceil(active * layers / self.num_layers)
+        return ceil(active * layers / self._num_layers)
 
     @property
     def can_be_cut(self) -> bool:
@@ -566,8 +566,7 @@ class PrefillJob:
         self._open()
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
+    def _num_layers(self) -> int:
         return self._context.model.geometry.num_layers
 
     def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:

@@ -158,8 +158,8 @@ class Runner:
 
         A job gives at most so many tokens of a pass that can be cut, and takes in what comes of them. Returns the
         logits of those `decoding`, `[requests, vocab]`. `interrupt` is asked before every layer whether to stop there,
-        `late` between two layers, with the part that was run, whether those decoding go on alone: the jobs have a pass
-        `under_way` then.
+        `late` between two layers, with the part that was run, whether those decoding continue alone: then the jobs have
+        a pass `under_way`.
 
         Raises:
             PassInterrupted: it said so. Nothing has changed; the same step may be made again.

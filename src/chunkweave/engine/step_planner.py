@@ -28,8 +28,8 @@ _LONGEST_S = 1.0
 class StepGroup:
     """Requests that share one run through the layers: those that decode, and so many tokens of some prefills.
 
-    One prefill goes `by_layers`, alone, if it is still read, or if its pass cannot be cut and takes longer than answers
-    may be held: as many layers as the work of so many tokens allows.
+    One prefill goes `by_layers`, alone, if it is still read, or was left between two layers since it held answers for
+    too long: as many as the work of so many tokens allows.
     """
 
     decoding: Sequence[RequestState]
@@ -84,8 +84,6 @@ class StepPlanner:
             if layers == 0:
                 continue
             most = self._most_tokens(request, by_layers=layers is not None)
-            if layers is None and next_tokens > most and not job.can_be_cut:
-                layers, most = job.num_layers, self._most_tokens(request, by_layers=True)
             if layers is not None:
                 by_layers.add(request.number)
                 next_tokens = job.tokens_through(layers)
