@@ -15,11 +15,16 @@ Context = tuple[ChunkId, ...]
 """Ids of the parts before a chunk, in prompt order; empty = computed alone (after BOS at most)."""
 
 
+MOST_SOURCE_CHARACTERS = 1024
+"""Of a source that is kept: with chunks, in records of segments and in their files, in reports."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of retrieved text.
 
-    `source` names where it came from (a file, a URL, a title); it is shown in reports and never tokenized.
+    `source` names where it came from (a file, a URL, a title); it is shown in reports and never tokenized. Of a longer
+    one the first `MOST_SOURCE_CHARACTERS` characters are kept.
 
     >>> from chunkweave import Chunk
     >>> Chunk("The tower has 230 steps.", source="tower.md").source
@@ -28,6 +33,10 @@ class Chunk:
 
     text: str
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MOST_SOURCE_CHARACTERS:
+            object.__setattr__(self, "source", self.source[:MOST_SOURCE_CHARACTERS])
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,6 +13,7 @@ from tests.adversary.texts import QUESTIONS, text
 
 Ask = dict[str, Any]
 _DESCRIPTORS = 64
+_ANSWERED_S = 60.0
 
 
 class Arena:
@@ -186,6 +187,7 @@ class Arena:
         for server, (rss_bytes, descriptors) in zip(self.twins, self.first, strict=True):
             server.measure()
             assert server.most_descriptors <= descriptors + _DESCRIPTORS, self.told("descriptors are left")
+            assert server.slowest_s <= _ANSWERED_S, self.told(f"an answer took {server.slowest_s:.1f} s")
             grown_mb = (server.most_rss_bytes - rss_bytes) / 1e6
             assert server.most_rss_bytes <= rss_bytes + self.growth_bytes, self.told(
                 f"memory grew by {grown_mb:.0f} MB"
@@ -198,7 +200,7 @@ class Arena:
         lines += [f"{count:8d} {what}" for what, count in sorted(self.counts.items())]
         for name, server in zip(("attacked", "swapped"), self.twins, strict=True):
             most = f"{server.most_rss_bytes / 1e6:.0f} MB and {server.most_descriptors} descriptors"
-            lines.append(f"{name}: at most {most}")
+            lines.append(f"{name}: at most {most}, slowest answer {server.slowest_s:.1f} s")
         return "\n".join(lines)
 
     # --- asking ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from tests.adversary.arena import Arena
 from tests.adversary.servers import ADMIN, TENANTS, VICTIM
+from tests.adversary.texts import TEXTS
 
 SECONDS = float(os.environ.get("CHUNKWEAVE_ADVERSARY_S", "30"))
 SEED = int(os.environ.get("CHUNKWEAVE_ADVERSARY_SEED", "0"))
@@ -24,10 +25,39 @@ _RESTART_EVERY = 6
 """So many rounds: a restart takes as long as some ten requests."""
 
 tenants = st.sampled_from(TENANTS)
-documents = st.lists(st.integers(0, 11), min_size=1, max_size=3, unique=True)
+documents = st.lists(st.integers(0, TEXTS - 1), min_size=1, max_size=3, unique=True)
 questions = st.integers(0, 1)
 names = st.sampled_from(["a", "b", "c"])
 OTHERS = [tenant for tenant in TENANTS if tenant != VICTIM]
+
+
+FLOODS = {
+    "/v1/chat/completions": b'{"messages":[{"role":"user","content":"When?"}],"documents":[@]}',
+    "/v1/completions": b'{"prompt":"When?","documents":["x"],"stop":[@]}',
+    "/v1/cache/warm": b'{"documents":[@]}',
+    "/v1/corpora/notes/documents": b'{"documents":["x",{"text":"x","metadata":[@]}]}',
+    "/v1/corpora/notes/search": b'{"query":[@]}',
+}
+WAYS = {"numbers": b"1,", "objects": b"{},", "lists": b"[],", "deep": b"[[1],[2]],", "keys": b'{"a":1,"b":2},'}
+NO_KEY = ""
+DOORS = ["/", "/health", "/metrics", "/ping", "/version", "/v1/models", "/v1/cache", "/v1/corpora", "/load", "/x"]
+OPEN = {("GET", path) for path in ("/", "/health", "/version")}
+_ASKED = b'"messages":[{"role":"user","content":"When?"}],"documents":["x"]'
+NO_JSON = [
+    b"{%s,%s}" % (_ASKED, more)
+    for more in (
+        b'"logit_bias":{"5":NaN}',
+        b'"temperature":Infinity',
+        b'"cache_salt":"\\ud800"',
+        b'"seed":1e400',
+        b'"x"',
+    )
+]
+OVERLONG = [
+    [{"text": "x", "id": "i" * 600}],
+    [{"text": "x", "title": "t" * 2000}],
+    [{"text": "x", "metadata": {"m": "m" * 20_000}}],
+]
 
 
 class Attack(RuleBasedStateMachine):
@@ -77,7 +107,7 @@ class Attack(RuleBasedStateMachine):
     def burst(self, asks: list[tuple[str, list[int], int]]) -> None:
         self.act(f"burst {asks}", self.arena.burst, asks)
 
-    @rule(tenant=tenants, number=st.integers(0, 11), name=names)
+    @rule(tenant=tenants, number=st.integers(0, TEXTS - 1), name=names)
     def ingest(self, tenant: str, number: int, name: str) -> None:
         self.act(f"ingest {tenant} {number} as {name}", self.arena.ingest, tenant, number, name)
 
@@ -97,6 +127,46 @@ class Attack(RuleBasedStateMachine):
     def ask_wrongly(self, tenant: str, wrong: dict[str, Any]) -> None:
         path, body = "/v1/chat/completions", {"documents": ["x"], **wrong}
         self.act(f"wrong {tenant} {wrong}", self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,))
+
+    @rule(
+        tenant=tenants,
+        path=st.sampled_from(sorted(FLOODS)),
+        way=st.sampled_from(sorted(WAYS)),
+        mib=st.sampled_from([1, 3]),
+    )
+    def flood(self, tenant: str, path: str, way: str, mib: int) -> None:
+        """A body of wrong elements, as large as it may be or nearly."""
+        body = FLOODS[path].replace(b"@", WAYS[way] * ((mib << 20) // len(WAYS[way])) + b"0")
+        self.act(
+            f"flood {tenant} {path} {way} {mib}", self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,)
+        )
+
+    @rule(
+        method=st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]),
+        path=st.sampled_from(DOORS),
+    )
+    def knock(self, method: str, path: str) -> None:
+        """Without a key."""
+        allowed = (200,) if (method, path) in OPEN else (401,)
+        self.act(f"knock {method} {path}", self.arena.both, NO_KEY, method, path, allowed=allowed)
+
+    @rule(tenant=tenants, body=st.sampled_from(NO_JSON))
+    def ask_what_is_no_request(self, tenant: str, body: bytes) -> None:
+        line, path = f"no-request {tenant} {body[len(_ASKED) :]!r}", "/v1/chat/completions"
+        self.act(line, self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,))
+
+    @rule(tenant=tenants, documents=st.sampled_from(OVERLONG))
+    def ingest_what_is_too_long(self, tenant: str, documents: Any) -> None:
+        path = "/v1/corpora/notes/documents"
+        self.act(
+            f"overlong {tenant}",
+            self.arena.both,
+            tenant,
+            "POST",
+            path,
+            lambda _: {"documents": documents},
+            allowed=(400,),
+        )
 
     @rule(number=st.integers(0, 11))
     def break_something(self, number: int) -> None:

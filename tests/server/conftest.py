@@ -77,6 +77,9 @@ class Client(TestClient):
 
     service: Service
 
+    def __init__(self, app: Any, **options: Any) -> None:
+        super().__init__(app, **{"base_url": "http://localhost", **options})
+
     @property
     def parts(self) -> Parts:
         return self.service.require_ready()

@@ -28,6 +28,7 @@ class FakeVllm:
     `behave` may answer in its place; `cached` tokens it says that it found in its own cache; `gate` holds answers back
     until it is set; `break_after` tokens it drops the connection. With `parses` it takes what it has answered for a
     call of a tool once that has as many tokens, and what comes before for text. With `forms` it holds forced calls.
+    With `healthy` false its health check fails.
     """
 
     report_to: str | None = None
@@ -35,6 +36,7 @@ class FakeVllm:
     break_after: int | None = None
     parses: int | None = None
     forms: bool = True
+    healthy: bool = True
     parsed: list[dict[str, Any]] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[str | None] = field(default_factory=list)
@@ -88,7 +90,7 @@ class FakeVllm:
         )
 
     async def _health(self, _: Request) -> Response:
-        return Response()
+        return Response(status_code=200 if self.healthy else 503)
 
     async def _metrics(self, _: Request) -> Response:
         return PlainTextResponse(
@@ -106,9 +108,9 @@ class FakeVllm:
     async def _other(self, request: Request) -> Response:
         body = await request.body()
         self.paths.append((request.method, str(request.url.path), dict(request.headers), body))
-        if request.url.path == "/stream":
+        if request.url.query == "stream":
             return StreamingResponse(_numbers(), media_type="text/event-stream")
-        if request.url.path == "/missing":
+        if request.url.path == "/v1/models/missing":
             return JSONResponse({"error": {"message": "no such thing", "code": 404}}, 404)
         text = body.decode(errors="replace")
         return JSONResponse({"path": request.url.path, "query": request.url.query, "body": text})

@@ -61,7 +61,7 @@ def stores(tmp_path: Path) -> dict[str, str]:
 def test_behind_our_own_engine(stores):
     settings = resolve({"model": "reader", "shadow_every": 1, **stores}, {}).settings
     service = Service(settings, make_backend(settings))
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url="http://localhost") as client:
         wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
         assert service.failure is None
         for asked in ASKED:

@@ -130,10 +130,11 @@ def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [{}]}).encode()
     told = front.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert told.json()["body"] == body.decode()
-    assert front.get("/tokenize?a=1").json() == {"path": "/tokenize", "query": "a=1", "body": ""}
-    assert front.get("/missing").status_code == 404
-    assert front.get("/missing").json()["error"]["message"] == "no such thing"
-    with front.stream("GET", "/stream") as reply:
+    assert front.post("/tokenize?a=1").json() == {"path": "/tokenize", "query": "a=1", "body": ""}
+    assert front.get("/v1/models/missing").status_code == 404
+    assert front.get("/v1/models/missing").json()["error"]["message"] == "no such thing"
+    assert front.get("/of-no-known-vllm").json()["error"]["message"] == "Not Found"
+    with front.stream("GET", "/server_info?stream") as reply:
         assert [line for line in reply.iter_lines() if line] == ["data: 0", "data: 1", "data: 2"]
         assert reply.headers["content-type"].startswith("text/event-stream")
     assert {method for method, *_ in vllm.paths} == {"GET", "POST"}
@@ -450,8 +451,8 @@ def test_tenants_never_share_a_salt(vllm):
         assert None not in salts
         assert salts[0] == salts[1], "documents and plain prompts of one tenant meet"
         assert len(set(salts)) == 4
-        assert front.get("/collective_rpc", headers={"authorization": f"Bearer {KEYS['acme']}"}).status_code == 403
-        assert front.get("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
+        assert front.post("/collective_rpc", headers={"authorization": f"Bearer {KEYS['acme']}"}).status_code == 403
+        assert front.post("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
         assert front.get("/metrics").status_code == 401
         assert front.get("/ping").status_code == 200, "it needs no key"
 
@@ -491,7 +492,7 @@ def test_a_server_that_is_gone_is_told_at_once(vllm):
         refused = front.ask(documents=DOCUMENTS)
         assert refused.status_code in (502, 503)
         assert refused.json()["error"]["type"] == "server_error"
-        assert front.get("/v1/embeddings").status_code in (502, 503)
+        assert front.post("/v1/embeddings").status_code in (502, 503)
         wait_until(lambda: front.get("/ready").status_code == 503)
 
 

@@ -25,7 +25,8 @@ class Caller:
         self.reading = asyncio.Event()
         self.reading.set()
         self._body = json.dumps(body).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(self._body)).encode()))
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

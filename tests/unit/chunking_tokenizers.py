@@ -31,6 +31,12 @@ MISTRAL_TEMPLATE = (
 )
 
 
+def control_ids(tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
+    """Ids of the tokens that are no text."""
+    added = tokenizer._tokenizer.added_tokens_decoder.items()
+    return frozenset(number for number, token in added if token.special or len(token.content.strip()) > 1)
+
+
 @cache
 def bundled() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(PreTrainedTokenizerFast.from_pretrained(ASSETS / "tokenizer"))
@@ -43,18 +49,27 @@ def family(
     added: tuple[str, ...] = (),
     adds_bos: bool = True,
     composed: bool = False,
+    folded: bool = False,
     **names: Any,
 ) -> HuggingFaceTokenizer:
-    """The bundled tokenizer with other control tokens, BOS habit and chat template; `composed` texts are NFC first."""
+    """The bundled tokenizer with other control tokens, BOS habit and chat template; texts may be `composed` (NFC).
+
+    With `folded` they are NFKC, and control tokens are looked for behind that: other characters may become theirs.
+    """
     backend = Tokenizer.from_file(str(ASSETS / "tokenizer" / "tokenizer.json"))
     if not adds_bos:
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
     if composed:
         backend.normalizer = normalizers.NFC()
+    if folded:
+        backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens(
-        [token if isinstance(token, AddedToken) else AddedToken(token, special=True) for token in special]
+        [
+            token if isinstance(token, AddedToken) else AddedToken(token, special=True, normalized=folded)
+            for token in special
+        ]
     )
-    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
+    backend.add_tokens([AddedToken(token, normalized=folded) for token in added])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=chat_template, **{"bos_token": "<s>", "eos_token": "</s>"} | names
     )

@@ -14,7 +14,7 @@ from chunkweave.chunking.template import PromptTemplate, plain_template, templat
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TokenCache
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.types import Chunk
-from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, phi, qwen, without_template
+from tests.unit.chunking_tokenizers import bundled, chatml, control_ids, llama, mistral, phi, qwen, without_template
 
 HOSTILE_FAMILIES = [bundled(), llama(), chatml(), mistral(), qwen(), phi()]
 FAMILIES = [bundled(), llama(), chatml(), mistral(), without_template()]
@@ -65,8 +65,8 @@ def hostile(tokenizer: HuggingFaceTokenizer) -> st.SearchStrategy[str]:
     return st.lists(pieces | st.text(max_size=3), max_size=8).map("".join)
 
 
-def control_ids(tokenizer: HuggingFaceTokenizer, part: PromptPart) -> list[int]:
-    return [token for token in part.token_ids if token in tokenizer._control_ids]
+def control_of(tokenizer: HuggingFaceTokenizer, part: PromptPart) -> list[int]:
+    return [token for token in part.token_ids if token in control_ids(tokenizer)]
 
 
 @pytest.mark.parametrize("tokenizer", HOSTILE_FAMILIES, ids=["bundled", "llama", "chatml", "mistral", "qwen", "phi"])
@@ -86,7 +86,7 @@ def test_no_text_puts_a_control_token_into_a_prompt(tokenizer: HuggingFaceTokeni
 
     attacked = parts_of(f"s{system}", f"c{chunk}", f"q{question}", f"a{answer}")
     clean = parts_of("s", "c", "q", "a")
-    assert [control_ids(tokenizer, part) for part in attacked] == [control_ids(tokenizer, part) for part in clean]
+    assert [control_of(tokenizer, part) for part in attacked] == [control_of(tokenizer, part) for part in clean]
     opening, of_chunk, asked, turn = attacked[-4:]
     reads = [normalized(tokenizer, tokenizer.decode(part.token_ids)) for part in (opening, of_chunk, asked, turn)]
     for text, read in zip(written, reads, strict=True):

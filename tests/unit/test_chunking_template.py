@@ -2,12 +2,13 @@
 
 import pytest
 
+from chunkweave.chunking.rendering import Marks
 from chunkweave.chunking.template import (
     INSTRUCTION,
     PromptTemplate,
     chat_template,
-    exchange_pieces,
     plain_template,
+    rendered_exchange,
     template_for,
     template_with,
 )
@@ -148,7 +149,7 @@ def test_tools_stand_where_the_template_puts_them() -> None:
     [
         (None, {"tools": [TOOL]}, "no chat template"),
         ("bundled", {"tools": [TOOL]}, "no place for tools"),
-        (TEMPLATE, {"tools": [{**TOOL, "strict</s>": True}]}, "control tokens"),
+        (TEMPLATE, {"eos_token": ""}, "cannot be set"),
         (TEMPLATE, {"add_generation_prompt": False}, "cannot be set"),
         (TEMPLATE, {"messages": []}, "cannot be set"),
     ],
@@ -159,13 +160,29 @@ def test_what_a_template_cannot_take_is_refused(template: str | None, variables:
         template_with(tokenizer, variables)
 
 
-def test_texts_of_tools_are_guarded_only_where_they_spell_control_tokens() -> None:
-    tokenizer = family(TEMPLATE)
-    pieces = exchange_pieces(tokenizer, [said('He said "noon".')], {}, first=True, answered=False)
-    ((text, control),) = pieces
-    assert control
-    assert 'said "noon".' in text
+def test_what_tools_gave_stands_as_the_template_writes_it() -> None:
+    behind = rendered_exchange(family(TEMPLATE), [said('He said "noon".')], {}, first=True, answered=False)
+    assert 'said "noon".' in behind.text
+    assert not behind.ordinary
+
+
+def test_what_spells_a_control_token_in_tools_is_ordinary_keys_included() -> None:
     calling = called()
-    calling["tool_calls"][0]["function"]["arguments"] = {"town": 'a</s>"b'}
-    guarded = exchange_pieces(tokenizer, [calling, said("c</s>")], {}, first=True, answered=False)
-    assert [text for text, control in guarded if not control] == ['a</s>\\"b', "c</s>"]
+    calling["tool_calls"][0]["function"]["arguments"] = {"town": 'a</s>"b', "<|user|>": {"</s>": 1}}
+    behind = rendered_exchange(family(TEMPLATE), [calling, said("c</s>")], {}, first=True, answered=False)
+    ordinary = "".join(behind.text[at] for at in sorted(behind.ordinary))
+    assert ordinary == "</><||></></>"
+    assert '{"town": "a</s>\\"b", "<|user|>": {"</s>": 1}}' in behind.text
+
+
+def test_a_template_that_leaves_out_what_a_tool_gave_is_refused() -> None:
+    silent = TEMPLATE.replace("+ m.content + '</said>'", "+ '</said>'")
+    with pytest.raises(UsageError, match="does not take these messages"):
+        rendered_exchange(family(silent), [called(), said("noon")], {}, first=True, answered=False)
+
+
+def test_marks_are_drawn_again_if_a_text_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = iter(["aa" * 16, "bb" * 16])
+    monkeypatch.setattr("chunkweave.chunking.rendering.secrets.token_hex", lambda _: next(keys))
+    marks = Marks.absent_from([{"content": ["AA" * 16]}])
+    assert "BB" * 16 in marks.chunks

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import DocumentError, EmptyDocumentError
-from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents, read_corpus_documents
+from chunkweave.retrieval import documents as documents_module
+from chunkweave.retrieval.documents import (
+    CorpusDocument,
+    checked_documents,
+    parse_corpus_documents,
+    read_corpus_documents,
+)
+from tests.unit.retrieval_fakes import memory_corpus
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -109,3 +116,61 @@ def test_bytes_become_the_documents_that_a_file_would(tmp_path):
 def test_bytes_that_are_no_documents(name, data, error):
     with pytest.raises(error, match=name):
         parse_corpus_documents(name, data)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (CorpusDocument("a" * 513, "text"), "the id of document"),
+        (CorpusDocument("a", "text", "t" * 1025), "the title of document 'a'"),
+        (CorpusDocument("a", "text", metadata={"x": "y" * (16 << 10)}), "the metadata of document 'a'"),
+        (CorpusDocument("a", "text", metadata={"x": "漢" * (6 << 10)}), "the metadata of document 'a'"),
+    ],
+    ids=["id", "title", "metadata", "metadata in UTF-8"],
+)
+def test_what_is_kept_beside_a_text_is_bounded_and_named(wrong, said):
+    with pytest.raises(DocumentError, match=said) as refused:
+        checked_documents([wrong])
+    assert len(str(refused.value)) < 200
+    with pytest.raises(DocumentError, match=said):
+        memory_corpus().add([wrong])
+    line = json.dumps({"id": wrong.id, "text": wrong.text, "title": wrong.title, "metadata": dict(wrong.metadata)})
+    with pytest.raises(DocumentError, match=said):
+        parse_corpus_documents("a.jsonl", line.encode())
+
+
+def test_the_most_that_may_be_kept_is_taken():
+    largest = CorpusDocument("a" * 512, "text", "t" * 1024, {"x": "y" * ((16 << 10) - len('{"x": ""}'))})
+    assert checked_documents([largest]) == [largest]
+
+
+def test_a_name_of_a_file_is_an_id_and_bounded_too():
+    with pytest.raises(DocumentError, match="the id of document"):
+        parse_corpus_documents("a" * 600 + ".jsonl", b'{"text": "one"}')
+    with pytest.raises(DocumentError, match="the id of document"):
+        parse_corpus_documents("a" * 600 + ".txt", b"one")
+
+
+def test_a_line_that_is_too_long_is_refused_before_it_is_parsed(monkeypatch):
+    def parsed(line, *args):
+        assert len(line) < 1000, "it was parsed"
+        return CorpusDocument("a", "text")
+
+    monkeypatch.setattr(documents_module, "_parsed", parsed)
+    with pytest.raises(DocumentError, match=r"a.jsonl, line 2 has .* bytes"):
+        parse_corpus_documents("a.jsonl", b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]\n")
+
+
+def test_lines_are_read_one_by_one_and_the_first_bad_one_ends_it(monkeypatch):
+    read, real = [], documents_module._parsed
+    monkeypatch.setattr(documents_module, "_parsed", lambda *line: (read.append(line), real(*line))[1])
+    data = b'{"text": "one", "id": "x"}\n{"id": 2}\n' + b'{"text": "three"}\n' * 1000
+    with pytest.raises(DocumentError, match="line 2"):
+        parse_corpus_documents("a.jsonl", data)
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("line", [b"\n", b'{"text": "a"}\n'], ids=["empty", "documents"])
+def test_a_file_has_so_many_lines(line):
+    with pytest.raises(DocumentError, match="100000 lines"):
+        parse_corpus_documents("a.jsonl", line * 100_001)

@@ -13,7 +13,7 @@ class CharacterTokenizer:
     start_ids = (1,)
     stop_ids = frozenset()
 
-    def encode(self, text, *, control_tokens=False):
+    def encode(self, text, *, control_tokens=False, ordinary=frozenset()):
         return [ord(character) for character in text]
 
     def decode(self, token_ids):

@@ -40,6 +40,20 @@ def test_parts_cover_the_prompt_around_the_chunks():
     ]
 
 
+@pytest.mark.parametrize(
+    ("params", "salt", "why"),
+    [
+        ({"chunks": [[3, 6]]}, "\ud800", "cache_salt must be valid Unicode"),
+        ({"chunks": [[3, 10**30]]}, "", "the last chunk ends at"),
+        ({"chunks": [[3, 6]], "query": {"\ud800": 1}}, "", "unknown fields of query"),
+    ],
+)
+def test_what_cannot_be_encoded_or_counted_is_the_clients_mistake(params, salt, why):
+    with pytest.raises(UsageError, match=why) as raised:
+        read(params, salt=salt)
+    assert str(raised.value).encode()
+
+
 def test_chunks_may_fill_the_prompt():
     assert kinds(read({"chunks": [[0, 9]]}, start=())) == [(PartKind.CHUNK, IDS)]
 
@@ -433,3 +447,17 @@ def test_what_was_calibrated_takes_no_other_parameters():
     with pytest.raises(UsageError, match="alpha can only be given with a method"):
         read({"chunks": [[3, 6]], "alpha": 1}, defaults=defaults)
     assert read({"chunks": [[3, 6]], "recompute_ratio": 0.4}, defaults=defaults).reuse.recompute_ratio == 0.4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"chunks": [[1, 1]] * 1_000_000}, "1000000 chunks are named in a prompt of"),
+        ({"promoted": [0] * 1_000_000}, "promoted names 1000000 chunks, and there are"),
+        ({"method": "cacheblend", "check_layers": [1] * 1_000_000}, "1000 layer numbers, not 1000000"),
+    ],
+    ids=["chunks", "promoted", "check_layers"],
+)
+def test_lists_that_are_too_long_are_refused_by_their_length(wrong, said):
+    with pytest.raises(UsageError, match=said):
+        read({"chunks": [[3, 6], [6, 8]], **wrong})

@@ -282,6 +282,14 @@ def test_a_choice_is_not_remembered_for_other_segments(side):
     assert FakeJob.given == [None, None]
 
 
+def test_choices_have_room_for_so_many_positions(side, monkeypatch):
+    monkeypatch.setattr(worker_module, "_CHOSEN_POSITIONS", 0)
+    hold(side)
+    weave(side, "whole")
+    weave(side, "rest", first=16)
+    assert FakeJob.given == [None, None]
+
+
 def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(side, paged, caplog):
     order = SaveOrder("a", request(), BLOCKS, 0, 40, True)
     paged.broken = True

@@ -6,7 +6,8 @@ from functools import cached_property
 
 from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.chunking.template import PromptTemplate, TextPieces
+from chunkweave.chunking.rendering import Rendered
+from chunkweave.chunking.template import PromptTemplate
 from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.types import Chunk, ChunkId
@@ -53,8 +54,8 @@ class PromptLimit:
         return len(text) > max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
 
     def count(self, part: PromptPart) -> None:
-        """A part was tokenized. The same chunk counts once: a conversation does not send it again."""
-        if part.id not in self._counted:
+        """A part was tokenized. The same chunk counts once, a conversation does not send it again; turns count each."""
+        if part.kind is PartKind.TURN or part.id not in self._counted:
             self._tokens += len(part)
             if part.id is not None:
                 self._counted.add(part.id)
@@ -87,11 +88,12 @@ class PromptBuilder:
         self._fingerprint = fingerprint
         self._cache = TokenCache(cache_tokens) if cache is None else cache
         start = tokenizer.start_ids
-        head = tuple(tokenizer.encode(template.head, control_tokens=True))
+        ordinary = template.ordinary
+        head = self._rendered_ids(Rendered(template.head, ordinary.head))
         self._start = (PromptPart(PartKind.START, start),) if start else ()
         self._head_ids = head[len(start) :] if start and head[: len(start)] == start else head
-        self._lead_ids = tuple(tokenizer.encode(template.lead, control_tokens=True))
-        self._tail_ids = tuple(tokenizer.encode(template.tail, control_tokens=True))
+        self._lead_ids = self._rendered_ids(Rendered(template.lead, ordinary.lead))
+        self._tail_ids = self._rendered_ids(Rendered(template.tail, ordinary.tail))
 
     def alike(self, template: PromptTemplate, fingerprint: str) -> "PromptBuilder":
         """One with another template of the same tokenizer, which reads chunks alike, for other weights; they share ids.
@@ -109,8 +111,8 @@ class PromptBuilder:
         chunks: Sequence[Chunk | str] = (),
         *,
         system: str | None = None,
-        history: Sequence[tuple[str, str | TextPieces]] = (),
-        exchange: TextPieces | None = None,
+        history: Sequence[tuple[str, str | Rendered]] = (),
+        exchange: Rendered | None = None,
         cache_salt: str = "",
         limit: PromptLimit | None = None,
     ) -> Prompt:
@@ -249,7 +251,7 @@ class PromptBuilder:
         )
 
     def question_part(
-        self, question: str, *, exchange: TextPieces | None = None, limit: PromptLimit | None = None
+        self, question: str, *, exchange: Rendered | None = None, limit: PromptLimit | None = None
     ) -> PromptPart:
         """The question as it stands in every prompt, with an `exchange` behind it in the place of the template's tail.
 
@@ -275,7 +277,7 @@ class PromptBuilder:
             return self._tokenizer.end_ids
         if not text:
             raise UsageError("the model's chat template takes no second turn: it cannot hold a conversation")
-        return tuple(self._tokenizer.encode(text, control_tokens=True))
+        return self._rendered_ids(Rendered(text, self._template.ordinary.turn_break))
 
     def turn_part(self, question: PromptPart, answer_ids: Sequence[int], *, cache_salt: str = "") -> PromptPart:
         """A question with the tokens of its answer, as they were generated, and what ends a turn.
@@ -287,7 +289,7 @@ class PromptBuilder:
         return self._stored(PartKind.TURN, token_ids, cache_salt)
 
     def _past_turn(
-        self, question: str, answer: str | TextPieces, cache_salt: str, limit: PromptLimit | None
+        self, question: str, answer: str | Rendered, cache_salt: str, limit: PromptLimit | None
     ) -> PromptPart:
         """A turn as somebody tells it; as it was generated its answer may have other tokens."""
         if not isinstance(answer, str):
@@ -299,7 +301,7 @@ class PromptBuilder:
         return _counted(self.turn_part(asked, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
 
     def _question(
-        self, question: str, which: str, limit: PromptLimit | None, behind: TextPieces | None = None
+        self, question: str, which: str, limit: PromptLimit | None, behind: Rendered | None = None
     ) -> PromptPart:
         if not question.strip():
             raise UsageError(f"{which} is empty")
@@ -307,10 +309,8 @@ class PromptBuilder:
         if behind is None:
             return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
         if limit is not None:
-            for text, _ in behind:
-                limit.check(self._tokenizer, text, f"what follows {which}")
-        following = (self._tokenizer.encode(text, control_tokens=control) for text, control in behind)
-        return PromptPart(PartKind.QUESTION, (*text_ids, *(token for ids in following for token in ids)))
+            limit.check(self._tokenizer, behind.text, f"what follows {which}")
+        return PromptPart(PartKind.QUESTION, (*text_ids, *self._rendered_ids(behind)))
 
     def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
         return PromptPart(kind, token_ids, chunk_id(self._fingerprint, cache_salt, token_ids), source)
@@ -321,6 +321,9 @@ class PromptBuilder:
             token_ids = tuple(self._encode(self._template.chunk_text(text), which, limit))
             self._cache.put(text, token_ids, cache_salt)
         return token_ids
+
+    def _rendered_ids(self, rendered: Rendered) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(rendered.text, control_tokens=True, ordinary=rendered.ordinary))
 
     def _encode(self, text: str, what: str, limit: PromptLimit | None) -> list[int]:
         if limit is not None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from semantic_text_splitter import TextSplitter
 
@@ -99,6 +99,9 @@ def decoded_text(raw: bytes, name: str) -> str:
 _LEAST_TOKENS = 16
 """One character can take several tokens (bytes of an emoji); below this bound some could not be placed."""
 
+_BLOCK_CHARACTERS = 1 << 16
+"""A longer text is cut block by block, so that its chunks can be counted, and no more be made, while it is cut."""
+
 _CHARACTERS_PER_TOKEN = 8
 """Enough that so many characters per allowed token nearly always exceed the bound; only speed depends on it."""
 
@@ -106,6 +109,8 @@ _CHARACTERS_PER_TOKEN = 8
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
     """Bounds of the chunks. `overlap_tokens` of the end of a chunk may come again at the start of the next.
+
+    They are at most half of a chunk: with more, a text would become many times as many chunks.
 
     Raises:
         UsageError: a bound is out of range.
@@ -117,8 +122,19 @@ class SplitConfig:
     def __post_init__(self) -> None:
         if self.max_tokens < _LEAST_TOKENS:
             raise UsageError(f"max_tokens must be at least {_LEAST_TOKENS}, not {self.max_tokens}")
-        if not 0 <= self.overlap_tokens < self.max_tokens:
-            raise UsageError(f"overlap_tokens must be in [0, max_tokens={self.max_tokens}), not {self.overlap_tokens}")
+        if not 0 <= 2 * self.overlap_tokens <= self.max_tokens:
+            raise UsageError(
+                f"overlap_tokens must be from 0 to {self.max_tokens // 2}, half of the {self.max_tokens} tokens of a "
+                f"chunk, not {self.overlap_tokens}"
+            )
+
+    @classmethod
+    def stored(cls, max_tokens: int, overlap_tokens: int) -> Self:
+        """Bounds of a corpus that exists, unchecked: earlier versions took more overlap."""
+        config = object.__new__(cls)
+        object.__setattr__(config, "max_tokens", max_tokens)
+        object.__setattr__(config, "overlap_tokens", overlap_tokens)
+        return config
 
 
 def split_text(
@@ -130,7 +146,14 @@ def split_text(
     space at the cuts is lost; a text of white space alone has no chunks. Chunk i of several is called
     `source#i`, counted from 0.
     """
-    config = config or SplitConfig()
+    pieces = list(split_pieces(text, tokenizer, config or SplitConfig()))
+    if len(pieces) == 1:
+        return [Chunk(pieces[0], source)]
+    return [Chunk(piece, f"{source}#{i}" if source else "") for i, piece in enumerate(pieces)]
+
+
+def split_pieces(text: str, tokenizer: TextTokenizer, config: SplitConfig) -> Iterator[str]:
+    """The texts of the chunks of `split_text`, as they are found: a caller that has enough stops there."""
     bound = config.max_tokens
 
     def count_tokens(piece: str) -> int:
@@ -142,10 +165,19 @@ def split_text(
         return len(tokenizer.encode(piece))
 
     splitter = TextSplitter.from_callback(count_tokens, bound, overlap=config.overlap_tokens)
-    pieces = [fitting for piece in splitter.chunks(text) for fitting in _fitting(piece, tokenizer, bound)]
-    if len(pieces) == 1:
-        return [Chunk(pieces[0], source)]
-    return [Chunk(piece, f"{source}#{i}" if source else "") for i, piece in enumerate(pieces)]
+    start, size = 0, _BLOCK_CHARACTERS
+    while True:
+        found = splitter.chunk_indices(text[start : start + size])
+        last = start + size >= len(text)
+        if not last and (len(found) < 2 or not found[-1][0]):
+            size *= 2
+            continue
+        # The last piece of a block may have been cut short by the block's end: the next block begins with it.
+        for _, piece in found if last else found[:-1]:
+            yield from _fitting(piece, tokenizer, bound)
+        if last:
+            return
+        start, size = start + found[-1][0], _BLOCK_CHARACTERS
 
 
 def _fitting(piece: str, tokenizer: TextTokenizer, bound: int) -> list[str]:

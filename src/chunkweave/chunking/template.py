@@ -1,11 +1,11 @@
 """Where the parts of a prompt stand: the fixed text around instruction, chunks and question."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from chunkweave.chunking.rendering import Marks, Messages, Rendered, rendered_chat
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
 
@@ -14,12 +14,6 @@ INSTRUCTION = (
     "If the passages do not hold the answer, say that it is not stated."
 )
 """The instruction of both kinds of template, unless another is given."""
-
-_INSTRUCTION_MARK = "CHUNKWEAVE-INSTRUCTION-MARK"
-_CHUNKS_MARK = "CHUNKWEAVE-CHUNKS-MARK"
-_QUESTION_MARK = "CHUNKWEAVE-QUESTION-MARK"
-_ANSWER_MARK = "CHUNKWEAVE-ANSWER-MARK"
-_TEXT_MARK = "CHUNKWEAVE-TEXT-{}-MARK"
 
 _RESERVED = frozenset(
     {
@@ -41,11 +35,18 @@ _RESERVED = frozenset(
 )
 """What says how a template is rendered, or what its prompt is made of: no variable of a request."""
 
-Messages = Sequence[Mapping[str, Any]]
-"""Messages of a chat as templates read them."""
+_CONTROL_NAMES = ("_token", "_tokens")
+"""How variables end that hold control tokens: a request that sets `eos_token` would change the template itself."""
 
-TextPieces = tuple[tuple[str, bool], ...]
-"""Pieces of a text, each with whether control tokens in it count as such."""
+
+@dataclass(frozen=True, slots=True)
+class OrdinaryCharacters:
+    """Positions in a template's own texts of characters that a request gave: no control token holds one of them."""
+
+    head: frozenset[int] = frozenset()
+    lead: frozenset[int] = frozenset()
+    tail: frozenset[int] = frozenset()
+    turn_break: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class PromptTemplate:
 
     In a conversation each answer follows its question's `tail`, and `turn_break` ends it (None: EOS, as for a base
     model; "": the template takes no second turn). `head`, `lead`, `tail` and `turn_break` come from the model's
-    template: control tokens in them count as such. The three formats are ordinary text around what a user gives, never
-    read as control tokens. `instruction` is the default. The builder drops a BOS at the start of `head`, since it
-    places BOS.
+    template: control tokens in them count as such, but for those of `ordinary` characters. The three formats are
+    ordinary text around what a user gives, never read as control tokens. `instruction` is the default. The builder
+    drops a BOS at the start of `head`, since it places BOS.
 
     Raises:
         UsageError: a format does not hold its placeholder exactly once.
@@ -70,6 +71,7 @@ class PromptTemplate:
     question_format: str = "Question: {question}\nAnswer:"
     tail: str = ""
     turn_break: str | None = None
+    ordinary: OrdinaryCharacters = OrdinaryCharacters()
 
     def __post_init__(self) -> None:
         for form, placeholder in (
@@ -112,23 +114,27 @@ def chat_template(
     Raises:
         UsageError: there is no chat template, or a mark does not come back exactly once and in order.
     """
-    content = _CHUNKS_MARK + _QUESTION_MARK
-    system = {"role": "system", "content": _INSTRUCTION_MARK}
+    marks = Marks.absent_from(variables)
+    content = marks.chunks + marks.question
+    system = {"role": "system", "content": marks.instruction}
     user = {"role": "user", "content": content}
     instruction_format = "{instruction}"
     try:
-        head, lead, tail = _cut(tokenizer, [system, user], variables)
+        head, lead, tail = _cut(tokenizer, [system, user], variables, marks)
     except _NotCuttableError:
         instruction_format = "{instruction}\n\n"
-        head, lead, tail = _cut(tokenizer, [{"role": "user", "content": _INSTRUCTION_MARK + content}], variables)
+        alone = {"role": "user", "content": marks.instruction + content}
+        head, lead, tail = _cut(tokenizer, [alone], variables, marks)
+    turn_break = _turn_break(tokenizer, variables, marks)
     return PromptTemplate(
         instruction=INSTRUCTION if instruction is None else instruction,
-        head=head,
+        head=head.text,
         instruction_format=instruction_format,
-        lead=lead,
+        lead=lead.text,
         question_format="Question: {question}",
-        tail=tail,
-        turn_break=_turn_break(tokenizer, variables),
+        tail=tail.text,
+        turn_break=turn_break.text,
+        ordinary=OrdinaryCharacters(head.ordinary, lead.ordinary, tail.ordinary, turn_break.ordinary),
     )
 
 
@@ -147,15 +153,13 @@ def template_with(tokenizer: TextTokenizer, variables: Mapping[str, Any]) -> Pro
     """The chat template as `variables` of one request make it: `tools`, or what a template reads beside them.
 
     Raises:
-        UsageError: there is no chat template or it cannot be cut, it has no place for tools, a text in them spells a
-            control token, or a name is no variable's.
+        UsageError: there is no chat template or it cannot be cut, it has no place for tools, or a name is not that of
+            a variable.
     """
     if not _has_chat_template(tokenizer):
         raise UsageError("the tokenizer has no chat template: it reads neither tools nor chat_template_kwargs")
-    if reserved := sorted(_RESERVED & variables.keys()):
+    if reserved := sorted(name for name in variables if name in _RESERVED or name.endswith(_CONTROL_NAMES)):
         raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
-    if any(_spells_control(tokenizer, text) for text in _texts(variables)):
-        raise UsageError("tools and chat_template_kwargs may not spell control tokens")
     template = chat_template(tokenizer, None, variables)
     tools = variables.get("tools")
     if tools and template == chat_template(tokenizer, None, {**variables, "tools": None}):
@@ -163,9 +167,9 @@ def template_with(tokenizer: TextTokenizer, variables: Mapping[str, Any]) -> Pro
     return template
 
 
-def exchange_pieces(
+def rendered_exchange(
     tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any], *, first: bool, answered: bool
-) -> TextPieces:
+) -> Rendered:
     """What the template writes behind a question: what the assistant said, what tools gave, and so on.
 
     Up to where the answer begins, or if it is `answered`, by the last of `messages`, to where the next question does.
@@ -173,58 +177,31 @@ def exchange_pieces(
     not in what the messages say.
 
     Raises:
-        UsageError: the template refuses these messages, or leaves one out.
+        UsageError: the template refuses these messages, or leaves out what a tool gave.
     """
-    guarded: list[str] = []
-    texts = [_guarded(tokenizer, message, guarded) for message in messages]
-    earlier = [{"role": "user", "content": _CHUNKS_MARK}, {"role": "assistant", "content": _ANSWER_MARK}]
-    asked = [*([] if first else earlier), {"role": "user", "content": _QUESTION_MARK}, *texts]
+    marks = Marks.absent_from(messages, variables)
+    earlier = [{"role": "user", "content": marks.chunks}, {"role": "assistant", "content": marks.answer}]
+    asked = [*([] if first else earlier), {"role": "user", "content": marks.question}, *messages]
     if answered:
-        asked.append({"role": "user", "content": _CHUNKS_MARK})
+        asked.append({"role": "user", "content": marks.chunks})
     try:
-        rendered = tokenizer.render_chat([{"role": "system", "content": _INSTRUCTION_MARK}, *asked], variables) or ""
+        rendered = rendered_chat(tokenizer, [{"role": "system", "content": marks.instruction}, *asked], variables)
     except UsageError:  # no system role
-        rendered = tokenizer.render_chat(asked, variables) or ""
-    _, found, behind = rendered.partition(_QUESTION_MARK)
+        rendered = rendered_chat(tokenizer, asked, variables)
+    _, found, behind = (rendered or Rendered()).partition(marks.question)
     if answered:
-        behind, goes_on, _ = behind.partition(_CHUNKS_MARK)
+        behind, goes_on, _ = behind.partition(marks.chunks)
         found = found and goes_on
-    marks = re.compile(_TEXT_MARK.format(r"(\d+)"))
-    if not found or [int(one) for one in marks.findall(behind)] != list(range(len(guarded))):
+    given = [message["content"] for message in messages if message["role"] == "tool"]
+    if not found or not all(_holds(behind.text, text) for text in given):
         raise UsageError("the model's chat template does not take these messages of the assistant and of tools")
-    pieces = marks.split(behind)  # texts of the template, and between them numbers
-    return tuple(
-        (guarded[int(piece)], False) if place % 2 else (piece, True) for place, piece in enumerate(pieces) if piece
-    )
+    return behind
 
 
-def _guarded(tokenizer: TextTokenizer, value: Any, guarded: list[str], *, quoted: bool = False) -> Any:
-    """The same with marks in the place of texts that spell control tokens; those are added to `guarded`.
-
-    Arguments of a tool's call are written as JSON: `quoted` texts are taken as they stand there.
-    """
-    if isinstance(value, Mapping):
-        return {
-            key: _guarded(tokenizer, one, guarded, quoted=quoted or key == "arguments") for key, one in value.items()
-        }
-    if isinstance(value, list):
-        return [_guarded(tokenizer, one, guarded, quoted=quoted) for one in value]
-    if not isinstance(value, str) or not _spells_control(tokenizer, value):
-        return value
-    guarded.append(json.dumps(value, ensure_ascii=False)[1:-1] if quoted else value)
-    return _TEXT_MARK.format(len(guarded) - 1)
-
-
-def _texts(value: Any) -> Sequence[str]:
-    if isinstance(value, Mapping):
-        return [*map(str, value), *(text for one in value.values() for text in _texts(one))]
-    if isinstance(value, list):
-        return [text for one in value for text in _texts(one)]
-    return [value] if isinstance(value, str) else []
-
-
-def _spells_control(tokenizer: TextTokenizer, text: str) -> bool:
-    return tokenizer.encode(text) != tokenizer.encode(text, control_tokens=True)
+def _holds(rendered: str, text: str) -> bool:
+    """Whether a text is in a rendering, as it is or as a text of JSON; templates may trim it."""
+    text = text.strip()
+    return any(form in rendered for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]))
 
 
 class _NotCuttableError(UsageError):
@@ -232,45 +209,45 @@ class _NotCuttableError(UsageError):
 
 
 def _cut(
-    tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any] | None = None
-) -> tuple[str, str, str]:
+    tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any] | None, marks: Marks
+) -> tuple[Rendered, Rendered, Rendered]:
     try:
-        rendered = tokenizer.render_chat(messages, variables)
+        rendered = rendered_chat(tokenizer, messages, variables)
     except UsageError as error:
         raise _NotCuttableError(str(error)) from error
     if rendered is None:
         raise UsageError("the tokenizer has no chat template: use the plain template")
-    for mark in (_INSTRUCTION_MARK, _CHUNKS_MARK, _QUESTION_MARK):
-        if (count := rendered.count(mark)) != 1:
+    for mark in (marks.instruction, marks.chunks, marks.question):
+        if (count := rendered.text.count(mark)) != 1:
             raise _NotCuttableError(
                 f"the chat template cannot be cut: a mark in a message comes back {count} times instead of once"
             )
-    head, _, rest = rendered.partition(_INSTRUCTION_MARK)
-    lead, found, tail = rest.partition(_CHUNKS_MARK + _QUESTION_MARK)
+    head, _, rest = rendered.partition(marks.instruction)
+    lead, found, tail = rest.partition(marks.chunks + marks.question)
     if not found:
         raise _NotCuttableError("the chat template cannot be cut: it puts the instruction after the user's message")
     return head, lead, tail
 
 
-def _turn_break(tokenizer: TextTokenizer, variables: Mapping[str, Any] | None = None) -> str:
-    """What the template writes between an answer and the next user's message; "" if it takes no second turn.
+def _turn_break(tokenizer: TextTokenizer, variables: Mapping[str, Any] | None, marks: Marks) -> Rendered:
+    """What the template writes between an answer and the next user's message; nothing if it takes no second turn.
 
-    No template ends a turn with nothing, so that "" can stand for that.
+    No template ends a turn with nothing, so that nothing can mean that.
     """
     messages = [
-        {"role": "user", "content": _CHUNKS_MARK},
-        {"role": "assistant", "content": _ANSWER_MARK},
-        {"role": "user", "content": _QUESTION_MARK},
+        {"role": "user", "content": marks.chunks},
+        {"role": "assistant", "content": marks.answer},
+        {"role": "user", "content": marks.question},
     ]
     try:
-        rendered = tokenizer.render_chat(messages, variables) or ""
+        rendered = rendered_chat(tokenizer, messages, variables) or Rendered()
     except UsageError:
-        return ""
-    if any(rendered.count(mark) != 1 for mark in (_ANSWER_MARK, _QUESTION_MARK)):
-        return ""
-    behind = rendered.partition(_ANSWER_MARK)[2]
-    between, found, _ = behind.partition(_QUESTION_MARK)
-    return between if found else ""
+        return Rendered()
+    if any(rendered.text.count(mark) != 1 for mark in (marks.answer, marks.question)):
+        return Rendered()
+    _, _, behind = rendered.partition(marks.answer)
+    between, found, _ = behind.partition(marks.question)
+    return between if found else Rendered()
 
 
 def _has_chat_template(tokenizer: TextTokenizer) -> bool:

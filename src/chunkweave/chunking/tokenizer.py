@@ -2,8 +2,9 @@
 
 import ctypes
 import hashlib
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache, cached_property
 from threading import Lock
 from typing import Any, Protocol
@@ -14,15 +15,23 @@ from chunkweave.errors import UsageError
 class TextTokenizer(Protocol):
     """Text to token ids and back. Implementations may be called from several threads."""
 
-    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, control_tokens: bool = False, ordinary: Set[int] = frozenset()) -> list[int]:
         """Token ids of `text`, without BOS or EOS.
 
         With `control_tokens=False` text that spells a control token (`</s>`, `<|im_end|>`) is encoded as the
-        ordinary characters that it is, so that a document cannot end a turn or open another.
+        ordinary characters that it is, so that a document cannot end a turn or open another. With
+        `control_tokens=True` that holds for control tokens with a character at one of the `ordinary` positions.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`; special tokens are left out."""
+
+    def control_texts(self, text: str) -> frozenset[str]:
+        """The control tokens that `text` spells, as they are written."""
+
+    @property
+    def control_signs(self) -> frozenset[str]:
+        """Characters of control tokens that are no part of words: brackets and bars."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -45,11 +54,13 @@ class TextTokenizer(Protocol):
         template.
 
         Raises:
-            UsageError: the template refuses these messages, for example a system role.
+            UsageError: the template refuses these messages, for example a system role, or cannot read them.
         """
 
 
 _MARK = "CHUNKWEAVE-ANSWER-MARK"
+
+_OF_NAMES_AND_QUOTES = "_-.\"'\\"
 
 _LONG_CHARACTERS = 1 << 18
 """Tokenizing a longer text takes so much memory (some 300 bytes a token) that it is given back to the system."""
@@ -74,16 +85,34 @@ class HuggingFaceTokenizer:
             self._core.no_padding()
             self._core.encode_special_tokens = getattr(tokenizer, "split_special_tokens", False)
         self._given_stop_ids = frozenset(stop_ids)
-        self._control_ids = _control_ids(tokenizer)
+        self._control = _control_tokens(tokenizer)
 
-    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, control_tokens: bool = False, ordinary: Set[int] = frozenset()) -> list[int]:
         """Token ids of `text` without BOS; see `TextTokenizer.encode`."""
         if not text:
             return []
         ids = self._ids(text)
-        if control_tokens or self._control_ids.isdisjoint(ids):
+        if (control_tokens and not ordinary) or self._control.keys().isdisjoint(ids):
             return ids
-        return [token for piece in self._cut_inside_control(text) for token in self.encode(piece)]
+        found: list[int] = []
+        positions = sorted(ordinary)
+        for piece, start in self._cut_inside_control(text, ordinary if control_tokens else None):
+            if piece == text:  # its control tokens may stay
+                return ids
+            first, last = (bisect_left(positions, at) for at in (start, start + len(piece)))
+            inside = frozenset(at - start for at in positions[first:last])
+            found += self.encode(piece, control_tokens=control_tokens, ordinary=inside)
+        return found
+
+    def control_texts(self, text: str) -> frozenset[str]:
+        """The control tokens that `text` spells."""
+        return frozenset(self._control[token] for token in set(self._ids(text)) & self._control.keys())
+
+    @cached_property
+    def control_signs(self) -> frozenset[str]:
+        """Characters of control tokens but for letters, digits, white space, and what JSON escapes or names hold."""
+        found = set("".join(self._control.values())) - set(_OF_NAMES_AND_QUOTES)
+        return frozenset(one for one in found if not one.isalnum() and not one.isspace())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
@@ -137,7 +166,7 @@ class HuggingFaceTokenizer:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         return text
 
@@ -152,7 +181,7 @@ class HuggingFaceTokenizer:
         except UsageError:
             return []
         after = (rendered or "").partition(_MARK)[2].lstrip()
-        return [token for token in self._ids(after)[:1] if token in self._control_ids] if after else []
+        return [token for token in self._ids(after)[:1] if token in self._control] if after else []
 
     def _ids(self, text: str) -> list[int]:
         if self._core is not None:
@@ -163,8 +192,10 @@ class HuggingFaceTokenizer:
         with self._lock:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _cut_inside_control(self, text: str) -> list[str]:
-        """`text` cut in the middle of everything that was read as a control token.
+    def _cut_inside_control(self, text: str, ordinary: Set[int] | None) -> list[tuple[str, int]]:
+        """`text` cut in the middle of what was read as a control token, each piece with where it begins.
+
+        Only of those that hold an `ordinary` position, if there are such positions (None: of all).
 
         Rejected: `split_special_tokens=True`. It sets a flag on the tokenizer that other threads share, and
         it leaves added tokens that are not marked special (Qwen3's `<think>`) as they are.
@@ -172,17 +203,17 @@ class HuggingFaceTokenizer:
         if self._core is None:
             raise UsageError("this tokenizer does not say where control tokens stand in a text: use a fast tokenizer")
         [encoded] = self._core.encode_batch([text], add_special_tokens=False)
-        pieces: list[str] = []
+        pieces: list[tuple[str, int]] = []
         done = 0
         for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
-            if token not in self._control_ids:
+            if token not in self._control or (ordinary is not None and ordinary.isdisjoint(range(start, stop))):
                 continue
             middle = (start + stop) // 2
-            pieces.append(text[done:middle])
+            pieces.append((text[done:middle], done))
             # One character that a normalizer turned into a control token cannot be cut: it is left out.
             done = stop if stop - start < 2 else middle
-        pieces.append(text[done:])
-        return [piece for piece in pieces if piece]
+        pieces.append((text[done:], done))
+        return [(piece, start) for piece, start in pieces if piece]
 
 
 def give_memory_back() -> None:
@@ -199,24 +230,30 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
 
 
-def _control_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of added tokens, but for those that are runs of white space or one ordinary character."""
-    return frozenset(
-        token_id
+def _control_tokens(tokenizer: Any) -> Mapping[int, str]:
+    """Added tokens by their ids, but for those that are runs of white space or one ordinary character."""
+    return {
+        token_id: str(token.content)
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special or len(token.content.strip()) > 1
-    )
+    }
+
+
+_TOKENS_OF_A_TEXT = 8
+_LEAST_TEXTS = 64
 
 
 class TokenCache:
     """Token ids of texts, under a salt. Safe to share by threads.
 
     The least recently used leave first when more than `max_tokens` ids are held. Texts are known by a hash: what is
-    held does not grow with their length.
+    held does not grow with their length. A text without tokens is not held, and there are at most `max_tokens` /
+    `_TOKENS_OF_A_TEXT` texts: a short one costs its entry above all.
     """
 
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
+        self._max_texts = max(_LEAST_TEXTS, max_tokens // _TOKENS_OF_A_TEXT)
         self._held_tokens = 0
         self._ids_by_text: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._lock = Lock()
@@ -235,11 +272,11 @@ class TokenCache:
         key = _key(text, salt)
         with self._lock:
             self._held_tokens -= len(self._ids_by_text.pop(key, ()))
-            if len(token_ids) > self._max_tokens:
+            if not 0 < len(token_ids) <= self._max_tokens:
                 return
             self._ids_by_text[key] = token_ids
             self._held_tokens += len(token_ids)
-            while self._held_tokens > self._max_tokens:
+            while self._held_tokens > self._max_tokens or len(self._ids_by_text) > self._max_texts:
                 _, dropped = self._ids_by_text.popitem(last=False)
                 self._held_tokens -= len(dropped)
 

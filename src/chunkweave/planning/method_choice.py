@@ -304,6 +304,10 @@ def checked_layers(value: Any) -> tuple[int, ...]:
     return ReuseConfig(check_layers=checked_layer_numbers(value, "check_layers")).check_layers
 
 
+_MOST_LAYERS = 1000
+"""Far more than any model has: so many numbers are looked at one by one."""
+
+
 def checked_layer_numbers(value: Any, name: str) -> tuple[int, ...]:
     """A list of whole numbers, which messages call `name`.
 
@@ -312,6 +316,8 @@ def checked_layer_numbers(value: Any, name: str) -> tuple[int, ...]:
     """
     if not isinstance(value, list | tuple):
         raise UsageError(f"{name} must be a list of layer numbers")
+    if len(value) > _MOST_LAYERS:
+        raise UsageError(f"{name} may have {_MOST_LAYERS} layer numbers, not {len(value)}")
     return tuple(checked_whole(layer, name) for layer in value)
 
 

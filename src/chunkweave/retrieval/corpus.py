@@ -4,18 +4,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.chunking.documents import SplitConfig, split_text
+from chunkweave.chunking.documents import SplitConfig, split_pieces
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder
+from chunkweave.retrieval.growth import Growth, GrowthLimits, document_bytes
 from chunkweave.retrieval.indexes import (
     Hits,
     IndexConfig,
@@ -213,6 +215,7 @@ class CorpusChange:
     """What a call did to a corpus: ids of documents, in the order given.
 
     `gone` are the chunks whose text no document has any more: their KV is of no use, and `Engine.forget` removes it.
+    `left` were neither added nor replaced, since there was no room for the first of them, or the call was stopped.
     """
 
     added: tuple[str, ...] = ()
@@ -220,6 +223,7 @@ class CorpusChange:
     unchanged: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     gone: tuple[Chunk, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 class Corpus:
@@ -271,6 +275,7 @@ class Corpus:
         self._given_tokenizer = tokenizer
         self._parts: tuple[Part, ...] = ()
         self._by_id: dict[str, StoredDocument] = {}
+        self._nbytes: int | None = None  # counted when somebody asks
         self._searcher = _Searcher(self._manifest, (), None)
 
     @classmethod
@@ -338,7 +343,7 @@ class Corpus:
     @property
     def split(self) -> SplitConfig:
         """How documents are cut."""
-        return SplitConfig(self._manifest.max_tokens, self._manifest.overlap_tokens)
+        return SplitConfig.stored(self._manifest.max_tokens, self._manifest.overlap_tokens)
 
     @property
     def index_config(self) -> IndexConfig:
@@ -358,6 +363,13 @@ class Corpus:
     def __len__(self) -> int:
         """How many chunks there are."""
         return sum(map(len, self._parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all documents: names, metadata and chunks in UTF-8, and their vectors."""
+        if self._nbytes is None:
+            self._nbytes = self._bytes_of(self._by_id.values())
+        return self._nbytes
 
     def __contains__(self, document: str) -> bool:
         """Whether there is a document of this id."""
@@ -396,10 +408,18 @@ class Corpus:
         for document in checked:
             if document.id in self._by_id:
                 raise DuplicateDocumentError(f"there is a document {document.id!r} already: update it, or remove it")
-        return self._put(checked, progress)
+        return self._put(checked, progress, GrowthLimits())
 
-    def update(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
+    def update(
+        self,
+        documents: Iterable[CorpusDocument],
+        *,
+        progress: Progress | None = None,
+        limits: GrowthLimits | None = None,
+    ) -> CorpusChange:
         """Add what is new, replace what differs in text, title or metadata, leave what is the same.
+
+        With `limits` the first document that has no room, and all behind it, are left as they are.
 
         Raises:
             DuplicateDocumentError: an id is given twice.
@@ -408,7 +428,7 @@ class Corpus:
             CorpusError: it cannot be written; what was committed before stays.
             DimensionMismatchError: the embedder returns vectors of another shape than it says.
         """
-        return self._put(checked_documents(documents), progress)
+        return self._put(checked_documents(documents), progress, limits or GrowthLimits())
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
         """Remove documents by id, from the disk too: their part is written again without them.
@@ -477,34 +497,50 @@ class Corpus:
         check_top_k(k, len(self))
         return self.embed_query(question) if isinstance(question, str) else question
 
-    def _put(self, documents: list[CorpusDocument], progress: Progress | None) -> CorpusChange:
+    def _put(self, documents: list[CorpusDocument], progress: Progress | None, limits: GrowthLimits) -> CorpusChange:
         unchanged = tuple(document.id for document in documents if self.holds(document))
         todo = [document for document in documents if not self.holds(document)]
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
+        growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._manifest.dimension)
+        cut = (self._cut(document, growth, old.get(document.id)) for document in todo)
+        fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
         done = len(unchanged)
-        split = (self._cut(document) for document in todo)
-        while batch := next_batch(split):
-            vectors = self._embed(batch, done, len(documents), progress)
+        while batch := next_batch(fitting):
+            vectors = self._embed(batch, done, len(documents), progress, limits)
+            if vectors is None:
+                break
             self._commit(frozenset(document.id for document in batch) & old.keys(), Part(tuple(batch), vectors))
             done += len(batch)
         if progress is not None:
             progress(done, len(documents))
-        added = tuple(document.id for document in todo if document.id not in old)
-        return CorpusChange(added, tuple(old), unchanged, gone=self._gone(list(old.values())))
+        put = [document.id for document in todo[: done - len(unchanged)]]
+        replaced = [one for one in put if one in old]
+        return CorpusChange(
+            tuple(one for one in put if one not in old),
+            tuple(replaced),
+            unchanged,
+            gone=self._gone([old[one] for one in replaced]),
+            left=tuple(document.id for document in todo[len(put) :]),
+        )
 
-    def _cut(self, document: CorpusDocument) -> StoredDocument:
-        chunks = split_text(document.text, self._tokenizer, self.split)
-        texts = tuple(chunk.text for chunk in chunks)
-        return StoredDocument(document.id, document.title, document.digest, texts, dict(document.metadata))
+    def _cut(self, document: CorpusDocument, growth: Growth, replaced: StoredDocument | None) -> StoredDocument | None:
+        return growth.take(document, split_pieces(document.text, self._tokenizer, self.split), replaced)
 
     def _embed(
-        self, documents: Sequence[StoredDocument], done: int, total: int, progress: Progress | None
-    ) -> NDArray[np.float32]:
-        """Vectors of all chunks of `documents`, in batches."""
+        self,
+        documents: Sequence[StoredDocument],
+        done: int,
+        total: int,
+        progress: Progress | None,
+        limits: GrowthLimits,
+    ) -> NDArray[np.float32] | None:
+        """Vectors of all chunks of `documents`, in batches; None if that is stopped."""
         texts = [text for document in documents for text in document.chunks]
         ends = np.cumsum([len(document.chunks) for document in documents])
         blocks = []
         for start in range(0, len(texts), _EMBED_BATCH):
+            if limits.stopped():
+                return None
             batch = texts[start : start + _EMBED_BATCH]
             vectors = self._embedder.embed_documents(batch)
             blocks.append(checked_vectors(vectors, len(batch), self._manifest.dimension))
@@ -520,13 +556,19 @@ class Corpus:
         if self._files is not None:
             self._manifest, parts = self._files.commit(self._manifest, parts)
         self._parts = tuple(parts)
+        coming = () if new is None else new.documents
+        if self._nbytes is not None:
+            self._nbytes += self._bytes_of(coming) - self._bytes_of(self._by_id[document] for document in leaving)
         for document in leaving:
             del self._by_id[document]
-        self._by_id |= {document.id: document for document in (() if new is None else new.documents)}
+        self._by_id |= {document.id: document for document in coming}
         if leaving:
             self._searcher = _Searcher(self._manifest, parts, self._files)
         else:
             self._searcher = self._searcher.grown(self._manifest, parts)
+
+    def _bytes_of(self, documents: Iterable[StoredDocument]) -> int:
+        return sum(document_bytes(document, self._manifest.dimension) for document in documents)
 
     def _gone(self, old: Sequence[StoredDocument]) -> tuple[Chunk, ...]:
         """Chunks of documents that were there, but for those whose text is still in the corpus."""

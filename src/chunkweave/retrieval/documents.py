@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -20,6 +21,20 @@ _TEXT_KEY, _METADATA_KEY = "text", "metadata"
 
 MOST_LEVELS = 64
 """Lists and objects inside each other that metadata may have: what it is written and shown by ends somewhere."""
+
+MOST_ID_CHARACTERS = 512
+MOST_TITLE_CHARACTERS = 1024
+MOST_METADATA_BYTES = 16 << 10
+"""Of a document's metadata as JSON. It is kept in memory, and listed and found with every chunk."""
+
+MOST_LINE_BYTES = 1 << 20
+"""Of a line of an uploaded JSONL file: parsing it is one call that no other thread can interrupt."""
+
+MOST_TEXT_BYTES = 8 << 20
+"""Of the text of one document that is uploaded: so are decoding it and hashing it."""
+
+MOST_DOCUMENTS = 100_000
+"""Documents of one upload, and lines of one of its files."""
 
 OnError = Literal["raise", "skip"]
 
@@ -53,13 +68,14 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
     Raises:
         DuplicateDocumentError: two have the same id.
         EmptyDocumentError: one has no text.
-        DocumentError: one has no id, metadata that is not JSON-able or nested too deeply, or text that is not valid
-            Unicode.
+        DocumentError: one has no id, an id, title or metadata that is too long, metadata that is not JSON-able or
+            nested too deeply, or text that is not valid Unicode.
     """
     checked: dict[str, CorpusDocument] = {}
     for document in documents:
         if not document.id.strip():
             raise DocumentError("a document has no id")
+        _check_lengths(document)
         if document.id in checked:
             raise DuplicateDocumentError(f"two documents have the id {document.id!r}: give each its own")
         if not document.text.strip():
@@ -82,12 +98,39 @@ def _check_writable(document: CorpusDocument) -> None:
     if nested_too_deeply(document.metadata):
         raise DocumentError(f"the metadata of document {document.id!r} is nested too deeply")
     try:
-        content = [document.id, document.title, document.text, dict(document.metadata)]
-        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps([document.id, document.title, document.text], ensure_ascii=False).encode()
+        metadata = json.dumps(dict(document.metadata), ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise DocumentError(f"document {document.id!r} has half of a surrogate pair: no valid Unicode") from error
     except (TypeError, ValueError) as error:
         raise DocumentError(f"the metadata of document {document.id!r} is no JSON object: {error}") from error
+    if len(metadata) > MOST_METADATA_BYTES:
+        size = f"{len(metadata)} bytes as JSON, and may have {MOST_METADATA_BYTES}"
+        raise DocumentError(f"the metadata of document {document.id!r} has {size}")
+
+
+def check_text_bytes(document: str, nbytes: int) -> None:
+    """Refuse a text from elsewhere that is too long.
+
+    Raises:
+        DocumentError: it has more than `MOST_TEXT_BYTES`; the message names the `document`.
+    """
+    if nbytes > MOST_TEXT_BYTES:
+        size = f"{nbytes} bytes, and may have {MOST_TEXT_BYTES}: make several documents of it"
+        raise DocumentError(f"the text of document {document[:_SHOWN]!r} has {size}")
+
+
+def _check_lengths(document: CorpusDocument) -> None:
+    bounds = (("id", document.id, MOST_ID_CHARACTERS), ("title", document.title, MOST_TITLE_CHARACTERS))
+    for field_name, text, most in bounds:
+        if len(text) > most:
+            raise DocumentError(
+                f"the {field_name} of document {document.id[:_SHOWN]!r} has {len(text)} characters, and may have {most}"
+            )
+
+
+_SHOWN = 60
+"""Characters of an id that is too long, in a message."""
 
 
 def read_corpus_documents(paths: Sequence[Path], *, on_error: OnError = "raise") -> list[CorpusDocument]:
@@ -118,18 +161,26 @@ def read_corpus_documents(paths: Sequence[Path], *, on_error: OnError = "raise")
 
 
 def parse_corpus_documents(name: str, data: bytes) -> list[CorpusDocument]:
-    """The documents in the bytes of one file called `name`, as `read_corpus_documents` would make them.
+    """The documents in the bytes of one uploaded file called `name`, as `read_corpus_documents` would make them.
 
-    The name is an id and tells lines from text; no file is opened.
+    The name is an id and tells lines from text; no file is opened. It ends at the first line that is wrong.
 
     Raises:
-        DocumentError: not UTF-8, or a line is no object with a text; the message names file, line and reason.
+        DocumentError: not UTF-8, too long, a line is too long or no object with a text, or there are too many; the
+            message names file, line and reason.
         EmptyDocumentError: a line's text is empty, or there is no text at all.
     """
+    found: Iterable[CorpusDocument]
     if PurePath(name).suffix.lower() in JSONL_SUFFIXES:
-        documents = list(_parsed_lines(data, name, name, "raise"))
+        found = _parsed_lines(data, name, name, "raise", most_lines=MOST_DOCUMENTS)
     else:
-        documents = [CorpusDocument(name, decoded_text(data, name))]
+        check_text_bytes(name, len(data))
+        found = [CorpusDocument(name, decoded_text(data, name))]
+    documents = []
+    for document in found:
+        _check_lengths(document)  # before the next line: what was parsed of metadata is many times as large
+        _check_writable(document)
+        documents.append(document)
     if not any(document.text.strip() for document in documents):
         raise EmptyDocumentError(f"no document with text in {name}")
     return documents
@@ -181,12 +232,22 @@ def _read_lines(path: Path, name: str, on_error: OnError) -> Iterator[CorpusDocu
     yield from _parsed_lines(raw, str(path), name, on_error)
 
 
-def _parsed_lines(raw: bytes, where: str, name: str, on_error: OnError) -> Iterator[CorpusDocument]:
-    """Documents of JSON lines; errors name the file as `where`, ids as `name`."""
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+def _parsed_lines(
+    raw: bytes, where: str, name: str, on_error: OnError, *, most_lines: int | None = None
+) -> Iterator[CorpusDocument]:
+    """Documents of JSON lines; errors name the file as `where`, ids as `name`.
+
+    With `most_lines` the file comes from elsewhere: its lines are bounded in number and length.
+    """
+    for number, line in enumerate(BytesIO(raw.removeprefix(b"\xef\xbb\xbf")), start=1):
+        if most_lines is not None and number > most_lines:
+            raise DocumentError(f"{where} has more than {most_lines} lines")
         if not line.strip():
             continue
         try:
+            if most_lines is not None and len(line) > MOST_LINE_BYTES:
+                size = f"{len(line)} bytes, and a line may have {MOST_LINE_BYTES}"
+                raise DocumentError(f"{where}, line {number} has {size}")
             yield _parsed(line, f"{where}, line {number}", f"{name}:{number}")
         except DocumentError as error:
             if on_error == "raise":

@@ -15,10 +15,12 @@ from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 TIER = "replica"
+_TOKENS_OF_A_SEGMENT = 16
+_LEAST_SEGMENTS = 1024
 
 
 class ReplicaContents:
-    """A mirror of one replica's segment store in `budget_tokens` tokens, LRU.
+    """A mirror of one replica's segment store in `budget_tokens` tokens, LRU; of short segments it holds fewer tokens.
 
     It is a guess: where the mirror has a chunk and the replica has not, the choice is worse, and right again once the
     replica has computed the chunk. `tree` holds the paths that are stored exactly, for orderings; for requests that
@@ -36,6 +38,7 @@ class ReplicaContents:
             raise UsageError(f"a replica's contents need room for a token, not {budget_tokens}")
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([TIER])
         self._budget_tokens = budget_tokens
+        self._most_segments = max(_LEAST_SEGMENTS, budget_tokens // _TOKENS_OF_A_SEGMENT)  # each has its whole path
         self._segments: OrderedDict[tuple[Path, bool], int] = OrderedDict()
         self._tokens = 0
         self._of_chunk: dict[ChunkId, dict[tuple[Path, bool], int]] = {}
@@ -81,7 +84,7 @@ class ReplicaContents:
                 self._add(prefix, size, exact=True)
             else:
                 self._add((chunk,), size, exact=False)
-        while self._tokens > self._budget_tokens and self._segments:
+        while self._segments and (self._tokens > self._budget_tokens or self.segments > self._most_segments):
             self._drop(next(iter(self._segments)))
 
     def forget(self, chunks: Sequence[ChunkId]) -> None:

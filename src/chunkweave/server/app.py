@@ -1,11 +1,14 @@
 """The app around a service, and uvicorn around the app until a signal stops it."""
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import cast
 
@@ -19,7 +22,8 @@ from chunkweave.server import page, routes
 from chunkweave.server.auth import Gate
 from chunkweave.server.backend import Stage
 from chunkweave.server.errors import install_error_handlers
-from chunkweave.server.service import Service
+from chunkweave.server.hosts import HostGuard
+from chunkweave.server.service import OnStage, Service
 from chunkweave.server.settings import ListenSettings
 
 logger = logging.getLogger(__name__)
@@ -28,8 +32,8 @@ logger = logging.getLogger(__name__)
 def create_app(service: Service) -> FastAPI:
     """The HTTP interface of a service, which starts and stops with the app's lifespan.
 
-    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, whatever
-    is not ours is vLLM's to answer, its schema too.
+    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, known
+    endpoints of vLLM that are not ours are vLLM's to answer, its schema too.
     """
     passthrough = service.backend.passthrough
 
@@ -60,9 +64,10 @@ def create_app(service: Service) -> FastAPI:
     if passthrough is None:
         app.include_router(routes.models)
     else:
-        app.include_router(passthrough.router)  # comes last: it takes every path
-    without_key = None if passthrough is None else (*routes.WITHOUT_KEY, *page.PATHS)
-    app.add_middleware(Gate, service=service, but=without_key)
+        app.include_router(passthrough.router)
+    own = ("GET", "/openapi.json" if passthrough is None else "/ping")
+    app.add_middleware(Gate, service=service, without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}))
+    app.add_middleware(HostGuard, service=service)  # the last one added is the first that sees a request
     return app
 
 
@@ -179,12 +184,32 @@ class Server(uvicorn.Server):
         self._service.end_answers()
 
 
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter's lock while others want it; Python's own 5 ms are for few, long threads."""
+
+
 def run(service: Service, sock: socket.socket) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal comes, in a process that does nothing else.
 
     Raises:
         ChunkweaveError: the service could not start.
     """
+    # A thread that computes in Python makes the others wait that long for each of their calls into PyTorch: a generated
+    # token makes a hundred of them.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    service.on_stage = partial(_freeze_when_ready, service.on_stage)
     Server(service).run(sockets=[sock])
     if service.failure is not None:
         raise service.failure
+
+
+def _freeze_when_ready(on_stage: OnStage | None, stage: Stage, after_s: float) -> None:
+    """Have the garbage collector leave alone what the start has made, modules and model: it is kept to the end.
+
+    Looking through it takes a quarter of a second, in which every thread waits.
+    """
+    if stage is Stage.READY:
+        gc.collect()
+        gc.freeze()
+    if on_stage is not None:
+        on_stage(stage, after_s)

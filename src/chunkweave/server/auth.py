@@ -214,21 +214,21 @@ def refuse_open_door(listen: ListenSettings, keys: KeyRing) -> None:
 
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
 
-_POLLED = "/v1/page/live"
-"""What the page asks for every two seconds; no request that anybody made."""
+_UNCOUNTED = ("/v1/page/live", "/metrics")
+"""What a program asks for every few seconds: it does not count towards the rate."""
 
 
 class Gate:
     """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
 
-    Everything under `/v1` needs a key if the server has any; with `but` everything else, save these paths. The tenant
-    goes into `request.state.tenant`.
+    If the server has keys, everything needs one but the methods and paths of `without_key`. The tenant goes into
+    `request.state.tenant`.
     """
 
-    def __init__(self, app: ASGIApp, service: "Service", *, but: Collection[str] | None = None) -> None:
+    def __init__(self, app: ASGIApp, service: "Service", *, without_key: Collection[tuple[str, str]]) -> None:
         self._app = app
         self._service = service
-        self._but = but
+        self._without_key = without_key
         self._max_body_bytes = service.settings.limits.max_body_bytes
         self._max_upload_bytes = service.settings.limits.max_upload_bytes
         self._stalled_s = service.settings.listen.stalled_s
@@ -249,8 +249,8 @@ class Gate:
             await send(message)
 
         try:
-            if self._needs_key(scope["path"]):
-                state["tenant"] = self._admitted(headers, counted=scope["path"] != _POLLED)
+            if (scope["method"], scope["path"]) not in self._without_key:
+                state["tenant"] = self._admitted(headers, counted=scope["path"] not in _UNCOUNTED)
             limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
             limited = _limited(receive, headers, limit_bytes, self._stalled_s)
         except HttpError as error:
@@ -258,9 +258,6 @@ class Gate:
             return
         with serving(request_id):
             await self._app(scope, limited, named_send)
-
-    def _needs_key(self, path: str) -> bool:
-        return path.startswith("/v1/") if self._but is None else path not in self._but
 
     def _admitted(self, headers: Headers, *, counted: bool) -> Tenant:
         tenant = self._service.tenant_of(bearer(headers))

@@ -22,6 +22,7 @@ from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.server.engine_backend import CacheCommands
+    from chunkweave.server.service import Parts
 
 
 class Stage(StrEnum):
@@ -141,10 +142,14 @@ class Passthrough(Protocol):
 
     @property
     def router(self) -> APIRouter:
-        """Every path that is not the server's own."""
+        """The paths of these servers that are handed on."""
 
-    async def plain(self, request: Request, tenant: Tenant) -> Response | None:
-        """The answer to a completion request that says nothing of documents; None if it does."""
+    async def plain(self, request: Request, parts: "Parts", tenant: Tenant) -> Response | None:
+        """The answer to a completion request that says nothing of documents; None if it does.
+
+        Raises:
+            HttpError: 400, the body has more values than vLLM is handed.
+        """
 
 
 class Backend(Protocol):

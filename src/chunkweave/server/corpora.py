@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -18,17 +19,22 @@ from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import CorpusError, UsageError
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
+from chunkweave.retrieval.growth import GrowthLimits
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.server.auth import Tenant
 from chunkweave.server.errors import HttpError
+from chunkweave.server.settings import LimitSettings
 from chunkweave.server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _AT_A_TIME = 16
-"""Documents that are embedded before a search may come in between."""
+_CHARACTERS_AT_A_TIME = 1 << 20
+"""Documents, and their characters, that are embedded before a search may come in between."""
 
 _CHANGING_THREADS = 2
+_SEARCHING_THREADS = 4
 
 
 class SharedLock:
@@ -101,12 +107,21 @@ class Corpora:
     path: nothing of a request is ever read as a path.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, data_dir: Path | None, *, max_corpora: int, max_chunks: int) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        data_dir: Path | None,
+        limits: LimitSettings,
+        *,
+        weights: TenantWeights | None = None,
+    ) -> None:
+        """No corpora yet. `weights` are those of tenants whose corpora change at once."""
         self._tokenizer = tokenizer
         self._data_dir = data_dir
-        self._max_corpora = max_corpora
-        self._max_chunks = max_chunks
-        self.changing = TenantThreads(_CHANGING_THREADS, behind=True)
+        self._limits = limits
+        self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
+        self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
+        """Corpora are changed and searched apart: a change takes long, and neither delays what tokenizes requests."""
         self._shared: dict[str, ServedCorpus] = {}
         self._own: dict[str, dict[str, ServedCorpus]] = {}
         self._creating = asyncio.Lock()
@@ -170,7 +185,7 @@ class Corpora:
             own = self._own.setdefault(tenant.folder, {})
             if name in own or name in self._shared:
                 raise HttpError(409, f"there is a corpus {name!r} already", param="name", code="corpus_exists")
-            if len(own) >= self._max_corpora:
+            if len(own) >= self._limits.max_corpora:
                 raise HttpError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
             folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
             own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split)), folder=folder)
@@ -179,32 +194,57 @@ class Corpora:
     async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
         """Remove a tenant's corpus, from the disk too; returns the texts of its chunks."""
         async with self.locked(self.get(tenant, name, to_change=True), to_change=True) as served:
-            texts = tuple(chunk.text for chunk in served.corpus.chunks())
+            texts = await in_thread(lambda: tuple(chunk.text for chunk in served.corpus.chunks()))
             if served.folder is not None:
                 await in_thread(lambda: _remove_folder(served.folder))
             served.gone = True
             del self._own[tenant.folder][name]
             return texts
 
-    async def ingest(self, served: ServedCorpus, documents: Sequence[CorpusDocument], *, update: bool) -> CorpusChange:
-        """Add documents, or replace those that changed. What was done before an error stays done.
+    async def ingest(
+        self,
+        tenant: Tenant,
+        served: ServedCorpus,
+        documents: Sequence[CorpusDocument],
+        changes: list[CorpusChange],
+        *,
+        update: bool,
+    ) -> None:
+        """Add documents, or replace those that changed. What was done before an error, or a cancellation, stays done.
+
+        It is in `changes`, however this ends.
 
         Raises:
             HttpError: 409, an id is there already and not to be updated; 413, the corpus would be too large.
             DocumentError: a document is none.
         """
-        checked = checked_documents(documents)
-        changes: list[CorpusChange] = []
-        for start in range(0, len(checked), _AT_A_TIME):
-            batch = checked[start : start + _AT_A_TIME]
+        batches = await self.changing.run(tenant.name, lambda: _batches(checked_documents(documents)))
+        stopped = threading.Event()
+        limits = GrowthLimits(self._limits.max_corpus_chunks, self._limits.max_corpus_bytes, stopped.is_set)
+        for batch in batches:
             async with self.locked(served, to_change=True):
-                if start == 0 and not update:
-                    _refuse_known(served.corpus, checked)
-                if len(served.corpus) >= self._max_chunks:
-                    message = f"the corpus has {len(served.corpus)} chunks, and no more may be"
-                    raise HttpError(413, message, code="corpus_full")
-                changes.append(await self.changing.run(served.name, partial(served.corpus.update, batch)))
-        return _joined(changes)
+                new = () if update else batch if changes else chain(*batches)
+                work = partial(_change, served.corpus, batch, new, limits, changes)
+                await self.changing.run(tenant.name, work, stop=stopped.set)
+            if changes[-1].left:
+                raise self._full(served, documents, changes)
+
+    def _full(
+        self, served: ServedCorpus, documents: Sequence[CorpusDocument], changes: Sequence[CorpusChange]
+    ) -> HttpError:
+        done = sum(len(one.added) + len(one.replaced) + len(one.unchanged) for one in changes)
+        return HttpError(
+            413,
+            f"the corpus {served.name!r} may have {self._limits.max_corpus_chunks} chunks and "
+            f"{self._limits.max_corpus_bytes} bytes, and has {len(served.corpus)} and {served.corpus.nbytes}: "
+            f"{done} of the {len(documents)} documents are in it, and document {changes[-1].left[0]!r} has no room",
+            code="corpus_full",
+        )
+
+    def close(self) -> None:
+        """Begin no further change and no search; what has begun is done to its end."""
+        self.changing.close()
+        self.searching.close()
 
     async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
         """Remove a document.
@@ -240,14 +280,43 @@ class Corpora:
         return Corpus.create(folder, split=split, tokenizer=self._tokenizer)
 
 
-def _refuse_known(corpus: Corpus, documents: Sequence[CorpusDocument]) -> None:
+def _batches(documents: Sequence[CorpusDocument]) -> list[list[CorpusDocument]]:
+    """The documents in order, so many at a time as may be embedded before others get their turn."""
+    batches: list[list[CorpusDocument]] = []
+    characters = 0
+    for document in documents:
+        if not batches or len(batches[-1]) == _AT_A_TIME or characters + len(document.text) > _CHARACTERS_AT_A_TIME:
+            batches.append([])
+            characters = 0
+        batches[-1].append(document)
+        characters += len(document.text)
+    return batches
+
+
+def _change(
+    corpus: Corpus,
+    documents: Sequence[CorpusDocument],
+    new: Iterable[CorpusDocument],
+    limits: GrowthLimits,
+    changes: list[CorpusChange],
+) -> None:
+    """Change a corpus, unless it has other documents with ids of `new` ones.
+
+    What was done is noted here, in the thread: a caller that was cancelled meanwhile gets no result.
+    """
+    _refuse_known(corpus, new)
+    changes.append(corpus.update(documents, limits=limits))
+
+
+def _refuse_known(corpus: Corpus, documents: Iterable[CorpusDocument]) -> None:
     for document in documents:
         if document.id in corpus and not corpus.holds(document):
             message = f"there is another document {document.id!r}: give `update`, or another id"
             raise HttpError(409, message, param="documents", code="document_exists")
 
 
-def _joined(changes: Sequence[CorpusChange]) -> CorpusChange:
+def joined(changes: Sequence[CorpusChange]) -> CorpusChange:
+    """What several changes did together."""
     parts = (
         tuple(chain.from_iterable(getattr(change, one.name) for change in changes)) for one in fields(CorpusChange)
     )

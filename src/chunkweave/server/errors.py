@@ -190,7 +190,9 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
     Where a field may be of several kinds, it is for what the nearest of them lacks.
     """
     places = [_steps(one, body) for one in errors]
-    unsupported = [_place(steps) for one, steps in zip(errors, places, strict=True) if one["type"] == "extra_forbidden"]
+    unsupported = [
+        place_of(steps) for one, steps in zip(errors, places, strict=True) if one["type"] == "extra_forbidden"
+    ]
     if unsupported:
         message = f"not supported: {', '.join(unsupported)}"
         return HttpError(400, message, param=unsupported[0], code="unsupported_field")
@@ -198,7 +200,7 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
         return HttpError(400, f"the body is no JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
     steps = max((one for one in places if one[: len(places[0])] == places[0]), key=len)
     meant = [one for one, at in zip(errors, places, strict=True) if at == steps]
-    place, kinds = _place(steps), [kind for one in meant if (kind := _kind(one)) is not None]
+    place, kinds = place_of(steps), [kind for one in meant if (kind := _kind(one)) is not None]
     if kinds:
         return HttpError(400, f"{place or 'the body'} must be {' or '.join(dict.fromkeys(kinds))}", param=place or None)
     message = _message(meant[0])
@@ -236,7 +238,7 @@ def _steps(error: Mapping[str, Any], body: Any) -> list[int | str]:
     return steps
 
 
-def _place(steps: Sequence[int | str]) -> str:
+def place_of(steps: Sequence[int | str]) -> str:
     """`messages[0].content`."""
     text = ""
     for step in steps:
@@ -269,15 +271,16 @@ _MEANINGS = {
     408: "the body did not come in time",
     409: "it is there already; or a conversation is busy, or another turn of it comes next",
     413: "too large",
+    421: "the server does not answer to this Host",
     429: "too many requests; see Retry-After",
     501: "this backend does not do that",
-    502: "vLLM did not answer",
+    502: "vLLM went away, or failed at the request",
     503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",
     507: "it cannot be stored: the disk is full, or read-only",
 }
 
-_ALWAYS = (401, 408, 413, 429)
+_ALWAYS = (401, 403, 408, 413, 421, 429)
 
 STREAMED: Responses = {
     200: {
@@ -288,5 +291,5 @@ STREAMED: Responses = {
 
 
 def error_responses(*statuses: int) -> Responses:
-    """The errors that an endpoint may answer with; those of every endpoint (401, 408, 413, 429) are added."""
+    """The errors that an endpoint may answer with; those of every endpoint are added."""
     return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in sorted({*statuses, *_ALWAYS})}

@@ -3,9 +3,11 @@
 import html
 import re
 from collections.abc import Iterable
+from itertools import islice
 
 from chunkweave.server.errors import HttpError
-from chunkweave.server.requests import ChatBody, CompletionBody, Document
+from chunkweave.server.requests import ChatBody, CompletionBody, Document, check_documents
+from chunkweave.server.settings import LimitSettings
 
 _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _NAMES = {"title": "title", "id": "id", "source": "id"}
@@ -45,20 +47,22 @@ def cut_out(text: str, tag: str) -> tuple[str, list[Document]]:
     return "\n\n".join(piece for piece in rest if piece), documents
 
 
-def with_marked_documents(body: CompletionBody, tag: str) -> CompletionBody:
-    """The same request with what stands between tags as its `documents`; `body` itself if there is none.
+def with_marked_documents(body: CompletionBody, tag: str, limits: LimitSettings) -> CompletionBody:
+    """The same request with the texts between tags as its `documents`; `body` itself if there is none.
 
     The system message and the last one are read (of a plain completion the prompt). Earlier turns stay as they are:
     they are parts of the prompt as they were sent.
 
     Raises:
-        HttpError: 400, tags that do not match, or other documents beside them.
+        HttpError: 400, tags that do not match, other documents beside them, or more than a request may have.
     """
     if not marks_documents(body.texts_with_documents, tag):
         return body
     if body.documents or body.chunkweave.corpus is not None:
         message = f"documents are marked by <{tag}>: give no documents and no chunkweave.corpus beside them"
         raise HttpError(400, message, param="documents")
+    tags = (one for text in body.texts_with_documents for one in _tags(tag).finditer(text))
+    check_documents(sum(1 for _ in islice(tags, 2 * limits.max_documents + 2)) // 2, limits)
     try:
         cut = [cut_out(text, tag) for text in body.texts_with_documents]
     except ValueError as error:

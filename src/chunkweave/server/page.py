@@ -35,7 +35,7 @@ from chunkweave.server.routes import (
 from chunkweave.server.service import Parts
 from chunkweave.server.threads import in_thread
 
-PATHS = ("/", *(f"/page/{name}" for name in STATIC))
+WITHOUT_KEY = tuple(("GET", path) for path in ("/", *(f"/page/{name}" for name in STATIC)))
 """What needs no key."""
 
 _POLICY = (

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -68,29 +68,38 @@ into every request; so said they change nothing here.
 _MOST_STOPS = 4
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair: no valid Unicode") from error
-    return text
+_MOST_FIELDS = 256
+"""Of an object with named fields; further ones are vLLM's."""
 
 
-def _without_nulls(data: Any) -> Any:
-    """Fields that are null count as left out, as with OpenAI."""
-    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+def _given(data: Any) -> Any:
+    """The fields of an object; those that are null count as left out, as with OpenAI."""
+    if not isinstance(data, dict):
+        return data
+    if len(data) > _MOST_FIELDS:
+        raise ValueError(f"an object may have {_MOST_FIELDS} fields, not {len(data)}")
+    return {key: value for key, value in data.items() if value is not None}
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = str
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
+Label = Annotated[Text, Field(max_length=512)]
+"""A text that is kept longer than its request, or only names something."""
+Title = Annotated[Text, Field(max_length=1024)]
 
 
 class Body(BaseModel):
-    """What every body has in common: no coercion, no field that is not named here."""
+    """What every body has in common: no coercion, no field that is not named here.
+
+    Every list has a largest length and is refused at its first wrong element.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    most_values: ClassVar[int] = 100_000
+    """In all its lists and objects; more are refused before they are parsed."""
+
+    _only_given = model_validator(mode="before")(_given)
 
 
 class Document(Body):
@@ -100,8 +109,8 @@ class Document(Body):
     """
 
     text: Text
-    title: Text = ""
-    id: Text = ""
+    title: Title = ""
+    id: Label = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +124,9 @@ class Document(Body):
         own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
         told = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
         return {**own, **told, "text": data["page_content"]}
+
+
+Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
 
 
 class TextPart(Body):
@@ -150,7 +162,7 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """One call of a tool, as the assistant made it."""
 
-    id: Text = ""
+    id: Label = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -159,10 +171,10 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] = ""
-    name: Text | None = None
-    tool_calls: list[ToolCall] = []
-    tool_call_id: Text | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] = ""
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] = []
+    tool_call_id: Label | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
@@ -212,7 +224,7 @@ class ReuseField(Body):
         None
     )
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
-    check_layers: Annotated[tuple[int, ...], BeforeValidator(checked_layers)] | None = None
+    check_layers: Annotated[tuple[int, ...], Field(max_length=1024), BeforeValidator(checked_layers)] | None = None
     alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
@@ -259,24 +271,27 @@ class Question:
     exchanges: tuple[tuple[Message, ...], ...] = ()
 
 
+Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
+
+
 class CompletionBody(Body):
     """What chat and plain completions have in common. Fields that are not named here are the backend's to check."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: Text | None = None
-    documents: list[Text | Document] = []
+    model: Label | None = None
+    documents: Documents = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Text, Field(min_length=1)] | list[Annotated[Text, Field(min_length=1)]] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[Text, Field(max_length=512)] = ""
     chunkweave: ReuseField = ReuseField()
     n: Annotated[int, Field(ge=1, le=64)] = 1
-    user: Text | None = None
+    user: Label | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     echo: bool = False
@@ -362,12 +377,12 @@ def _as_left_out(name: str, value: Any) -> bool:
 class ChatBody(CompletionBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] = 0
-    tools: list[dict[str, Any]] = []
-    tool_choice: Text | dict[str, Any] = "auto"
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
+    tool_choice: Label | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -377,7 +392,6 @@ class ChatBody(CompletionBody):
             value = getattr(self, name)
             if nested_too_deeply({name: value}):
                 raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
-            _encodable(json.dumps(value, ensure_ascii=False))
         if "tools" in self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
         if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):
@@ -520,14 +534,19 @@ class PromptBody(CompletionBody):
 class CorpusBody(Body):
     """`POST /v1/corpora`."""
 
-    name: Text
+    name: Label
     chunk_tokens: Annotated[int, Field(ge=8, le=4096)] = 512
     overlap_tokens: Annotated[int, Field(ge=0, le=2048)] = 0
 
 
-def _shallow(metadata: dict[str, Any]) -> dict[str, Any]:
+_MOST_METADATA_BYTES = 16 << 10
+
+
+def _small(metadata: dict[str, Any]) -> dict[str, Any]:
     if nested_too_deeply(metadata):
         raise ValueError(f"metadata may have {MOST_LEVELS} levels inside each other, and no more")
+    if (size := len(json.dumps(metadata))) > _MOST_METADATA_BYTES:
+        raise ValueError(f"metadata may have {_MOST_METADATA_BYTES} bytes as JSON, not {size}")
     return metadata
 
 
@@ -536,14 +555,16 @@ class IngestedDocument(Body):
 
     text: Text
     id: Name | None = None
-    title: Text = ""
-    metadata: Annotated[dict[str, Any], AfterValidator(_shallow)] = {}
+    title: Title = ""
+    metadata: Annotated[dict[str, Any], AfterValidator(_small)] = {}
 
 
 class IngestBody(Body):
     """`POST /v1/corpora/{name}/documents`."""
 
-    documents: Annotated[list[Text | IngestedDocument], Field(min_length=1, max_length=100_000)]
+    most_values: ClassVar[int] = 300_000
+
+    documents: Annotated[list[Text | IngestedDocument], Field(min_length=1, max_length=50_000, fail_fast=True)]
     update: bool = False
 
 
@@ -557,7 +578,7 @@ class SearchBody(Body):
 class ChunksBody(Body):
     """Which chunks a cache command is about."""
 
-    documents: list[Text | Document] = []
+    documents: Documents = []
     corpus: Name | None = None
     cache_salt: Annotated[Text, Field(max_length=512)] = ""
 

@@ -1,6 +1,7 @@
 """The endpoints of the server, and what their handlers depend on."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from math import ceil, isfinite
@@ -9,20 +10,21 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.types import Receive
 
 import chunkweave
 from chunkweave.chunking.documents import SplitConfig
 from chunkweave.errors import NotRemovedError
-from chunkweave.retrieval.corpus import CorpusChange
-from chunkweave.retrieval.documents import CorpusDocument, parse_corpus_documents
+from chunkweave.retrieval.corpus import CorpusChange, RetrievedChunk
+from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.server.answering import RunningAnswer
-from chunkweave.server.auth import ANONYMOUS, Tenant, bearer
+from chunkweave.server.auth import Tenant
 from chunkweave.server.backend import AnswerEnd, Choice, Event
+from chunkweave.server.bodies import BodyRoute
+from chunkweave.server.corpora import joined
 from chunkweave.server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
 from chunkweave.server.markers import with_marked_documents
 from chunkweave.server.metrics import CONTENT_TYPE
@@ -36,6 +38,7 @@ from chunkweave.server.replies import (
     unless_gone,
 )
 from chunkweave.server.requests import (
+    Body,
     ChatBody,
     ChunksBody,
     ClearBody,
@@ -67,33 +70,36 @@ def parts_of(request: Request) -> Parts:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request it is; the gate has found out, unless nobody needs a key here."""
-    tenant: Tenant = getattr(request.state, "tenant", ANONYMOUS)
+    """Whose request it is, as the gate has found out.
+
+    Raises:
+        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
+    """
+    tenant: Tenant | None = getattr(request.state, "tenant", None)
+    if tenant is None:
+        raise HttpError(401, "this needs an API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return tenant
 
 
 AnyService = Annotated[Service, Depends(service_of)]
 ReadyParts = Annotated[Parts, Depends(parts_of)]
 OfTenant = Annotated[Tenant, Depends(tenant_of)]
-WITHOUT_KEY = ("/health", "/ready", "/ping", "/version", "/metrics")
-"""Over vLLM, the paths that need no key: for whoever runs the server. `/metrics` asks for an admin's key itself."""
+WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
+"""Methods and paths that need no key: probes ask for them."""
 NEEDS_KEY = [Security(_scheme)]
 """For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
 
-class AnswerRoute(APIRoute):
+class AnswerRoute(BodyRoute):
     """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that asks the backend first; the body that it has read is kept for the usual one."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            passthrough = service_of(request).backend.passthrough
-            passed = None if passthrough is None else await passthrough.plain(request, tenant_of(request))
-            return await handler(request) if passed is None else passed
-
-        return handle
+    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> Request | Response:
+        """The request with a valid body, or vLLM's answer to it."""
+        if (passthrough := parts.backend.passthrough) is not None:
+            passed = await passthrough.plain(request, parts, tenant)
+            if passed is not None:
+                return passed
+        return await super().read(request, kind, parts, tenant)
 
 
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
@@ -116,7 +122,7 @@ async def complete(
 async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
     model = body.model or parts.backend.name
     if tag := service.settings.requests.document_tag:
-        body = with_marked_documents(body, tag)
+        body = with_marked_documents(body, tag, service.settings.limits)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
@@ -202,7 +208,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.backend.name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
 
 
-corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY)
+corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
@@ -234,7 +240,9 @@ async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[
     async def work() -> int:
         return await parts.answering.forget(tenant, await parts.corpora.delete(tenant, name))
 
-    return {"name": name, "object": "corpus", "deleted": True, "segments_removed": await to_its_end(work())}
+    with parts.limits.occupy(tenant.name):
+        removed = await to_its_end(work())
+    return {"name": name, "object": "corpus", "deleted": True, "segments_removed": removed}
 
 
 @corpora.get("/{name}/documents", responses=error_responses(404, 503))
@@ -252,24 +260,43 @@ async def list_documents(
 
 
 @corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503, 507))
-async def add_documents(name: str, body: IngestBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def add_documents(
+    name: str, body: IngestBody, request: Request, parts: ReadyParts, tenant: OfTenant
+) -> dict[str, Any]:
     """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
-    documents = [_document(one) for one in body.documents]
-    return await _ingested(name, documents, body.update, parts, tenant)
+
+    async def work() -> dict[str, Any]:
+        documents = await parts.corpora.changing.run(tenant.name, lambda: [_document(one) for one in body.documents])
+        return await _ingested(name, documents, body.update, parts, tenant)
+
+    with parts.limits.occupy(tenant.name):
+        return await unless_gone(request.receive, work())
 
 
 @corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503, 507))
 async def add_files(
-    name: str, files: Annotated[list[UploadFile], File()], parts: ReadyParts, tenant: OfTenant, update: bool = False
+    name: str,
+    files: Annotated[list[UploadFile], File()],
+    request: Request,
+    parts: ReadyParts,
+    tenant: OfTenant,
+    update: bool = False,
 ) -> dict[str, Any]:
     """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
-    documents: list[CorpusDocument] = []
-    for file in files:
-        data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
-        if not called:
-            raise HttpError(400, "an uploaded file has no name", param="files")
-        documents += await in_thread(partial(parse_corpus_documents, called, data))
-    return await _ingested(name, documents, update, parts, tenant)
+
+    async def work() -> dict[str, Any]:
+        documents: list[CorpusDocument] = []
+        for file in files:
+            data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
+            if not called:
+                raise HttpError(400, "an uploaded file has no name", param="files")
+            documents += await parts.corpora.changing.run(tenant.name, partial(parse_corpus_documents, called, data))
+            if len(documents) > MOST_DOCUMENTS:
+                raise HttpError(400, f"an upload may have {MOST_DOCUMENTS} documents", param="files")
+        return await _ingested(name, documents, update, parts, tenant)
+
+    with parts.limits.occupy(tenant.name):
+        return await unless_gone(request.receive, work())
 
 
 @corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503, 507))
@@ -281,21 +308,31 @@ async def delete_document(name: str, document: str, parts: ReadyParts, tenant: O
         change = await parts.corpora.remove(served, document)
         return await _forget_gone(change, parts, tenant)
 
-    return {"id": document, "object": "document", "deleted": True, "segments_removed": await to_its_end(work())}
+    with parts.limits.occupy(tenant.name):
+        removed = await to_its_end(work())
+    return {"id": document, "object": "document", "deleted": True, "segments_removed": removed}
 
 
 @corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
-async def search(name: str, body: SearchBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+async def search(name: str, body: SearchBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
-    await parts.answering.check_length(tenant, body.query)
-    async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
-        k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
-        found = await in_thread(lambda: served.corpus.search(body.query, k)) if k else ()
+
+    async def work() -> Sequence[RetrievedChunk]:
+        await parts.answering.check_length(tenant, body.query)
+        async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
+            k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
+            if not k:
+                return ()
+            return await parts.corpora.searching.run(tenant.name, lambda: served.corpus.search(body.query, k))
+
+    with parts.limits.occupy(tenant.name):
+        found = await unless_gone(request.receive, work())
     return {"object": "list", "data": [one.as_dict() for one in found]}
 
 
 def _document(one: str | IngestedDocument) -> CorpusDocument:
     document = IngestedDocument(text=one) if isinstance(one, str) else one
+    check_text_bytes(document.id or document.text[:20], len(document.text))
     made = CorpusDocument(document.id or "", document.text, document.title, document.metadata)
     return made if made.id else CorpusDocument(f"text-{made.digest[:16]}", made.text, made.title, made.metadata)
 
@@ -303,31 +340,34 @@ def _document(one: str | IngestedDocument) -> CorpusDocument:
 async def _ingested(
     name: str, documents: Sequence[CorpusDocument], update: bool, parts: Parts, tenant: Tenant
 ) -> dict[str, Any]:
+    """Add documents to a corpus; what is replaced is forgotten too, however this ends."""
     served = parts.corpora.get(tenant, name, to_change=True)
-
-    async def work() -> dict[str, Any]:
-        change = await parts.corpora.ingest(served, documents, update=update)
-        left = 0
-        try:
-            removed = await _forget_gone(change, parts, tenant)
-        except NotRemovedError as error:  # the documents are in place all the same
-            removed, left = error.removed, error.left
-        changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
-        return {
-            **{what: list(ids) for what, ids in changed.items()},
-            "segments_removed": removed,
-            "segments_left": left,
-            "corpus": served.as_dict(),
-        }
-
-    return await to_its_end(work())
+    changes: list[CorpusChange] = []
+    try:
+        await parts.corpora.ingest(tenant, served, documents, changes, update=update)
+    except BaseException:
+        with suppress(NotRemovedError):  # logged, and tried again by the store
+            await to_its_end(_forget_gone(joined(changes), parts, tenant))
+        raise
+    change, left = joined(changes), 0
+    try:
+        removed = await to_its_end(_forget_gone(change, parts, tenant))
+    except NotRemovedError as error:  # the documents are in place all the same
+        removed, left = error.removed, error.left
+    changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
+    return {
+        **{what: list(ids) for what, ids in changed.items()},
+        "segments_removed": removed,
+        "segments_left": left,
+        "corpus": served.as_dict(),
+    }
 
 
 async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> int:
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
 
 
-cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY)
+cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 
 @cache.get("", responses=error_responses(503))
@@ -370,9 +410,9 @@ async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[s
 @cache.post("/clear", responses=error_responses(400, 403, 404, 501, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
-    commands = parts.cache
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+    commands = parts.cache
     with parts.limits.occupy(tenant.name):
         if body.everything:
             return {"segments_removed": await commands.clear()}
@@ -389,7 +429,7 @@ async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Ch
     """
     if body.corpus is not None:
         async with parts.corpora.locked(parts.corpora.get(tenant, body.corpus)) as served:
-            return served.corpus.chunks()
+            return await parts.corpora.searching.run(tenant.name, served.corpus.chunks)
     if not body.documents:
         raise HttpError(400, "name documents or a corpus", param="documents")
     check_documents(len(body.documents), parts.limits.settings)
@@ -403,9 +443,9 @@ operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
 
 
 @operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
-async def metrics(request: Request, service: AnyService, parts: ReadyParts) -> Response:
+async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
     """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
-    _require_admin(service.tenant_of(bearer(request.headers)))
+    _require_admin(tenant)
     return Response(await parts.metrics(), media_type=CONTENT_TYPE)
 
 

@@ -10,6 +10,7 @@ from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.retrieval.speculation import SpeculationCounts
+from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.server.answering import Answering
 from chunkweave.server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave.server.backend import Backend, BackendParts, Stage
@@ -116,6 +117,7 @@ class Service:
         self._enter(Stage.STOPPING)
         parts, self.parts = self.parts, None
         if parts is not None:
+            parts.corpora.close()
             await parts.answering.close()
             await in_thread(parts.observer.close)
         await self.backend.stop()
@@ -185,9 +187,8 @@ class Service:
 
     def _corpora(self, started: BackendParts) -> Corpora:
         limits, given = self.settings.limits, self.settings.corpora
-        corpora = Corpora(
-            started.tokenizer, given.data_dir, max_corpora=limits.max_corpora, max_chunks=limits.max_corpus_chunks
-        )
+        weights = TenantWeights.parse(self.settings.batching.tenant_weight)
+        corpora = Corpora(started.tokenizer, given.data_dir, limits, weights=weights)
         for entry in given.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])

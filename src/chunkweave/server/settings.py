@@ -4,6 +4,7 @@ What an engine takes is declared where the engine declares it; here is what only
 """
 
 import logging
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from chunkweave.tiers.blobs import without_secrets
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ANY_HOST = "*"
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 PREFIX = "CHUNKWEAVE_"
 KEYS_VARIABLE = "CHUNKWEAVE_API_KEYS"
 FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
@@ -62,6 +65,11 @@ class ListenSettings:
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0, most=65535)
     keys_file: Path | None = setting(None, "File of API keys, as `chunkweave keys new` writes them.")
     allow_anonymous: bool = setting(False, "Answer everybody who can reach the address, without keys.")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Host that requests without keys may name, and whose web pages may send them, beside loopback and `host`: a "
+        "name, *.NAME for all below it, an address, or * for any; repeatable. If given, it holds with keys too.",
+    )
     graceful_s: float = setting(
         30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, above=0
     )
@@ -71,6 +79,13 @@ class ListenSettings:
         unit=Unit.SECONDS,
         above=0,
     )
+
+    def __post_init__(self) -> None:
+        if wrong := [one for one in self.allowed_hosts if _HOST.fullmatch(one) is None]:
+            raise UsageError(
+                f"allowed_hosts takes names and addresses without scheme and port, such as rag.example or *, "
+                f"not {wrong[0]!r}"
+            )
 
     @property
     def loopback(self) -> bool:
@@ -99,6 +114,12 @@ class LimitSettings:
     burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.", least=1)
     max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
     max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
+    max_corpus_bytes: int = setting(
+        2 << 30,
+        "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.",
+        unit=Unit.BYTES,
+        least=1,
+    )
     pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
 
 

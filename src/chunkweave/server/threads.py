@@ -80,11 +80,13 @@ class TenantThreads:
         work: Callable[[], ResultT],
         *,
         undo: Callable[[ResultT], Awaitable[None]] | None = None,
+        stop: Callable[[], None] | None = None,
     ) -> ResultT:
         """Run `work` in a thread, when it is the tenant's turn, and return what it returns.
 
         A caller that is cancelled while it waits has nothing done. One whose work has begun gets its cancellation when
-        that is done, and when `undo` has been called with what it returned.
+        that is done, and when `undo` has been called with what it returned. `stop` is called at once, so that the work
+        can end early.
 
         Raises:
             RequestAbortedError: the server stops.
@@ -96,6 +98,8 @@ class TenantThreads:
             try:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
+                if stop is not None:
+                    stop()
                 await asyncio.wait([working])
                 if working.exception() is None and undo is not None:
                     await undo(working.result())

@@ -8,7 +8,7 @@ from math import exp, isfinite
 from typing import Self
 
 from chunkweave.chunking.neutral import is_neutral
-from chunkweave.types import ChunkId, Context, SegmentId
+from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
 """CCI of a segment that looked at no chunk before it, such as one computed alone: the sigmoid of 0."""
@@ -124,7 +124,8 @@ class SegmentRecord:
 
     `exact` means that every token before it was exact too when it was computed, so that its KV equals
     what full prefill gives (up to rounding). Only exact segments may be in the path index. `attention` is what
-    its tokens looked at then, if somebody measured it. `owner` is the tenant that it was computed for.
+    its tokens looked at then, if somebody measured it. `owner` is the tenant that it was computed for. Of a `source`
+    as much is kept as of a chunk's.
 
     Raises:
         ValueError: the attention profile is of another number of tokens, or has chunks that are not in the context.
@@ -141,6 +142,8 @@ class SegmentRecord:
     owner: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if len(self.source) > MOST_SOURCE_CHARACTERS:
+            object.__setattr__(self, "source", self.source[:MOST_SOURCE_CHARACTERS])
         if self.attention is None:
             return
         if self.attention.tokens != len(self.token_ids):

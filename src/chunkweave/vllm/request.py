@@ -1,7 +1,7 @@
 """What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -141,6 +141,10 @@ def parse(
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", _AT_LEAST, *_PROMOTION})
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("cache_salt must be valid Unicode: it has half of a surrogate pair") from error
     chunks = _chunks(params.get("chunks"), len(token_ids))
     passages = checked_whole(params.get("neutral", 0), "neutral")
     if not 0 <= passages <= len(chunks):
@@ -224,6 +228,8 @@ def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[Chu
         return None
     if not isinstance(given, list | tuple):
         raise UsageError(f"{name} must be a list of numbers of chunks, not {given!r}")
+    if len(given) > len(chunks):
+        raise UsageError(f"{name} names {len(given)} chunks, and there are {len(chunks)}")
     numbers = [checked_whole(one, name) for one in given]
     if any(not 0 <= one < len(chunks) for one in numbers):
         raise UsageError(f"{name} must be numbers of chunks, from 0 to {len(chunks) - 1}")
@@ -231,11 +237,13 @@ def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[Chu
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
+    if isinstance(given, Sized) and len(given) > max(tokens, 1):  # before there is an object for each
+        raise UsageError(f"{len(given)} chunks are named in a prompt of {tokens} tokens")
     try:
         chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
     except (TypeError, ValueError) as error:
         raise UsageError("chunks must be a list of [start, stop] token positions") from error
-    if not chunks or not all(chunks):
+    if not chunks or any(one.start >= one.stop for one in chunks):  # `len` of a span has an upper bound
         raise UsageError("chunks must name at least one chunk, and no empty one")
     if any(one.stop != other.start for one, other in pairwise(chunks)):
         raise UsageError("each chunk must begin where the one before it ends")
@@ -276,7 +284,7 @@ def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
     known = sorted(one.name for one in fields(QueryConfig))
-    if unknown := sorted(str(key) for key in given if key not in known):
+    if unknown := sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known):
         raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(known)}")
     return replace(usual, **{name: _query_value(name, value) for name, value in given.items()})
 

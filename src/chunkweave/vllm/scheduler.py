@@ -35,6 +35,12 @@ logger = logging.getLogger("vllm.chunkweave")
 _REMEMBERED = 4096
 """Woven prompts whose reports are kept for requests that find their blocks in vLLM's own cache: some kilobytes each."""
 
+_REMEMBERED_POSITIONS = 1 << 20
+"""Recomputed positions in all these reports, some 40 bytes each: long prompts leave fewer reports."""
+
+_MOST_REFUSAL_CHARACTERS = 1000
+"""Of the reason why a request is served without reuse: it may quote the request."""
+
 PLACED_PER_COMPUTED = 32
 """As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
 is all weights of the layer. Assumed, not measured."""
@@ -260,6 +266,7 @@ class ConnectorScheduler:
         """Requests that have no blocks yet, and that workers do not know of."""
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """Of woven blocks in vLLM's own cache, by their salt."""
+        self._positions = 0
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take the scheduler's block bookkeeping, from which block ids are read, before the first request."""
@@ -293,8 +300,9 @@ class ConnectorScheduler:
                 num_layers=self._num_layers,
             )
         except UsageError as error:
-            logger.warning("request %s is served without reuse: %s", request.request_id, error)
-            self._refused[request.request_id] = str(error)
+            reason = str(error)[:_MOST_REFUSAL_CHARACTERS]
+            logger.warning("request %s is served without reuse: %s", request.request_id, reason)
+            self._refused[request.request_id] = reason
             return
         tracked = self._requests[request.request_id] = _Tracked(woven)
         # The first round of one that asks again must see no block that is finished; and where what has left a window
@@ -419,7 +427,7 @@ class ConnectorScheduler:
         request, local = tracked.request, tracked.local
         tokens = len(request.prompt)
         if tracked.behind_exact:
-            self._reports.pop(request.salt, None)
+            self._forget_report(request.salt)
         elif (woven := self._reports.get(request.salt)) is not None:
             parts_stop = tracked.parts[-1].span.stop
             found = sum(max(0, min(part.span.stop, local) - part.span.start) for part in tracked.parts)
@@ -432,10 +440,15 @@ class ConnectorScheduler:
         return {**unwoven, "why": f"{request.method}: nothing stored yet"} if tracked.unstored else unwoven
 
     def _remember(self, salt: str, report: dict[str, Any]) -> None:
+        self._forget_report(salt)
         self._reports[salt] = report
-        self._reports.move_to_end(salt)
-        if len(self._reports) > _REMEMBERED:
-            self._reports.popitem(last=False)
+        self._positions += len(report.get("recomputed", ()))
+        while len(self._reports) > _REMEMBERED or self._positions > _REMEMBERED_POSITIONS:
+            self._forget_report(next(iter(self._reports)))
+
+    def _forget_report(self, salt: str) -> None:
+        report = self._reports.pop(salt, {})
+        self._positions -= len(report.get("recomputed", ()))
 
     def _key(self, request: Any) -> str:
         """The fingerprint, with the adapter's key if the request names one."""

@@ -51,6 +51,9 @@ logger = logging.getLogger("vllm.chunkweave")
 _CHOICES = 4096
 """Prompts whose chosen positions are remembered: some hundred integers each."""
 
+_CHOSEN_POSITIONS = 4 << 20
+"""All that are remembered, 8 bytes each: long prompts leave fewer prompts."""
+
 _IN_MEMORY = (SegmentKV, BlockSegment)
 
 _WAITING_SHARE = 1 / 8
@@ -112,6 +115,7 @@ class ConnectorWorker:
         self._woven: dict[str, PreparedWeave] = {}
         """Kept until a request is finished, so that a preempted one is woven the same again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
+        self._chosen_positions = 0
         self._begun: dict[str, dict[Span, PartCopy]] = {}
         """By request, parts of which vLLM has computed the beginning."""
         self._arrived: set[str] = set()
@@ -404,10 +408,11 @@ class ConnectorWorker:
         return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
+        self._chosen_positions -= _positions(self._choices.pop(key, {}))
         self._choices[key] = chosen
-        self._choices.move_to_end(key)
-        if len(self._choices) > _CHOICES:
-            self._choices.popitem(last=False)
+        self._chosen_positions += _positions(chosen)
+        while len(self._choices) > _CHOICES or self._chosen_positions > _CHOSEN_POSITIONS:
+            self._chosen_positions -= _positions(self._choices.popitem(last=False)[1])
 
     def _insert(self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]]) -> None:
         """Store segments as they are read or captured; what cannot be stored costs time later."""
@@ -518,6 +523,10 @@ class PartCopy:
         kv = SegmentKV(self._kv, part.span.start if self._as_they_are else None)
         exact = part.span.stop <= exact_to
         return SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
+
+
+def _positions(chosen: Choices) -> int:
+    return sum(positions.numel() for positions in chosen.values())
 
 
 def _at_once(work: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ from chunkweave.server.vllm_backend.parsing import AnswerForms, AnswerParser
 from chunkweave.server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
 from chunkweave.server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
 from chunkweave.server.vllm_backend.shadow import VllmShadow
-from chunkweave.server.vllm_backend.upstream import UpstreamLostError
+from chunkweave.server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class VllmAnswer:
         """The next pieces.
 
         Raises:
-            HttpError: vLLM refused the request, or two replicas failed.
+            HttpError: vLLM refused the request or failed at it, or two replicas went away.
             ChunkweaveError: too many wait, the deadline has passed, or the server stops.
         """
         try:
@@ -147,8 +147,10 @@ class VllmAnswer:
                 if self._first_s is None:
                     raise HttpError(502, "vLLM answered nothing", code="replica_lost")
                 return
-            except UpstreamLostError as error:
+            except (UpstreamLostError, UpstreamFailedError) as error:
                 logger.warning("a request was not answered: %s", error)
+                if self._placed is not None:
+                    await _refuse_if_up(self._placed.replica, error)
                 if last or self._first_s is not None:
                     message = "the vLLM server that answered this went away; its log says why"
                     raise HttpError(502, message, code="replica_lost") from error
@@ -261,12 +263,23 @@ async def compute_ahead(
                     pass
             fleet.served(placed, cached_tokens=None)
             return placed
-        except UpstreamLostError:
+        except (UpstreamLostError, UpstreamFailedError) as error:
+            await _refuse_if_up(placed.replica, error)
             failed, tries = placed.replica, tries - 1
             if not tries:
-                raise
+                raise UpstreamLostError(str(error)) from error
         finally:
             fleet.leave(placed)
+
+
+async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFailedError) -> None:
+    """Refuse a request that a replica failed at, if that is healthy: another one would fail at it, too.
+
+    Raises:
+        HttpError: 502.
+    """
+    if isinstance(error, UpstreamFailedError) and await replica.upstream.healthy():
+        raise failed_reply() from error
 
 
 def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:

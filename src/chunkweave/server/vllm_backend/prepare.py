@@ -10,7 +10,8 @@ from typing import Any
 from chunkweave.chunking.builder import PromptBuilder, PromptLimit
 from chunkweave.chunking.neutral import is_neutral
 from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.chunking.template import Messages, TextPieces, exchange_pieces, template_for, template_with
+from chunkweave.chunking.rendering import Messages, Rendered
+from chunkweave.chunking.template import rendered_exchange, template_for, template_with
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
@@ -163,21 +164,21 @@ class PromptPreparer:
         model = None if chat.model == self._model else chat.model
         builder = self._builder_for(model, json.dumps(chat.variables, sort_keys=True))
         last = len(chat.exchanges) - 1
-        pieces = [
-            exchange_pieces(self.tokenizer, messages, chat.variables, first=not number, answered=number < last)
+        exchanges = [
+            rendered_exchange(self.tokenizer, messages, chat.variables, first=not number, answered=number < last)
             if messages
             else None
             for number, messages in enumerate(chat.exchanges)
         ]
-        history: list[tuple[str, str | TextPieces]] = list(request.history)
-        for number, found in enumerate(pieces[:-1]):
+        history: list[tuple[str, str | Rendered]] = list(request.history)
+        for number, found in enumerate(exchanges[:-1]):
             history[number] = history[number][0], found or history[number][1]
         return builder.build(
             request.question,
             request.chunks,
             system=request.system,
             history=history,
-            exchange=pieces[-1] if pieces else None,
+            exchange=exchanges[-1] if exchanges else None,
             cache_salt=request.cache_salt,
             limit=PromptLimit(self._most_tokens),
         )

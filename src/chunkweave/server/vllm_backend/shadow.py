@@ -86,7 +86,7 @@ class VllmShadow:
         while self._pending and self._fleet.running + self._fleet.waiting <= self.monitor.config.beside:
             try:
                 self.monitor.take(await self._check(self._pending.popleft()))
-            except (ChunkweaveError, HttpError, KeyError, IndexError) as error:
+            except (ChunkweaveError, HttpError, LookupError, TypeError) as error:
                 logger.warning("a shadow check failed; no answer is concerned: %s", error)
                 self.monitor.fail()
 

@@ -1,6 +1,7 @@
 """HTTP to one vLLM server: completions as events, and requests handed through as they are."""
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,12 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 """Names and values as they are on the wire, in any encoding."""
 
 COMPLETIONS = "/v1/completions"
+_VALIDATION = re.compile(r"'loc': '(?P<place>[^']*)', 'msg': (?P<quote>['\"])(?P<message>.*?)(?P=quote)[,}]")
+"""The first error of a list of Pydantic's, as vLLM writes them into its message."""
+
+_ABOUT_FIELD = re.compile(r"(?P<field>[a-z]+(_[a-z]+)*) (must|cannot|contains)\b")
+"""How vLLM begins what it says of one field."""
+
 _RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
 _DONE = "[DONE]"
@@ -41,7 +48,14 @@ _HOP_BY_HOP = frozenset(
 
 
 class UpstreamLostError(ChunkweaveError):
-    """A vLLM server could not be reached, went away, or broke: another one may do better."""
+    """A vLLM server could not be reached or went away: another one may do better."""
+
+
+class UpstreamFailedError(ChunkweaveError):
+    """A vLLM server answered that it failed: because of the request, or because its engine is gone.
+
+    Only `Upstream.healthy` tells which.
+    """
 
 
 class Upstream:
@@ -70,14 +84,15 @@ class Upstream:
 
         Raises:
             UpstreamLostError: the server is gone, or ended the stream before its end.
-            HttpError: it refused the request, in its own words.
+            UpstreamFailedError: it says that it failed.
+            HttpError: it refused the request, in its own words; or the body is not JSON.
         """
         ended = False
+        request = self._posting(COMPLETIONS, body, {"x-request-id": request_id, **self._rank})
         try:
-            headers = {"x-request-id": request_id, **self._rank}
-            async with self._client.stream("POST", COMPLETIONS, json=body, headers=headers) as reply:
+            async with _streamed(self._client, request) as reply:
                 if reply.status_code != 200:
-                    raise _refusal(reply.status_code, await reply.aread())
+                    raise refusal(reply.status_code, await reply.aread())
                 async for line in reply.aiter_lines():
                     data = line.removeprefix("data: ")
                     if data == line:  # an empty line between events, or a comment
@@ -85,8 +100,8 @@ class Upstream:
                     if data == _DONE:
                         ended = True
                         break
-                    yield _checked(json.loads(data))
-        except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
+                    yield _event(data)
+        except (httpx.HTTPError, httpx.StreamError) as error:
             raise UpstreamLostError(f"{self.name} is gone: {type(error).__name__} {error}") from error
         if not ended:
             raise UpstreamLostError(f"{self.name} ended an answer before its end")
@@ -121,17 +136,37 @@ class Upstream:
         """The answer to a body, both JSON.
 
         Raises:
-            UpstreamLostError: the server is gone, or failed.
-            HttpError: it refused the body, in its own words.
+            UpstreamLostError: the server is gone.
+            UpstreamFailedError: it says that it failed, or what it says is no JSON.
+            HttpError: it refused the body, in its own words; or the body is not JSON.
+        """
+        request = self._posting(path, body, {})
+        try:
+            reply = await self._client.send(request)
+        except httpx.HTTPError as error:
+            raise UpstreamLostError(f"{self.name} does not answer {path}: {type(error).__name__} {error}") from error
+        if reply.status_code != 200:
+            raise refusal(reply.status_code, reply.content)
+        return _object(reply.content)
+
+    async def healthy(self) -> bool:
+        """Whether the server says so: one that failed at a request, and is, may be asked for others."""
+        try:
+            await self.text("/health")
+        except UpstreamLostError:
+            return False
+        return True
+
+    def _posting(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Request:
+        """A request with a body as JSON.
+
+        Raises:
+            HttpError: 400, the body holds what no JSON can be written from.
         """
         try:
-            reply = await self._client.post(path, json=body)
-            if reply.status_code != 200:
-                raise _refusal(reply.status_code, reply.content)
-            found = reply.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise UpstreamLostError(f"{self.name} does not answer {path}: {type(error).__name__} {error}") from error
-        return found if isinstance(found, dict) else {}
+            return self._client.build_request("POST", path, json=body, headers=dict(headers))
+        except (ValueError, RecursionError) as error:
+            raise HttpError(400, "a value of the request cannot be sent as JSON", code="invalid_json") from error
 
     async def serves(self, path: str) -> bool:
         """Whether something takes bodies there: what is missing or switched off does not.
@@ -178,34 +213,65 @@ def _end_to_end(headers: RawHeaders) -> RawHeaders:
     return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
 
 
-def _checked(event: Any) -> Event:
+@asynccontextmanager
+async def _streamed(client: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+    reply = await client.send(request, stream=True)
+    try:
+        yield reply
+    finally:
+        await reply.aclose()
+
+
+def _event(data: str) -> Event:
     """An event that is no error.
 
     Raises:
-        UpstreamLostError: the server says that it failed.
+        UpstreamFailedError: the server says that it failed, or the event is no JSON object.
         HttpError: it says that the request is wrong.
     """
-    if not isinstance(event, dict):
-        raise UpstreamLostError("an event of vLLM is no object")
+    event = _object(data)
     if error := event.get("error"):
         raise _refusal_of(error if isinstance(error, dict) else {}, 500)
     return event
 
 
-def _refusal(status: int, body: bytes) -> ChunkweaveError | HttpError:
+def _object(text: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UpstreamFailedError("vLLM failed: what it says is no JSON object")
+    return found
+
+
+def refusal(status: int, body: bytes) -> UpstreamFailedError | HttpError:
+    """What an answer of vLLM's with an error's status means: `HttpError` for what the client can mend."""
     try:
         reply = json.loads(body)
     except ValueError:
         reply = {}
     error = reply.get("error", reply) if isinstance(reply, dict) else {}
-    return _refusal_of(error if isinstance(error, dict) else {}, status)
+    return _refusal_of(error if isinstance(error, dict) else {"message": error}, status)
 
 
-def _refusal_of(error: Mapping[str, Any], status: int) -> ChunkweaveError | HttpError:
+def failed_reply(status: int = 502) -> HttpError:
+    """The answer to a client whose request vLLM failed at, though it is up."""
+    message = "vLLM failed at this request, though it is up: the request may be wrong; vLLM's log says why"
+    return HttpError(status, message, code="upstream_error")
+
+
+def _refusal_of(error: Mapping[str, Any], status: int) -> UpstreamFailedError | HttpError:
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else status
-    message = str(error.get("message") or "vLLM refused the request")
+    message = str(error.get("message") or error.get("detail") or "vLLM refused the request")
     if status >= 500:
-        return UpstreamLostError(f"vLLM failed: {message}")
+        return UpstreamFailedError(f"vLLM failed: {message}")
     param = error.get("param")
-    return HttpError(status, message, param=param if isinstance(param, str) else None)
+    if (found := _VALIDATION.search(message)) is not None:
+        place, message = found["place"], found["message"]
+        param, message = place, f"{place.removeprefix('body.')}: {message}"
+    elif not isinstance(param, str):
+        about = _ABOUT_FIELD.match(message)
+        param = None if about is None else about["field"]
+    return HttpError(status, message, param=param and param.removeprefix("body."))

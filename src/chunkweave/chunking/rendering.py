@@ -1,0 +1,236 @@
+"""A chat template rendered so that no text of a request can be read as a control token of the template.
+
+Control tokens are found in the rendered text by their characters, so a text could spell one, or complete one that
+begins in the text beside it. Characters that control tokens are made of are therefore replaced in every string of a
+request, keys included, before the template sees it, and put back behind it: their positions are then known, and the
+tokenizer reads no control token there. The stand-ins are drawn for each rendering from characters that none of its
+strings has.
+"""
+
+import json
+import re
+import secrets
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import UsageError
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a chat as templates read them."""
+
+_FIXED = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments"),
+        *("description", "parameters", "strict", "system", "user", "assistant", "tool"),
+    }
+)
+"""Names and roles of messages and tools, which are the API's and not a request's."""
+
+_CONTAINERS = ("function", "tool_calls")
+"""Below these there are names of the API's, too; below others a request names what it likes."""
+
+_NAMED = ("role", "type")
+"""What has a value of the API's."""
+
+_STAND_INS = range(0x20000, 0x110000)
+_USUAL_STAND_INS = range(0x20000, 0x2A6D0)
+"""Rare ideographs: templates can print them, and no change of case or form concerns them."""
+
+_ESCAPED = re.compile(r"\\u(d8[4-9a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a chat template writes; no control token holds a character at one of the `ordinary` positions."""
+
+    text: str = ""
+    ordinary: frozenset[int] = frozenset()
+
+    def part(self, start: int, stop: int) -> "Rendered":
+        """The characters from `start` up to `stop`."""
+        return Rendered(self.text[start:stop], frozenset(at - start for at in self.ordinary if start <= at < stop))
+
+    def partition(self, mark: str) -> tuple["Rendered", bool, "Rendered"]:
+        """What comes before the first `mark`, whether there is one, and what comes behind it."""
+        at = self.text.find(mark)
+        if at < 0:
+            return self, False, Rendered()
+        return self.part(0, at), True, self.part(at + len(mark), len(self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Texts for the places in a template where the parts of a prompt go; no string of a request has one of them."""
+
+    instruction: str
+    chunks: str
+    question: str
+    answer: str
+
+    @classmethod
+    def absent_from(cls, *values: Any) -> "Marks":
+        """Random ones that are in none of the strings of some structures."""
+        texts = strings_of(values)
+        while True:
+            key = secrets.token_hex(16).upper()
+            if not any(key in text for text in texts):
+                return cls(*(f"CHUNKWEAVE{name}{key}MARK" for name in ("INSTRUCTION", "CHUNKS", "QUESTION", "ANSWER")))
+
+
+class _Seen(set[str]):
+    """The strings of a structure that was walked."""
+
+    def __call__(self, text: str) -> str:
+        self.add(text)
+        return text
+
+
+def strings_of(value: Any) -> Set[str]:
+    """All strings in a structure of JSON, keys included."""
+    seen = _Seen()
+    _changed(value, seen)
+    return seen
+
+
+def rendered_chat(
+    tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any] | None = None
+) -> Rendered | None:
+    """What the tokenizer's chat template makes of messages and of the `variables` beside them; None if it has none.
+
+    Raises:
+        UsageError: the template refuses them, or what it does depends on a word that would be a control token between
+            the template's own brackets.
+    """
+    given = dict(variables or {})
+    texts = _Seen()
+    _change_all(messages, given, texts)
+    stand_ins = _StandIns(texts)
+    table = str.maketrans({one: stand_ins[one] for one in tokenizer.control_signs.intersection("".join(texts))})
+
+    def render(change: Callable[[str], str]) -> Rendered | None:
+        written = tokenizer.render_chat(*_change_all(messages, given, change))
+        return None if written is None else stand_ins.put_back(written)
+
+    found = render(lambda text: text.translate(table))
+    if found is None:
+        return None
+    joins = _Joins(tokenizer.control_texts(found.text))
+    risky = {text for text in texts if joins.may_take(text.translate(table))}
+    if not risky:
+        return found
+    exact = render(lambda text: (joins.hidden(text, stand_ins) if text in risky else text).translate(table))
+    if exact is None or exact.text != found.text:
+        words = ", ".join(sorted(repr(text[:40]) for text in risky)[:3])
+        raise UsageError(f"the chat template cannot take these texts as ordinary ones: {words}")
+    return exact
+
+
+def _changed(value: Any, change: Callable[[str], str], fixed: Set[str] = frozenset()) -> Any:
+    """A structure with every string changed, keys included, but for those that are `fixed` where the API names them."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [_changed(one, change, fixed) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[Any, Any] = {}
+    for key, one in value.items():
+        known = key in fixed
+        if known and key in _NAMED and isinstance(one, str) and one in fixed:
+            found[key] = one
+            continue
+        below = fixed if known and key in _CONTAINERS else frozenset[str]()
+        found[key if known else _changed(key, change)] = _changed(one, change, below)
+    return found
+
+
+def _change_all(
+    messages: Messages, variables: Mapping[str, Any], change: Callable[[str], str]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Both with their strings changed. Names of variables are never written by a template, so that they stay."""
+    fixed = {"tools": _FIXED}
+    changed = {name: _changed(value, change, fixed.get(name, frozenset())) for name, value in variables.items()}
+    return _changed(messages, change, _FIXED), changed
+
+
+class _StandIns(dict[str, str]):
+    """Characters in the place of others, each drawn when it is first asked for and absent from all `texts`."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        super().__init__()
+        self._taken = {one for text in texts for one in text}
+        for text in texts:
+            for pair in _ESCAPED.findall(text):
+                self._taken.add(json.loads('"\\u{}\\u{}"'.format(*pair)))
+
+    def __missing__(self, character: str) -> str:
+        usual = len(self._taken) < len(_USUAL_STAND_INS) // 2
+        drawn_from = _USUAL_STAND_INS if usual else _STAND_INS
+        while (drawn := chr(drawn_from[secrets.randbelow(len(drawn_from))])) in self._taken:
+            pass
+        self._taken.add(drawn)
+        self[character] = drawn
+        return drawn
+
+    def put_back(self, written: str) -> Rendered:
+        """A text with the characters themselves again, and where they are. Templates may have escaped them as JSON."""
+        if not self:
+            return Rendered(written)
+        forms = {stand_in: character for character, stand_in in self.items()}
+        forms |= {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for one, character in forms.items()}
+        pieces: list[str] = []
+        ordinary: list[int] = []
+        length = done = 0
+        for match in re.finditer("|".join(map(re.escape, forms)), written):
+            character = forms[match.group()]
+            pieces += [written[done : match.start()], character]
+            length += match.start() - done
+            ordinary += range(length, length + len(character))
+            length += len(character)
+            done = match.end()
+        return Rendered("".join((*pieces, written[done:])), frozenset(ordinary))
+
+
+class _Joins:
+    """Which texts may be parts of some control tokens by the characters that are not replaced: letters above all.
+
+    A template that writes a name between brackets of its own may make a control token of it.
+    """
+
+    def __init__(self, control_texts: Iterable[str]) -> None:
+        self._controls = tuple(control_texts)
+        folded = [_folded(one) for one in self._controls]
+        self._parts = {one[a:b] for one in folded for a in range(len(one)) for b in range(a + 1, len(one) + 1)}
+        self._beginnings = {one[:stop] for one in folded for stop in range(1, len(one) + 1)}
+        self._ends = {one[start:] for one in folded for start in range(len(one))}
+        self._wholes = tuple(folded)
+        self._most = max(map(len, folded), default=0)
+
+    def may_take(self, text: str) -> bool:
+        """Whether a text is in a control token, or holds one, or one may begin or end with it."""
+        text = _folded(text.strip())
+        lengths = range(1, min(self._most, len(text)) + 1)
+        return (
+            text in self._parts
+            or any(one in text for one in self._wholes)
+            or any(text[:length] in self._ends or text[-length:] in self._beginnings for length in lengths)
+        )
+
+    def hidden(self, text: str, stand_ins: _StandIns) -> str:
+        """A text with stand-ins where a control token would take a character of it."""
+        word = text.strip()
+        begins = text.find(word)
+        places = {0, len(word) - 1} if _folded(word) == word.casefold() else set(range(len(word)))
+        for one in self._controls:
+            places |= {match.start() for match in re.finditer(re.escape(one), word, re.IGNORECASE)}
+        characters = list(text)
+        for place in places:
+            characters[begins + place] = stand_ins[characters[begins + place]]
+        return "".join(characters)
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()

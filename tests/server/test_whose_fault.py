@@ -1,0 +1,212 @@
+"""A client's mistake is a 400 that names the field; only a lost connection or vLLM's own failure is a 502."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from tests.chat_tools import TEMPLATE, TOOL
+from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring
+from tests.server.fake_vllm import FakeVllm
+from tests.server.fronts import DOCUMENTS, Front, running_front
+
+MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
+OURS = {"message", "type", "param", "code"}
+FAILED = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
+"""What vLLM says where a schema has no end, `{"$ref": "#"}`, as a status or as an event of a stream."""
+VALIDATION = (
+    "2 validation errors:\n  {'type': 'string_unicode', 'loc': 'body.cache_salt', 'msg': 'Input should be a valid "
+    "string', 'input': 'x'}\n  {'type': 'missing', 'loc': 'body.prompt', 'msg': 'Field required'}"
+)
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == OURS
+    assert error["code"] is None or isinstance(error["code"], str)
+    assert error["type"] in ("invalid_request_error", "not_found_error", "server_error", "rate_limit_error")
+    return error
+
+
+def post(client: Any, body: dict[str, Any], key: str | None = None, path: str = "/v1/chat/completions") -> Any:
+    raw = json.dumps({"messages": MESSAGES, "max_tokens": 2, **body}).replace('"1e999"', "1e999").encode()
+    return client.post(path, content=raw, headers={"content-type": "application/json", **bearer(key)})
+
+
+@pytest.mark.parametrize("documents", [["a"], []], ids=["documents", "plain"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1e999"], ids=str)
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (lambda value: {"logit_bias": {"5": value}}, "logit_bias"),
+        (lambda value: {"min_p": value}, "min_p"),
+        (lambda value: {"temperature": value}, "temperature"),
+        (lambda value: {"presence_penalty": value}, "presence_penalty"),
+        (lambda value: {"tools": [TOOL, {"more": {"most": value}}]}, "tools"),
+        (lambda value: {"chunkweave": {"method": "cacheblend", "alpha": value}}, "chunkweave.alpha"),
+    ],
+    ids=["logit_bias", "min_p", "temperature", "presence_penalty", "tools", "alpha"],
+)
+def test_a_number_that_is_not_finite_is_refused_by_its_name(
+    client: Client, body: Any, param: str, value: Any, documents: list[str]
+):
+    error = error_of(post(client, {**body(value), "documents": documents}), 400)
+    assert error["param"].startswith(param)
+    assert param.rpartition(".")[2] in error["message"]
+
+
+@pytest.mark.parametrize("body", [{"bad_words": ["\ud800"]}, {"cache_salt": "\ud800"}, {"x\udfff": 1}], ids=repr)
+@pytest.mark.parametrize("documents", [["a"], []], ids=["documents", "plain"])
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
+def test_half_a_surrogate_pair_is_refused_with_and_without_a_key(
+    serve: Serve, body: dict[str, Any], documents: list[str], keys: bool
+):
+    client = serve(keys=key_ring()) if keys else serve()
+    sent = {**body, "documents": documents, "stream": True}
+    error = error_of(post(client, sent, KEYS["acme"] if keys else None), 400)
+    (field,) = body
+    assert error["param"] is None or error["param"].startswith((field, "x"))
+
+
+@pytest.mark.backend("vllm")
+def test_names_that_a_text_only_looks_like_are_no_mistake(client: Client):
+    texts = "NaN, Infinity, 1e999 and \\ud83d\\ude00"
+    assert post(client, {"documents": [texts], "logit_bias": {"5": 1.5}, "stop": "\U0001f600"}).status_code == 200
+
+
+@pytest.fixture
+def two(tmp_path: Any) -> Iterator[tuple[Front, FakeVllm, FakeVllm]]:
+    path = str(tmp_path / "reports")
+    with FakeVllm(path) as one, FakeVllm(path) as other, running_front(one, other) as front:
+        yield front, one, other
+
+
+def as_status(_: dict[str, Any]) -> Response:
+    return JSONResponse(FAILED, 500)
+
+
+def as_event(_: dict[str, Any]) -> Response:
+    return events(f"data: {json.dumps(FAILED)}\n\n", "data: [DONE]\n\n")
+
+
+def as_nonsense(_: dict[str, Any]) -> Response:
+    return events("data: nonsense\n\n")
+
+
+def events(*pieces: str) -> Response:
+    return StreamingResponse(iter(pieces), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize("behave", [as_status, as_event, as_nonsense])
+def test_what_a_healthy_server_fails_at_is_not_sent_to_another(two: tuple[Front, FakeVllm, FakeVllm], behave: Any):
+    front, one, other = two
+    one.behave = other.behave = behave
+    body = {"documents": DOCUMENTS, "structured_outputs": {"json": {"$ref": "#"}}}
+    error = error_of(front.ask(**body), 502)
+    assert error["code"] == "upstream_error"
+    assert "Internal" not in error["message"]
+    assert len(one.seen) + len(other.seen) == 1
+    assert error_of(front.ask(**body, stream=True), 502)["code"] == "upstream_error"
+    one.behave = other.behave = None
+    assert front.ask(documents=DOCUMENTS).status_code == 200
+    assert front.service.backend.context.retries == 0
+    assert all(replica.up for replica in front.service.backend.fleet.replicas)
+
+
+@pytest.mark.parametrize("behave", [as_status, as_event])
+def test_what_a_server_fails_at_that_is_not_healthy_any_more_is_sent_to_another(
+    two: tuple[Front, FakeVllm, FakeVllm], behave: Any
+):
+    front, one, other = two
+    for broken, whole in ((one, other), (other, one)):
+        broken.behave, broken.healthy, whole.behave, whole.healthy = behave, False, None, True
+        assert front.ask(documents=DOCUMENTS).status_code == 200
+        broken.healthy = True
+
+
+def test_what_vllm_refuses_in_a_stream_is_the_clients_mistake(two: tuple[Front, FakeVllm, FakeVllm]):
+    front, one, other = two
+    refused = {"message": "no such token", "type": "BadRequestError", "param": "body.logit_bias", "code": 400}
+    one.behave = other.behave = lambda _: events(f"data: {json.dumps({'error': refused})}\n\n", "data: [DONE]\n\n")
+    error = error_of(front.ask(documents=DOCUMENTS, logit_bias={"999999": 1}), 400)
+    assert (error["message"], error["param"]) == ("no such token", "logit_bias")
+    assert len(one.seen) + len(other.seen) == 1
+
+
+def test_a_parser_that_fails_is_no_lost_server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    async def fails(self: FakeVllm, request: Any) -> Response:
+        return JSONResponse(FAILED if await request.json() else {}, 500 if await request.json() else 400)
+
+    monkeypatch.setattr(FakeVllm, "_parse", fails)
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, chat_template=TEMPLATE) as front:
+        assert error_of(front.ask(documents=DOCUMENTS, tools=[TOOL]), 502)["code"] == "upstream_error"
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "expected"),
+    [
+        (
+            lambda: JSONResponse(
+                {"error": {"message": VALIDATION, "type": "Bad Request", "param": "x", "code": 400}}, 400
+            ),
+            400,
+            ("invalid_request_error", "cache_salt", None, "cache_salt: Input should be a valid string"),
+        ),
+        (
+            lambda: JSONResponse({"error": {"message": "min_p must be in [0, 1]", "param": None, "code": 400}}, 400),
+            400,
+            ("invalid_request_error", "min_p", None, "min_p must be in [0, 1]"),
+        ),
+        (lambda: JSONResponse({"detail": "Not Found"}, 404), 404, ("not_found_error", None, None, "Not Found")),
+        (
+            lambda: JSONResponse({"object": "error", "message": "no"}, 422),
+            422,
+            ("invalid_request_error", None, None, "no"),
+        ),
+        (lambda: JSONResponse(FAILED, 500), 500, ("server_error", None, "upstream_error", None)),
+        (lambda: PlainTextResponse("Trace of /home/x.py", 500), 500, ("server_error", None, "upstream_error", None)),
+        (
+            lambda: JSONResponse({"error": {"message": "slow down"}}, 429, {"retry-after": "7"}),
+            429,
+            ("rate_limit_error", None, None, "slow down"),
+        ),
+    ],
+)
+def test_vllms_errors_are_handed_on_in_our_form(tmp_path: Any, reply: Any, status: int, expected: tuple[Any, ...]):
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm) as front:
+        vllm.behave = lambda _: reply()
+        response = front.post("/v1/completions", json={"prompt": "plain"})
+        error = error_of(response, status)
+        kind, param, code, message = expected
+        assert (error["type"], error["param"], error["code"]) == (kind, param, code)
+        assert message is None or error["message"] == message
+        assert "/home" not in error["message"]
+        assert response.headers.get("retry-after") == ("7" if status == 429 else None)
+
+
+def test_errors_in_streams_that_are_handed_through_are_in_our_form(tmp_path: Any):
+    failed, first = f"data: {json.dumps(FAILED)}\n\n", 'data: {"choices": [{"text": "\\n \\"error\\""}]}\n\n'
+    refused = 'data: {"error": {"message": "bad", "param": "body.n", "code": 400}}\n\n'
+    pieces = [
+        first,
+        first[:9],
+        first[9:] + failed[:11],
+        failed[11:30],
+        failed[30:-1],
+        "\n" + refused,
+        "data: [DONE]\n\n",
+    ]
+    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm) as front:
+        vllm.behave = lambda _: events(*pieces)
+        text = front.post("/v1/completions", json={"prompt": "plain", "stream": True, "max_tokens": 1}).text
+        lines = [line for line in text.split("\n") if line]
+        assert lines[:2] == [first.strip()] * 2
+        assert lines[-1] == "data: [DONE]"
+        errors = [json.loads(line.removeprefix("data: "))["error"] for line in lines[2:-1]]
+        assert [(one["type"], one["param"], one["code"]) for one in errors] == [
+            ("server_error", None, "upstream_error"),
+            ("invalid_request_error", "n", None),
+        ]

@@ -1,0 +1,65 @@
+"""What is kept for long has a bound, whatever comes in."""
+
+from dataclasses import replace
+
+import pytest
+
+from chunkweave.chunking.tokenizer import TokenCache
+from chunkweave.metrics import ChunkReport
+from chunkweave.scheduling.routing import ReplicaContents
+from chunkweave.server.auth import Tenant
+from chunkweave.server.recent import MOST, MOST_BYTES, RecentRequests
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId, Span
+from tests.unit.test_explain import REPORT
+
+
+def test_a_source_is_kept_in_part():
+    long = "a" * MOST_SOURCE_CHARACTERS + "b"
+    assert Chunk("text", long).source == long[:-1]
+    assert Chunk("text", long[:-1]).source == long[:-1]
+    assert replace(Chunk("text"), source=long).source == long[:-1]
+    record = SegmentRecord.of(ChunkId("0" * 32), (), (1, 2), exact=True, nbytes=8, source=long)
+    assert record.source == long[:-1], "also of a file that an earlier version wrote"
+
+
+def test_short_texts_do_not_fill_a_cache_of_tokens_with_entries():
+    cache = TokenCache(max_tokens=4000)
+    for number in range(4000):
+        cache.put(f"text {number}", (number,))
+        cache.put(f"nothing {number}", ())
+    assert len(cache) <= 500
+    assert cache.get("text 3999") == (3999,)
+    assert cache.get("nothing 3999") is None
+
+
+def test_short_chunks_do_not_fill_a_mirror_with_paths():
+    contents = ReplicaContents(64_000)
+    for number in range(400):
+        contents.note([ChunkId(f"{number}-{place}") for place in range(32)], [1] * 32, weaves=False)
+        contents.check()
+        assert contents.segments <= 4000
+    assert contents.segments == 4000
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"source": "漢" * MOST_SOURCE_CHARACTERS},
+        {"recomputed": tuple(Span(place, place + 1) for place in range(0, 4000, 2))},
+    ],
+    ids=["sources", "spans"],
+)
+def test_reports_of_long_prompts_leave_fewer_requests_on_the_page(chunk):
+    recent, report = RecentRequests(), REPORT
+    usual = ChunkReport(ChunkId("c"), "notes", "reused", None, None, 10, 0)
+    large = replace(report, chunks=(replace(usual, **chunk),) * 64)
+    for number in range(2 * MOST):
+        recent.add(str(number), "", "answered", large)
+        assert recent.nbytes <= MOST_BYTES
+    kept = list(recent.seen_by(Tenant(admin=True)))
+    assert kept[0].id == str(2 * MOST - 1)
+    assert len(kept) < MOST
+    for number in range(MOST):
+        recent.add(str(number), "", "answered", replace(report, chunks=(usual,)))
+    assert len(list(recent.seen_by(Tenant(admin=True)))) == MOST

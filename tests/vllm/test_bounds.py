@@ -1,0 +1,54 @@
+"""What the plug-in keeps of requests that have ended, and what it says of wrong ones, has a bound."""
+
+from collections import Counter
+
+import pytest
+
+from chunkweave.vllm import scheduler
+from chunkweave.vllm.scheduler import ConnectorScheduler, StepResults
+from tests.vllm.test_scheduler import BOS, CHUNKS, FakeBlocks, FakeRequest, side, woven
+
+__all__ = ["side"]
+WOVEN = {**CHUNKS, "method": "cacheblend"}
+
+
+def ids_of(number: int) -> list[int]:
+    return [BOS, *range(1000 * number, 1000 * number + 130)]
+
+
+def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
+    """A prompt of its own was woven, and so many of its positions recomputed."""
+    before, request = (FakeRequest(WOVEN, name=f"{name}{number}", ids=ids_of(number)) for name in "ab")
+    side.add(before)
+    parts = list(side._requests[before.request_id].request.stored_parts())
+    side.finished(before)
+    side.note(StepResults(copies=Counter(part.id for part in parts)), set())
+    woven(side, request)
+    report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 1, "kv_sources": {}}
+    side.note(StepResults(reports={request.request_id: {**report, "recomputed": list(range(recomputed))}}), set())
+    side.finished(request)
+
+
+def found_again(side: ConnectorScheduler, number: int) -> str:
+    """The method that is reported of a prompt which vLLM finds in its own cache."""
+    request = FakeRequest(WOVEN, name="again", ids=ids_of(number))
+    side.add(request)
+    side.matched(request, 128)
+    side.allocated(request, FakeBlocks(), 0)
+    return side.finished(request)[1]["chunkweave"]["method"]
+
+
+def test_reports_of_long_prompts_leave_room_for_fewer(side, monkeypatch):
+    monkeypatch.setattr(scheduler, "_REMEMBERED_POSITIONS", 100)
+    for number in range(1, 6):
+        answered(side, number, 40)
+    assert [found_again(side, number) for number in range(1, 6)] == ["prefix"] * 3 + ["cacheblend"] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"x" * 5_000_000: 1}, {"method": "x" * 5_000_000}, {"promoted": "x" * 5_000_000}])
+def test_a_wrong_field_is_quoted_in_part(side, wrong, caplog):
+    request = FakeRequest({**CHUNKS, **wrong})
+    side.add(request)
+    assert len(caplog.text) < 2000
+    reason = side.finished(request)[1]["chunkweave"]["error"]
+    assert 0 < len(reason) <= 1000
