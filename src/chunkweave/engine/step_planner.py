@@ -117,10 +117,10 @@ class StepPlanner:
         return self._decoded_s is not None
 
     def late(self, part_done: float = 0.0) -> bool:
-        """Whether answers are held for long enough, if of their next tokens that part is computed."""
+        """Whether prefills have held answers for long enough, if of their next tokens that part is computed."""
         if self._decoded_s is None:
             return False
-        return self._clock() + (1 - part_done) * self._decoding_s >= self._decoded_s + self._step_time_s
+        return self._clock() - part_done * self._decoding_s >= self._decoded_s + self._step_time_s
 
     def ran(self, group: StepGroup, since_s: float) -> None:
         """A step that `holds` answers has run what `group` says, since then."""
@@ -178,7 +178,7 @@ class StepPlanner:
             return maxsize
         if self.pace.stale:
             return 0
-        seconds = self._decoded_s + self._step_time_s - self._clock() - self._decoding_s
+        seconds = self._decoded_s + self._step_time_s - self._clock()
         if isfinite(self._fair_s(request)):
             if self._credit_s <= 0:
                 return 0
