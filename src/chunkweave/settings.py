@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
-_DURATIONS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATIONS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NO_LIMIT = "none"
 """What text says for None, where that is not the default."""
@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds named by a text such as `90m`, `7d` or `30`.
+    """Seconds named by a text such as `90m`, `100ms` or `30`.
 
     Raises:
         UsageError: the text is no duration.
@@ -58,9 +58,9 @@ def parse_duration(text: str) -> float:
     >>> parse_duration("1.5h")
     5400.0
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|[smhd])?\s*", text)
     if match is None:
-        raise UsageError(f"not a duration: {text!r}; write for example 30s, 90m, 12h or 7d")
+        raise UsageError(f"not a duration: {text!r}; write for example 100ms, 30s, 90m, 12h or 7d")
     return float(match[1]) * _DURATIONS_S[match[2] or "s"]
 
 

@@ -148,3 +148,14 @@ def test_shown_masks_only_secrets():
     secret = next(one for one in server_settings().values() if one.secret)
     assert "pw" not in shown(secret, "redis://u:pw@h/0")
     assert shown(secret, None) is None
+
+
+def test_over_vllm_a_step_has_no_time_and_the_refusal_says_what_has(tmp_path: Path):
+    file = tmp_path / "serve.toml"
+    file.write_text('step_time = "50ms"\n')
+    assert resolve({}, {}, file).settings.batching.step_time_s == 0.05
+    assert resolve({}, {"CHUNKWEAVE_STEP_TIME": "none"}).settings.batching.step_time_s is None
+    for flags, source in (({"step_time": 0.05}, None), ({}, file)):
+        with pytest.raises(UsageError, match=r"lower --max-num-batched-tokens, and for weaves weave_step_tokens"):
+            resolve(flags, {}, source, backend=Backend.VLLM)
+    assert unused_variables({"CHUNKWEAVE_STEP_TIME": "1s"}, Backend.VLLM) == ["CHUNKWEAVE_STEP_TIME"]

@@ -61,11 +61,18 @@ class Prompt:
 
 
 class Simulation:
-    """A server whose step takes 10 ms and 1 ms a token."""
+    """A server whose step takes 10 ms and 1 ms a token, unless it is set otherwise."""
+
+    step_s, token_s = 0.01, 0.001
 
     def __init__(self, *weights: str, **limits: int) -> None:
         config = BatchingConfig(tenant_weight=weights, window=4, **{"kv_tokens": 65536, **limits})
-        self.scheduler = Scheduler(KnowledgeTree(["host"]), config, preempting=lambda one: self.preempted.append(one))
+        self.scheduler = Scheduler(
+            KnowledgeTree(["host"]),
+            config,
+            preempting=lambda one: self.preempted.append(one),
+            clock=lambda: self.now_s,
+        )
         self.preempted: list[RequestState] = []
         self.served: list[RequestState] = []
         self.prefilled: Counter[str] = Counter()
@@ -87,15 +94,11 @@ class Simulation:
         for group in self.scheduler.groups():
             self.scheduler.computed(group)
             took += len(group.decoding) + sum(tokens for _, tokens in group.pieces)
-            self.now_s += 0.01 + 0.001 * took
+            since_s, self.now_s = self.now_s, self.now_s + self.step_s + self.token_s * took
+            if self.scheduler.planner.holds:
+                self.scheduler.planner.ran(group, since_s)
             for request, tokens in group.pieces:
-                self.prefilled[request.tenant] += tokens
-                request.job.next_tokens -= tokens
-                request.job.remaining_tokens -= tokens
-                if not request.job.remaining_tokens:
-                    request.job, request.status = None, RequestStatus.DECODING
-                    if request.decode is None:
-                        request.decode, request.first_token_s = Decode(), self.now_s
+                self._prefill(request, tokens)
             for request in group.decoding:
                 request.decode.steps += 1
                 if request.decode.steps >= self._answers[request]:
@@ -106,6 +109,15 @@ class Simulation:
         self.steps += 1
         if self.steps % 50 < 5:
             self.scheduler.check()
+
+    def _prefill(self, request: RequestState, tokens: int) -> None:
+        self.prefilled[request.tenant] += tokens
+        request.job.next_tokens -= tokens
+        request.job.remaining_tokens -= tokens
+        if not request.job.remaining_tokens:
+            request.job, request.status = None, RequestStatus.DECODING
+            if request.decode is None:
+                request.decode, request.first_token_s = Decode(), self.now_s
 
     def run(self, arrivals: Iterable[tuple[float, str, int]], until_s: float) -> None:
         left = sorted(arrivals)
@@ -151,10 +163,10 @@ def test_of_two_that_want_all_each_gets_its_share(weights: tuple[str, ...], rati
         run.submit("a", 700)
         run.submit("b", 300)
         run.submit("b", 300)
-    for _ in range(20):
+    for _ in range(100):
         run.step()
     before = run.prefilled.copy()
-    for _ in range(100):
+    for _ in range(400):
         run.step()
     a, b = (run.prefilled[tenant] - before[tenant] for tenant in "ab")
     assert a / b == pytest.approx(ratio, rel=0.15)

@@ -57,3 +57,48 @@ def test_the_load_table_says_what_the_quiet_tenant_saw(timing):
     assert [cell.strip() for cell in together.split("|")[2:-1]] == [
         "4 : 1", "0.500 s", "1.250 s", "1.40x", "1.5x", "0.0%", "2.00/s", "25%"
     ]  # fmt: skip
+
+
+def slices(name: str, times, *, total: float = 3.0, error: str | None = None):
+    import quiet_tenant
+
+    requests = [{"ttft_s": time, "total_s": total * time, "tokens": 32, "error": error} for time in times]
+    return quiet_tenant.Slice(0, name, requests, {"answered": 2} if name != quiet_tenant.ALONE else {})
+
+
+def test_a_quiet_tenant_is_held_against_itself_alone(timing):
+    import quiet_tenant
+
+    alone = slices("alone", [0.1] * 50)
+    fine, slow, late = slices("prompts", [0.2] * 50), slices("aborts", [0.23] * 50), slices("answers", [0.1], total=9)
+    rows = quiet_tenant.rows_of([alone, fine, slow, late], ["prompts", "aborts", "answers"])
+    assert [row["ok"] for row in rows] == [True, True, False, False]
+    assert rows[1]["total_p99_over_alone"] == pytest.approx(2.0)
+    assert rows[1]["loud_did"] == {"answered": 2}
+    lines = quiet_tenant.tables({"rows": rows})["quiet-tenant"].splitlines()
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
+        "prompts", "50", "0.200 s (2.00x)", "0.200 s (2.00x)", "0.600 s (2.00x)", "0.600 s (2.00x)"
+    ]  # fmt: skip
+
+
+def test_a_quiet_request_that_fails_is_no_success(timing):
+    import quiet_tenant
+
+    rows = quiet_tenant.rows_of([slices("alone", [0.1]), slices("prompts", [0.1], error="no answer")], ["prompts"])
+    assert [(row["failed"], row["ok"]) for row in rows] == [(0, True), (1, False)]
+
+
+def test_an_interrupted_run_continues_with_the_same_settings_alone(timing, tmp_path):
+    from dataclasses import asdict
+
+    import quiet_tenant
+
+    from chunkweave.errors import UsageError
+
+    path, config = tmp_path / "quiet.partial.jsonl", {"minutes": 10.0}
+    assert quiet_tenant.earlier(path, config) == (None, [])
+    quiet_tenant.write_line(path, {"config": config, "prompts_per_s": 3.5})
+    quiet_tenant.write_line(path, asdict(slices("alone", [0.1])))
+    assert quiet_tenant.earlier(path, config) == (3.5, [slices("alone", [0.1])])
+    with pytest.raises(UsageError, match="other settings"):
+        quiet_tenant.earlier(path, {"minutes": 1.0})

@@ -13,8 +13,9 @@ from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
 from chunkweave.engine.request import Durations, RequestState, RequestStatus, StreamEvent
 from chunkweave.engine.runner import Decoding
-from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
+from chunkweave.engine.scheduler import BatchingStats, Scheduler
 from chunkweave.engine.shadow import ShadowChecks
+from chunkweave.engine.step_planner import StepGroup
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -75,7 +76,8 @@ class BatchingCore:
         self._interrupt = interrupt
         self._arrived = arrived
         self._checks = checks
-        self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting)
+        self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting, clock=clock)
+        self._planner = self._scheduler.planner
         self.pool = self._scheduler.pool
         slow = any(level.background for level in self._runner.store.levels)
         self._prefetch_bytes = config.prefetch_bytes if slow else 0
@@ -184,10 +186,13 @@ class BatchingCore:
             if request.admitted_s is None:
                 request.admitted_s = self._clock()
             self._guarded([request], partial(self._start, request))
+            if self._planner.late():
+                break
         if self._prefetch_bytes:
             self._look_ahead()
-        for group in self._groups():
-            self._guarded(group.requests, partial(self._compute, group))
+        for number, group in enumerate(self._groups()):
+            if not (number and group.by_layers and self._planner.late()):
+                self._guarded(group.requests, partial(self._compute, group))
 
     def check_shadow(self) -> None:
         """One piece of a shadow check, if there is one; whatever comes of it, no request ends by it."""
@@ -293,13 +298,17 @@ class BatchingCore:
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
         yields = all(request.yields for request in group.requests)
         interrupt = self._interrupt if yields else lambda: self._stopping() is not None
+        late, since_s = self._planner.late, self._clock()
         try:
             if group.by_layers:
-                [(request, tokens)], [(job, _)] = group.pieces, pieces
-                done = self._runner.step_layers(job, tokens, interrupt=interrupt)
-                group, pieces, logits = replace(group, pieces=[(request, done)]), [(job, done)], _NOTHING
+                [(job, tokens)] = pieces
+                pieces, logits = (
+                    [(job, self._runner.step_layers(job, tokens, interrupt=interrupt, late=late))],
+                    _NOTHING,
+                )
             else:
-                logits = self._runner.step(decodes, pieces, interrupt=interrupt)
+                logits = self._runner.step(decodes, pieces, interrupt=interrupt, late=late)
+                pieces = [(job, _done(job, tokens)) for job, tokens in pieces]
         except PassInterrupted as stopped:
             self._count(interrupted=1)
             if not yields and (coming := self._stopping()) is not None:
@@ -309,10 +318,15 @@ class BatchingCore:
             [(job, _)] = pieces
             job.go_on_without(lost)
             return
+        done = [(request, tokens) for (request, _), (_, tokens) in zip(group.pieces, pieces, strict=True)]
+        group = replace(group, pieces=done)
         self._scheduler.computed(group)
         self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
         for request, own in zip(group.decoding, logits, strict=True):
             self._guarded([request], partial(self._advance, request, own))
+        if self._planner.holds:
+            self._runner.wait()
+            self._planner.ran(group, since_s)
         for request, _ in group.pieces:
             if request.job is not None and request.job.prefilled is not None:
                 self._guarded([request], partial(self._prefilled, request))
@@ -327,7 +341,7 @@ class BatchingCore:
         prefilled = request.job.prefilled
         assert prefilled is not None, "the job is done"
         request.stop_reading()
-        request.status = RequestStatus.DECODING
+        request.status, request.last_token_s = RequestStatus.DECODING, self._clock()
         if request.decode is not None:
             if prefilled.lease is not None:
                 prefilled.lease.release()  # nothing is stored a second time
@@ -432,3 +446,8 @@ def _plan_again(job: PrefillJob) -> None:
     """Let a job go on without the segments that are known to be lost."""
     while (lost := job.lost) is not None:  # asked once: what was late may have come in a moment later
         job.go_on_without(lost)
+
+
+def _done(job: PrefillJob, tokens: int) -> int:
+    """What was computed of a piece, as tokens through all layers: a part of it if others' answers were held by it."""
+    return tokens if job.under_way is None else round(tokens * job.under_way.run.part_done)

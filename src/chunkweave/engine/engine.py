@@ -138,7 +138,13 @@ class Conversation:
 
 
 _NO_LIMITS = BatchingConfig(
-    max_running=1 << 30, step_tokens=1 << 31, kv_tokens=1 << 50, block_tokens=256, window=0, prefetch_requests=0
+    max_running=1 << 30,
+    step_tokens=1 << 31,
+    step_time_s=None,
+    kv_tokens=1 << 50,
+    block_tokens=256,
+    window=0,
+    prefetch_requests=0,
 )
 """A call works on all its requests at once, each pass of a prefill in one step. Caches grow by larger blocks than a
 server's, since no other request waits for what half a block wastes."""

@@ -228,6 +228,7 @@ class RequestState:
     """Since when its time in the queue counts: its arrival, or when it was confirmed."""
     admitted_s: float | None = None
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     prefetch: "Prefetch | None" = None
     looked_ahead: bool = False
     """Whether its segments were read ahead, or would have been, while it waits."""

@@ -25,7 +25,7 @@ from chunkweave.engine.prefill import (
     unseen_layers,
 )
 from chunkweave.errors import PromptTooLongError
-from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun, run_pass
+from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
@@ -152,11 +152,14 @@ class Runner:
         prefilling: Sequence[tuple[PrefillJob, int | None]],
         *,
         interrupt: Callable[[], bool] | None = None,
+        late: Callable[[float], bool] | None = None,
     ) -> torch.Tensor:
         """One run through all layers for one more token of some requests and a piece of others' prefills.
 
         A job gives at most so many tokens of a pass that can be cut, and takes in what comes of them. Returns the
-        logits of those `decoding`, `[requests, vocab]`. `interrupt` is asked before every layer whether to stop there.
+        logits of those `decoding`, `[requests, vocab]`. `interrupt` is asked before every layer whether to stop there,
+        `late` between two layers, with the part that was run, whether those decoding continue alone: then the jobs have
+        a pass `under_way`.
 
         Raises:
             PassInterrupted: it said so. Nothing has changed; the same step may be made again.
@@ -175,14 +178,18 @@ class Runner:
         pieces = [(job, job.next_rows(tokens)) for job, tokens in prefilling]
         made = time.perf_counter()
         times = LoopTimes()
-        try:
-            hidden = run_pass(
-                self.model, [*decodes, *(rows for _, rows in pieces)], times, self.attention, interrupt=interrupt
-            )
-        except PassInterrupted:
-            for job, _ in pieces:
-                job.undo()
-            raise
+        run = PassRun(self.model, [*decodes, *(rows for _, rows in pieces)], times, self.attention)
+        while not run.done:
+            if interrupt is not None and interrupt():
+                for job, _ in pieces:
+                    job.undo()
+                raise PassInterrupted(run.part_done)
+            if late is not None and pieces and run.layer and late(run.part_done):
+                pieces = [(job, rows) for job, rows in pieces if not self._left(job, rows, run, times, made)]
+                late = None
+            else:
+                run.next_layer()
+        hidden = run.hidden
         logits = self.model.logits(hidden) if len(hidden) else hidden
         ended = time.perf_counter()
         answers = iter(logits[len(decodes) :])
@@ -191,12 +198,29 @@ class Runner:
             job.take(rows, own, weave_s=ended - made - times.load_s, load_s=times.load_s)
         return logits[: len(decodes)]
 
+    def _left(self, job: PrefillJob, rows: ActiveRows, run: PassRun, times: LoopTimes, since_s: float) -> bool:
+        """Take a job out of a run, to go on by layers in a later step; False if its pass has ended."""
+        own = LoopTimes(times.load_s)
+        rest = run.take_out(rows, own)
+        if rest is None:
+            return False
+        job.under_way = LayeredPass(rows, rest, own, time.perf_counter() - since_s)
+        return True
+
     @torch.inference_mode()
-    def step_layers(self, job: PrefillJob, tokens: int, *, interrupt: Callable[[], bool] | None = None) -> int:
+    def step_layers(
+        self,
+        job: PrefillJob,
+        tokens: int,
+        *,
+        interrupt: Callable[[], bool] | None = None,
+        late: Callable[[], bool] | None = None,
+    ) -> int:
         """Go on with a job's next pass, by itself, through the layers that are in memory; returns the work done.
 
         Work is counted as tokens through all layers: at most `tokens`, but for a first layer, which is run whatever it
-        takes, and is waited for. `interrupt` is asked before every layer whether to stop there.
+        takes, and is waited for. `interrupt` is asked before every layer whether to stop there, `late` before every
+        further one.
 
         Raises:
             SegmentLost: the layer that was waited for does not come.
@@ -209,6 +233,8 @@ class Runner:
         while not going.run.done and not (interrupt is not None and interrupt()):
             begun = going.run.layer > first
             if begun and (not job.layers_ready or done + len(going.rows) > tokens * layers):
+                break
+            if begun and late is not None and late():
                 break
             done += len(going.rows)
             going.run.next_layer()
@@ -247,6 +273,11 @@ class Runner:
             unseen=unseen,
         )
         return Prefetch(lease, loader)
+
+    def wait(self) -> None:
+        """Return once the device has done what it was given."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
     @torch.inference_mode()
     def decode(

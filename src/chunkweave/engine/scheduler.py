@@ -4,13 +4,15 @@ Imports no torch.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkweave.engine.request import RequestState, RequestStatus
+from chunkweave.engine.step_planner import StepGroup, StepPlanner
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.fairness import DECODED_COST, FairQueue, TenantWeights, VirtualTime
-from chunkweave.scheduling.queue import BatchingConfig, Prefilling, StoredPrefixes, TokenBudget
+from chunkweave.scheduling.queue import BatchingConfig, StoredPrefixes, TokenBudget
 
 
 class BlockPool:
@@ -263,23 +265,6 @@ _BEHIND_ALL = 1 << 60
 """Numbers of requests in the background: they are younger than all others."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepGroup:
-    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills.
-
-    One prefill that is still read goes `by_layers`, alone: as many as the work of so many tokens allows.
-    """
-
-    decoding: Sequence[RequestState]
-    pieces: Sequence[tuple[RequestState, int]]
-    by_layers: bool = False
-
-    @property
-    def requests(self) -> list[RequestState]:
-        """All requests of the group."""
-        return [*self.decoding, *(request for request, _ in self.pieces)]
-
-
 class Scheduler:
     """Owns the requests from their arrival to their end, and the blocks that those hold which run.
 
@@ -295,11 +280,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, tree: StoredPrefixes, config: BatchingConfig, *, preempting: Callable[[RequestState], None]
+        self,
+        tree: StoredPrefixes,
+        config: BatchingConfig,
+        *,
+        preempting: Callable[[RequestState], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Nothing waits yet. `preempting` is called with a request that is about to lose its memory."""
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._time = VirtualTime(TenantWeights.parse(config.tenant_weight), burst=_BURST_STEPS * config.step_tokens)
+        self.planner = StepPlanner(self._time, config.step_time_s, clock=clock)
         self.queue = RequestQueue(tree, self._time, window=config.window)
         self.requests: dict[int, RequestState] = {}
         """All that wait or run, by id."""
@@ -488,8 +479,9 @@ class Scheduler:
 
         If nothing else is to be done, the first one of these waits for its next layer, in the background only alone.
         """
+        self.planner.begin(requests)
         batches = [[one for one in requests if not one.apart], *([one] for one in requests if one.apart)]
-        groups = [group for batch in batches for group in _share_step(batch, budget, self._time)]
+        groups = [group for batch in batches for group in self.planner.share(batch, budget)]
         if not groups and requests:
             first = min(requests, key=lambda one: one.background)
             return [StepGroup((), [(first, budget.tokens)], by_layers=True)]
@@ -523,35 +515,3 @@ class Scheduler:
 
 def _youngest(requests: Sequence[RequestState]) -> RequestState:
     return max(requests, key=lambda request: request.number)
-
-
-def _share_step(requests: Sequence[RequestState], budget: TokenBudget, time: VirtualTime) -> list[StepGroup]:
-    """What of `requests` goes into a step, together or by layers; notes in each prefill whether it was passed over.
-
-    All of it shares one budget. Prefills none of whose layers has come in wait, and are not passed over.
-    """
-    decoding = [request for request in requests if request.job is None]
-    jobs = [(request, request.job, request.job.layers_ready) for request in requests if request.job is not None]
-    prefilling = {request.number: (request, job, layers) for request, job, layers in jobs if layers != 0}
-    seen = [
-        Prefilling(
-            number,
-            job.next_tokens if layers is None else job.tokens_through(layers),
-            job.remaining_tokens,
-            layers is not None or job.can_be_cut,
-            request.passed_over,
-            request.background,
-            time.of(request.tenant),
-            time.under_way(request.tenant) == 1,
-        )
-        for number, (request, job, layers) in prefilling.items()
-    ]
-    pieces = {piece.number: piece.tokens for piece in budget.pieces(len(decoding), seen)}
-    whole: list[tuple[RequestState, int]] = []
-    by_layers: list[tuple[RequestState, int]] = []
-    for number, (request, _, layers) in prefilling.items():
-        request.passed_over = 0 if number in pieces else request.passed_over + 1
-        if number in pieces:
-            (whole if layers is None else by_layers).append((request, pieces[number]))
-    together = [StepGroup(decoding, whole)] if decoding or whole else []
-    return [*together, *(StepGroup((), [piece], by_layers=True) for piece in by_layers)]

@@ -8,6 +8,7 @@ order between them.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -93,6 +94,25 @@ class PassRun:
     def part_done(self) -> float:
         """How much of it was run, from 0 to 1."""
         return self.layer / self._depth
+
+    def take_out(self, rows: ActiveRows, times: LoopTimes) -> "PassRun | None":
+        """Take a request out between two layers; returns its own run from here on, None if its pass has ended.
+
+        `times` are those of the new run.
+        """
+        live = [(mine, depth) for mine, depth in self._live if depth > self.layer]
+        hidden = dict(
+            zip((mine for mine, _ in live), torch.split(self.hidden, [len(mine) for mine, _ in live]), strict=True)
+        )
+        if rows not in hidden:
+            return None
+        out = copy(self)
+        out._times = times
+        for run in (out, self):
+            run._live = [one for one in live if (one[0] is rows) is (run is out)]
+            run._depth = max((depth for _, depth in run._live), default=run.layer)
+            run.hidden = torch.cat([hidden[mine] for mine, _ in run._live]) if run._live else self.hidden[:0]
+        return out
 
     def next_layer(self) -> None:
         """Run one more layer; there must be one."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from sys import maxsize
 from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
@@ -256,7 +257,7 @@ class Prefilling:
     `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
     `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
     in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`), `lone`
-    whether that has nothing else under way.
+    whether that has nothing else under way. It is in the step only while all its prefills have at most `most_tokens`.
     """
 
     number: int
@@ -267,6 +268,7 @@ class Prefilling:
     background: bool = False
     due: float = 0.0
     lone: bool = False
+    most_tokens: int = maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ class TokenBudget:
     left first, which minimizes the mean time to first token; but one that was passed over `patience` times goes before
     all others of its tenant, longest waiting first. A pass that cannot be cut is taken if it fits or is the first. The
     end of a pass comes along if an eighth (`_TAIL`) more than the budget holds it. Only by these two is it exceeded.
+    Beside answers the time of a step bounds prefills further (`Prefilling.most_tokens`).
 
     The step in which a tenant's only prefill ends is not filled up for tenants that were served more: it ends sooner.
     """
@@ -312,10 +315,13 @@ class TokenBudget:
         for one in sorted(prefilling, key=self._rank):
             if left <= 0 or one.due > latest:
                 break
+            room = min(left, one.most_tokens - sum(piece.tokens for piece in chosen))
+            if room <= 0:
+                continue
             if one.can_be_cut:
-                ends = one.next_tokens <= left + (0 if one.background else self.tokens // _TAIL)
-                chosen.append(Piece(one.number, one.next_tokens if ends else left))
-            elif one.next_tokens <= left or not chosen:
+                tail = 0 if one.background else min(self.tokens, one.most_tokens) // _TAIL
+                chosen.append(Piece(one.number, one.next_tokens if one.next_tokens <= room + tail else room))
+            elif one.next_tokens <= room or not chosen:
                 chosen.append(Piece(one.number, one.next_tokens))
             else:
                 continue
@@ -353,6 +359,12 @@ class BatchingConfig:
         "Tokens of one step of the engine; the end of a prompt may take an eighth more.",
         name="max_num_batched_tokens",
         old=("step_tokens",),
+    )
+    step_time_s: float | None = setting(
+        0.1,
+        "How long prefills may hold a request that decodes, to the end of a layer; none: for a step of any length.",
+        unit=Unit.SECONDS,
+        above=0,
     )
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
     block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")

@@ -119,7 +119,7 @@ class Corpora:
         self._tokenizer = tokenizer
         self._data_dir = data_dir
         self._limits = limits
-        self.changing = TenantThreads(_CHANGING_THREADS, weights=weights)
+        self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
         self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
         """Corpora are changed and searched apart: a change takes long, and neither delays what tokenizes requests."""
         self._shared: dict[str, ServedCorpus] = {}

@@ -293,6 +293,10 @@ GROUPS: Mapping[str, type[Any]] = {
 }
 _VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens", "block_size")
 """Settings of our engine that vLLM has under the same name."""
+_IN_VLLM = {
+    "step_time": "vLLM has no limit in seconds: lower --max-num-batched-tokens, and for weaves weave_step_tokens",
+}
+"""What to do over vLLM in the place of a setting that only our engine has."""
 
 
 def server_settings(backend: Backend | None = None) -> dict[str, Setting]:
@@ -385,7 +389,9 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
         if name in here or origin.startswith(PREFIX):
             continue
         if name not in _VLLM_FLAGS:
-            raise UsageError(f"{origin}: {name} is a setting of the other backend, this one is {backend}")
+            instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
+            hint = "" if instead is None else f"; {instead}"
+            raise UsageError(f"{origin}: {name} is a setting of the other backend, this one is {backend}{hint}")
         vllm_flags += [f"--{name.replace('_', '-')}", known[name].text(value)]
     values = {name: given[name][0] if name in given else one.default_at(backend.place) for name, one in here.items()}
     groups: dict[str, Any] = {}

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,18 @@ async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
 
 
 _MOST_THREADS = 8
+_NICENESS = 10
+"""A thread `behind` answers gets about a tenth of a core that a thread which computes answers wants too."""
+
+
+def go_behind_answers() -> None:
+    """Lower the priority of the thread that calls this, for good; only Linux has one for each thread.
+
+    The engine computes an answer in many short pieces. A thread that is always ready to run takes a turn between any
+    two of them, and the answer takes several times as long.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class TenantThreads:
@@ -44,12 +58,18 @@ class TenantThreads:
     one: however much one sends, a thread is soon free for the others. Belongs to the event loop's thread.
     """
 
-    def __init__(self, threads: int | None = None, *, weights: TenantWeights | None = None) -> None:
-        """So many threads, at least two; None: as many as there are cores, up to eight."""
+    def __init__(
+        self, threads: int | None = None, *, weights: TenantWeights | None = None, behind: bool = False
+    ) -> None:
+        """So many threads, at least two; None: as many as there are cores, up to eight.
+
+        Threads `behind` answers have a core only as far as these leave it: for work that no answer waits for.
+        """
         self._weights = weights or TenantWeights()
         self._pieces: dict[str, float] = {}  # that a waiting tenant still has in its turn
         self._threads = max(2, threads or min(_MOST_THREADS, os.cpu_count() or 1))
-        self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare")
+        first = go_behind_answers if behind else None
+        self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare", initializer=first)
         self._working: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # first the tenant whose turn is next
         self._closed = False

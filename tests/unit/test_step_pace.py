@@ -1,0 +1,185 @@
+"""How much of a step prefills have beside answers: learned from what steps took, and never nothing for long."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkweave.errors import UsageError
+from chunkweave.scheduling.pace import LEAST_TOKENS, StepPace
+from chunkweave.scheduling.queue import BatchingConfig, Piece, Prefilling, TokenBudget
+from tests.unit.test_fairness import Simulation
+
+
+def test_nothing_is_known_at_first_and_pieces_grow_with_what_was_measured():
+    pace = StepPace()
+    assert pace.stale
+    assert pace.decoding_s(4) == 0.0
+    assert pace.tokens_within(1.0, by_layers=False) == LEAST_TOKENS
+    pace.prefilled(16, 0.016, by_layers=False)
+    assert pace.tokens_within(0.01, by_layers=False) == 10
+    assert pace.tokens_within(1.0, by_layers=False) == 32, "twice the largest that was measured"
+    assert pace.tokens_within(1.0, by_layers=True) == LEAST_TOKENS, "that is other work"
+    assert pace.tokens_within(0.0, by_layers=False) == 0
+
+
+def test_one_outlier_counts_for_little():
+    pace = StepPace()
+    for _ in range(20):
+        pace.prefilled(100, 0.1, by_layers=False)
+    pace.prefilled(100, 60.0, by_layers=False)
+    assert pace.tokens_within(0.1, by_layers=False) > 70
+
+
+def test_what_answers_take_is_linear_between_measurements_and_proportional_below():
+    pace = StepPace()
+    pace.decoded(8, 0.024)
+    assert not pace.stale
+    assert pace.decoding_s(1) == pytest.approx(0.003)
+    assert pace.decoding_s(16) == pytest.approx(0.048)
+    pace.decoded(2, 0.012)
+    assert pace.decoding_s(5) == pytest.approx(0.018)
+    assert pace.decoding_s(10) == pytest.approx(0.028)
+    pace.decoded(12, 0.020)
+    assert pace.decoding_s(11) >= 0.020, "more never take less"
+
+
+def test_what_answers_take_is_measured_again_after_a_while():
+    pace = StepPace()
+    pace.decoded(1, 0.01)
+    for _ in range(100):
+        pace.prefilled(16, 0.01, by_layers=False)
+    assert pace.stale
+
+
+@given(most=st.integers(0, 60), left=st.lists(st.integers(1, 90), min_size=1, max_size=5), decoding=st.integers(0, 8))
+def test_pieces_have_at_most_the_tokens_that_time_allows(most, left, decoding):
+    budget = TokenBudget(tokens=64, max_running=8)
+    seen = [Prefilling(number, tokens, tokens, True, most_tokens=most) for number, tokens in enumerate(left)]
+    pieces = budget.pieces(decoding, seen)
+    assert sum(piece.tokens for piece in pieces) <= most + most // 8
+    assert bool(pieces) == (most > 0)
+
+
+def test_of_several_pieces_each_counts_what_comes_before_it():
+    budget = TokenBudget(tokens=64, max_running=8)
+    first, second = (Prefilling(n, 10, 10, True, most_tokens=most) for n, most in ((1, 64), (2, 12)))
+    assert budget.pieces(0, [first, second]) == [Piece(1, 10), Piece(2, 2)]
+
+
+def simulated(*weights: str, **limits) -> Simulation:
+    """A step takes 10 ms and 1 ms a token."""
+    return Simulation(*weights, max_running=8, **{"step_tokens": 400, "step_time_s": 0.1, **limits})
+
+
+def steps_beside(run: Simulation, tokens: int) -> list[int]:
+    """Tokens that each step prefills of a new request beside what decodes, until that has its first token."""
+    request = run.submit("", tokens, answer=2)
+    found = []
+    while request.decode is None:
+        before = run.prefilled.total()
+        run.step()
+        found.append(run.prefilled.total() - before)
+    return found
+
+
+def test_prefills_have_less_of_a_step_beside_answers_and_all_of_it_afterwards():
+    run = simulated()
+    streams = [run.submit("", 20, answer=10**6) for _ in range(3)]
+    for _ in range(20):
+        run.step()
+    beside = steps_beside(run, 1500)
+    assert max(beside) <= 100, "100 ms"
+    assert sum(sorted(beside)[-10:]) > 10 * 60, "it is used"
+    for stream in streams:
+        run.scheduler.end(stream)
+    while run.scheduler.requests:
+        run.step()
+    assert steps_beside(run, 1500)[0] == 400
+
+
+def test_prefills_have_their_time_where_the_answers_themselves_take_longer():
+    run = simulated()
+    run.step_s = 0.5
+    run.submit("", 20, answer=10**6)
+    for _ in range(20):
+        run.step()
+    assert len(steps_beside(run, 1500)) < 1500 / 90 + 10
+
+
+def test_with_step_time_none_a_step_is_as_large_as_it_may_be():
+    run = simulated(step_time_s=None)
+    run.submit("", 20, answer=10**6)
+    for _ in range(3):
+        run.step()
+    assert max(steps_beside(run, 1500)) == 399
+
+
+def test_a_prefill_continues_where_answers_take_all_the_time_there_is():
+    """Not even one token fits into a millisecond."""
+    run = simulated(step_time_s=0.001)
+    run.submit("", 20, answer=10**6)
+    for _ in range(3):
+        run.step()
+    steps = steps_beside(run, 320)
+    assert len(steps) <= 320 / LEAST_TOKENS + 4
+
+
+def test_every_answer_of_a_loud_tenant_gets_its_turns_beside_a_quiet_ones():
+    """Each answer in a step takes almost as long as a step: all eight at once would slow the quiet one eight times."""
+    run = simulated(step_tokens=64)
+    run.step_s, run.token_s = 0.0002, 0.001
+    loud = [run.submit("loud", 200, answer=10**6) for _ in range(7)]
+    for _ in range(200):  # more than what a tenant may be ahead
+        run.step()
+    quiet = run.submit("quiet", 100, answer=10**6)
+    while quiet.decode is None:
+        run.step()
+    before, own, since_s = {one: one.decode.steps for one in loud}, quiet.decode.steps, run.now_s
+    for _ in range(60):
+        run.step()
+    alone = (run.now_s - since_s) / (run.step_s + run.token_s)
+    assert quiet.decode.steps - own >= 0.45 * alone, "about half as fast as alone"
+    assert all(one.decode.steps > before[one] for one in loud)
+
+
+def test_an_answer_that_has_no_share_of_a_step_waits_for_step_time_and_no_longer():
+    run = simulated("quiet=1000", step_tokens=64, step_time_s=0.01)
+    loud = run.submit("loud", 200, answer=10**6)
+    for _ in range(1000):
+        run.step()
+    quiet = run.submit("quiet", 100, answer=10**6)
+    while quiet.decode is None:
+        run.step()
+    before, since_s = loud.decode.steps, run.now_s
+    for _ in range(60):
+        run.step()
+    assert (run.now_s - since_s) / 0.05 <= loud.decode.steps - before < 60
+
+
+def test_a_share_is_by_weight():
+    speeds = []
+    for one in (simulated(step_tokens=64), simulated("quiet=3", step_tokens=64)):
+        one.step_s, one.token_s = 0.0002, 0.001
+        for _ in range(7):
+            one.submit("loud", 200, answer=10**6)
+        for _ in range(200):
+            one.step()
+        quiet = one.submit("quiet", 100, answer=10**6)
+        while quiet.decode is None:
+            one.step()
+        own, since_s = quiet.decode.steps, one.now_s
+        for _ in range(60):
+            one.step()
+        speeds.append((quiet.decode.steps - own) / (one.now_s - since_s))
+    assert speeds[1] > 1.3 * speeds[0]
+
+
+@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf")])
+def test_a_step_time_is_positive(given):
+    with pytest.raises(UsageError):
+        BatchingConfig(step_time_s=given)
+
+
+def test_a_step_time_may_be_text():
+    assert BatchingConfig(step_time="100ms").step_time_s == 0.1
+    assert BatchingConfig(step_time="none").step_time_s is None
