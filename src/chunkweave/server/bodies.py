@@ -29,26 +29,34 @@ _LARGE_BYTES = 1 << 16
 """A smaller body is read where the request is: a thread would cost more."""
 
 _WINDOW_BYTES = 1 << 20
+_BLOCK_BYTES = 2048
 
 
-def has_more_values(raw: bytes, most: int) -> bool:
-    """Whether a JSON text has more than `most` lists, objects, and values behind commas; parses nothing.
+def refuse_costly(raw: bytes, most_values: int) -> None:
+    """Refuse a body that would cost much to parse, whatever its size; parses nothing.
 
-    >>> has_more_values(b'["a, b", [1, 2]]', 3), has_more_values(b'["a, b", [1, 2]]', 4)
-    (True, False)
+    Counted are lists, objects, and values behind commas.
+
+    Raises:
+        HttpError: 400, it has more than `most_values`, or a number of thousands of digits.
     """
-    if sum(int(np.count_nonzero(_begins_value(window))) for window in _windows(raw)) <= most:
-        return False  # even if none of these characters is part of a text
+    begun, digits = 0, False
+    for window in _windows(raw):
+        begun += int(np.count_nonzero(_begins_value(window)))
+        digits = digits or _has_long_number(_is_digit(window))
+    if begun <= most_values and not digits:
+        return  # even if all of these characters are outside of texts
     found, quoted, escaped = 0, False, False
     for window in _windows(raw):
         quotes = window == ord('"')
         escaped = _drop_escaped(window, quotes, escaped)
-        inside = np.logical_xor.accumulate(quotes) ^ quoted
-        found += int(np.count_nonzero(_begins_value(window) & ~inside))
-        if found > most:
-            return True
-        quoted = bool(inside[-1])
-    return False
+        outside = ~(np.logical_xor.accumulate(quotes) ^ quoted)
+        found += int(np.count_nonzero(_begins_value(window) & outside))
+        if found > most_values:
+            raise HttpError(400, f"the body may have {most_values} values in lists and objects", code="too_many_values")
+        if _has_long_number(_is_digit(window) & outside):
+            raise HttpError(400, "the body is no JSON: a number has too many digits", code="invalid_json")
+        quoted = not outside[-1]
 
 
 def _windows(raw: bytes) -> Iterator[Any]:
@@ -59,6 +67,16 @@ def _windows(raw: bytes) -> Iterator[Any]:
 
 def _begins_value(window: Any) -> Any:
     return (window == ord(",")) | (window == ord("[")) | (window == ord("{"))
+
+
+def _is_digit(window: Any) -> Any:
+    return (window >= ord("0")) & (window <= ord("9"))
+
+
+def _has_long_number(digits: Any) -> bool:
+    """Whether there are twice `_BLOCK_BYTES` digits in a row, and maybe if there are fewer."""
+    whole = len(digits) // _BLOCK_BYTES * _BLOCK_BYTES
+    return bool(digits[:whole].reshape(-1, _BLOCK_BYTES).all(axis=1).any())
 
 
 def _drop_escaped(window: Any, quotes: Any, escaped: bool) -> bool:
@@ -78,16 +96,6 @@ def _drop_escaped(window: Any, quotes: Any, escaped: bool) -> bool:
         escaping = escaping[:-1]
     quotes[escaping] = False
     return escapes_next
-
-
-def refuse_many_values(raw: bytes, most: int) -> None:
-    """Refuse a body that would cost much to parse, whatever its size.
-
-    Raises:
-        HttpError: 400, it has more than `most` values.
-    """
-    if has_more_values(raw, most):
-        raise HttpError(400, f"the body may have {most} values in lists and objects", code="too_many_values")
 
 
 def parsed_json(raw: bytes) -> Any:
@@ -216,7 +224,7 @@ class ReadRequest(Request):
 
 
 def _read(kind: type[Body], raw: bytes) -> Body:
-    refuse_many_values(raw, kind.most_values)
+    refuse_costly(raw, kind.most_values)
     return validated(kind, parsed_json(raw))
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.server.auth import Tenant
-from chunkweave.server.bodies import beside, parsed_json, place_if_large, refuse_many_values
+from chunkweave.server.bodies import beside, parsed_json, place_if_large, refuse_costly
 from chunkweave.server.errors import HttpError
 from chunkweave.server.limits import TenantLimits
 from chunkweave.server.markers import marks_documents
@@ -47,7 +47,7 @@ _ERROR = b'data: {"error"'
 _MOST_ERROR_BYTES = 1 << 16
 """Of an error that vLLM answers with: what is longer is not read to its end."""
 
-_MOST_VALUES = 1_000_000
+_MOST_VALUES = 300_000
 """In a body that is handed on: a prompt may be a list of token ids."""
 
 _FOR_ALL: Mapping[str, Sequence[str]] = {
@@ -218,7 +218,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     Raises:
         HttpError: 400, it is no JSON, has too many values to be read here, or holds a value that cannot be sent on.
     """
-    refuse_many_values(raw, _MOST_VALUES)
+    refuse_costly(raw, _MOST_VALUES)
     body = parsed_json(raw)
     return body if isinstance(body, dict) else None
 
