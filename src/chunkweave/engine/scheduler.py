@@ -367,7 +367,9 @@ class Scheduler:
 
     def computed(self, group: StepGroup) -> None:
         """What a step ran is computed: it counts for the tenants whose requests asked for it."""
-        costs = [(request, DECODED_COST) for request in group.decoding]
+        decoded = len(group.decoding)
+        cost = self.planner.pace.tokens_worth(decoded, least=DECODED_COST) if decoded else 0.0
+        costs = [(request, cost) for request in group.decoding]
         for request, cost in (*costs, *group.pieces):
             if not request.yields:
                 self._time.charge(request.tenant, cost)

@@ -7,7 +7,7 @@ than they take alone, divided by the tenant's share. That holds against tenants 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from sys import maxsize
@@ -60,6 +60,7 @@ class StepPlanner:
         self._decoding_s = 0.0
         self._decoded_s: float | None = None  # when the last step of answers ended, if there are any
         self._credit_s = 0.0
+        self._limited: frozenset[RequestState] = frozenset()  # of this step's prefills those that it is for
 
     def begin(self, requests: Sequence[RequestState]) -> None:
         """A step is made of `requests`, which are then shared out."""
@@ -68,7 +69,7 @@ class StepPlanner:
             self._decoded_s = None
         elif self._decoded_s is None:
             self._decoded_s = self._clock()
-        self._add_credit(request for request in requests if request.job is not None)
+        self._add_credit([request for request in requests if request.job is not None])
 
     def share(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
         """What of `requests` goes into a step, together or by layers; notes in each prefill if it was passed over.
@@ -135,7 +136,7 @@ class StepPlanner:
             seconds -= self._decoding_s
         if tokens:
             self.pace.prefilled(tokens, seconds, by_layers=group.by_layers)
-            if any(isfinite(self._fair_s(request)) for request, _ in group.pieces):
+            if any(request in self._limited for request, _ in group.pieces):
                 self._credit_s -= max(0.0, seconds)
 
     def _next_tokens(self, answers: Sequence[RequestState]) -> list[RequestState]:
@@ -163,12 +164,14 @@ class StepPlanner:
                 least = min(least, alone_s / self._shares.share(tenant))
         return least
 
-    def _add_credit(self, prefilling: Iterable[RequestState]) -> None:
+    def _add_credit(self, prefilling: Sequence[RequestState]) -> None:
         """Let prefills have this step's part of the time that is fair, or what is left of it after what they overdrew.
 
         A pass that cannot be cut takes one layer at least, however long that is, and pauses for it afterwards.
         """
-        fair_s = max(filter(isfinite, map(self._fair_s, prefilling)), default=0.0)
+        fair = {request: self._fair_s(request) for request in prefilling}
+        self._limited = frozenset(request for request, fair_s in fair.items() if isfinite(fair_s))
+        fair_s = max((fair[request] for request in self._limited), default=0.0)
         more_s = max(fair_s - self._decoding_s, _LEAST_SHARE * self._decoding_s)
         self._credit_s = min(more_s, self._credit_s + more_s)
 
@@ -179,7 +182,7 @@ class StepPlanner:
         if self.pace.stale:
             return 0
         seconds = self._decoded_s + self._step_time_s - self._clock()
-        if isfinite(self._fair_s(request)):
+        if request in self._limited:
             if self._credit_s <= 0:
                 return 0
             seconds = min(seconds, self._credit_s)

@@ -14,7 +14,7 @@ from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.scheduling.queue import CacheAwareQueue, RequestT, StoredPrefixes, Waiting
 
 DECODED_COST = 2.0
-"""What a generated token costs, if one of a prefill costs 1 (OSDI 2024, §5.1)."""
+"""What a generated token costs at least, if one of a prefill costs 1 (OSDI 2024, §5.1); by time it may cost more."""
 
 
 class TenantWeights:

@@ -16,6 +16,9 @@ _MOST_CHANGE = 2.0
 """A measurement counts at most so many times the estimate, since a step may have been held up by another process; and
 a piece of a prefill has at most so many times the tokens of the largest one that was measured."""
 
+_MOST_WORTH = 100.0
+"""A generated token counts as at most so many of a prefill."""
+
 _STALE = 16
 """Measurements of prefills after which what answers take alone is measured anew."""
 
@@ -61,6 +64,15 @@ class StepPace:
         if seconds <= 0:
             return 0
         return most if most * token_s <= seconds else int(seconds / token_s)
+
+    def tokens_worth(self, requests: int, *, least: float) -> float:
+        """How many tokens of a prefill take as long as each of so many `requests` takes to decode one.
+
+        It is `least` where less was measured, or nothing, and at most `_MOST_WORTH`.
+        """
+        token_s = self._token_s.get(False, 0.0)
+        worth = self.decoding_s(requests) / requests / token_s if token_s else least
+        return min(max(worth, least), _MOST_WORTH)
 
     def decoded(self, requests: int, seconds: float) -> None:
         """A step in which only so many `requests` decoded took so long."""
