@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
-from chunkweave.engine import runner as runner_module
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.stores import open_store
+from chunkweave.fusion.loop import PassRun
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
@@ -58,16 +58,16 @@ def test_the_layer_loop_does_not_synchronize(method, monkeypatch):
     runner = gpu_runner(attention=AttentionKernel.TRITON)
     warm(runner, prompt)
     runner.prefill(prompt, make_method(method), capture=False)  # kernels are compiled by now
-    run_pass = runner_module.run_pass
+    next_layer = PassRun.next_layer
 
-    def strict(*args, **how):
+    def strict(run: PassRun) -> None:
         try:
             torch.cuda.set_sync_debug_mode("error")
-            return run_pass(*args, **how)
+            next_layer(run)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(runner_module, "run_pass", strict)
+    monkeypatch.setattr(PassRun, "next_layer", strict)
     runner.prefill(prompt, make_method(method), capture=False)
 
 

@@ -12,7 +12,6 @@ from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spread
-from chunkweave.fusion.loop import run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
@@ -26,7 +25,7 @@ from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry, Scattered
-from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
 
 SIZES = (17, 23, 9, 31)
 EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, woven_fraction=0.5)

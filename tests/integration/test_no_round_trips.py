@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkweave.engine import runner as runner_module
+from chunkweave.fusion.loop import PassRun
 from chunkweave.models.attention import FlatResult
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
@@ -76,15 +76,14 @@ def weave(monkeypatch, one_thread):
         bench.precompute(prompt)
         expected = bench.log_probs(prompt, method)
         bench.runner.attention = DeviceOnly()
-        run_pass, found = runner_module.run_pass, []
+        next_layer, found = PassRun.next_layer, []
 
-        def counted(*args, **how):
+        def counted(run: PassRun) -> None:
             with pytest.MonkeyPatch.context() as patch, RoundTrips(patch) as trips:
-                hidden = run_pass(*args, **how)
+                next_layer(run)
             found.extend(trips.found)
-            return hidden
 
-        monkeypatch.setattr(runner_module, "run_pass", counted)
+        monkeypatch.setattr(PassRun, "next_layer", counted)
         if capture:
             prefilled = bench.prefill(prompt, method)
         else:

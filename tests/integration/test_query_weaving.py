@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
-from chunkweave.fusion.loop import run_pass
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
@@ -20,7 +19,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
 from chunkweave.types import joined, spans_of
 from tests.integration.test_weaving_oracles import kv_before_rope
-from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
 
 SIZES = (17, 23, 9, 31)
 RULES = [

@@ -8,7 +8,10 @@ import torch
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.fusion.loop import PassRun
+from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.segment import SegmentSource
+from chunkweave.models.base import DecoderLayers
 from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method
 from chunkweave.store.level import Level
@@ -91,3 +94,11 @@ def make_bench(loaded: LoadedModel, *, budget_bytes: int = 1 << 30) -> Bench:
     store = SegmentStore(tier, budget_bytes=budget_bytes)
     runner = Runner(loaded.model, TieredStore([Level("host", store)]), capture=CaptureConfig(profile=True))
     return Bench(loaded, runner, tier)
+
+
+def run_pass(model: DecoderLayers, batch: Sequence[ActiveRows]) -> torch.Tensor:
+    """A pass through all layers; returns its hidden state."""
+    run = PassRun(model, batch)
+    while not run.done:
+        run.next_layer()
+    return run.hidden

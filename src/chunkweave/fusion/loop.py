@@ -7,7 +7,7 @@ order between them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,37 +37,13 @@ class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
         self.part = part
 
 
-def run_pass(
-    model: DecoderLayers,
-    batch: Sequence[ActiveRows],
-    times: LoopTimes | None = None,
-    attention: FlatAttention | None = None,
-    *,
-    interrupt: Callable[[], bool] | None = None,
-) -> torch.Tensor:
-    """Run the active tokens of all requests through all layers, or as many as the pass of each has.
-
-    `attention` attends (None: PyTorch's). Mutates each request's cache and active set. Returns the hidden state behind
-    the last layer of the last active token of each request whose pass gives answers, `[answering requests, hidden]`, in
-    the order of the batch; in that layer its others give their K and V only. A pass that gives no answers ends with the
-    K and V of its last layer.
-
-    Raises:
-        PassInterrupted: before a layer `interrupt` said so. What the layers before have written, the same pass writes
-            again.
-    """
-    run = PassRun(model, batch, times, attention)
-    while not run.done:
-        if interrupt is not None and interrupt():
-            raise PassInterrupted(run.part_done)
-        run.next_layer()
-    return run.hidden
-
-
 class PassRun:
-    """A pass that is run layer by layer, so that its caller can do other work between two layers.
+    """The active tokens of all requests, run through all layers, or as many as the pass of each has, one by one.
 
-    `hidden` is what `run_pass` gives, once it is `done`; `layer` is how many layers were run.
+    Between two layers its caller can do other work. Mutates each request's cache and active set. `layer` is how many
+    layers were run. Once it is `done`, `hidden` is the hidden state behind the last layer of the last active token of
+    each request whose pass gives answers, `[answering requests, hidden]`, in the order of the batch; in that layer its
+    others give their K and V only. A pass that gives no answers ends with the K and V of its last layer.
     """
 
     def __init__(
@@ -77,7 +53,7 @@ class PassRun:
         times: LoopTimes | None = None,
         attention: FlatAttention | None = None,
     ) -> None:
-        """As for `run_pass`; the tokens are embedded, and nothing else is computed yet."""
+        """The tokens are embedded, and nothing else is computed yet. `attention` attends (None: PyTorch's)."""
         self._model = model
         self._times = times if times is not None else LoopTimes()
         self._attention = attention if attention is not None else SdpaAttention()
