@@ -156,6 +156,19 @@ def test_an_answer_that_has_no_share_of_a_step_waits_for_step_time_and_no_longer
     assert (run.now_s - since_s) / 0.05 <= loud.decode.steps - before < 60
 
 
+def test_a_tenant_pays_no_time_back_that_it_had_in_its_turn():
+    """The new tenant is served as much as the other one before it is limited."""
+    run = simulated(step_tokens=100, step_time_s=0.2)
+    run.submit("", 20, answer=10**6)
+    for _ in range(200):
+        run.step()
+    new, passed_over = run.submit("new", 6000, answer=2), []
+    while new.decode is None:
+        run.step()
+        passed_over.append(new.passed_over)
+    assert max(passed_over) <= 3
+
+
 def test_a_share_is_by_weight():
     speeds = []
     for one in (simulated(step_tokens=64), simulated("quiet=3", step_tokens=64)):
@@ -172,6 +185,37 @@ def test_a_share_is_by_weight():
             one.step()
         speeds.append((quiet.decode.steps - own) / (one.now_s - since_s))
     assert speeds[1] > 1.3 * speeds[0]
+
+
+def test_a_generated_token_costs_what_it_takes():
+    pace = StepPace()
+    assert pace.tokens_worth(1, least=2.0) == 2.0, "nothing was measured"
+    pace.prefilled(100, 0.01, by_layers=False)
+    for requests, worth in ((1, 60.0), (8, 20.0)):
+        pace.decoded(requests, requests * worth * 0.0001)
+        assert pace.tokens_worth(requests, least=2.0) == pytest.approx(worth)
+    pace.decoded(100, 0.0001)
+    assert pace.tokens_worth(100, least=2.0) == 2.0
+
+
+def test_a_tenant_is_not_served_much_because_its_prompts_are_long_and_decoding_is_slow():
+    """One asks over prompts at less than its share of the time, the other for answers without end."""
+    run = simulated(step_tokens=100, step_time_s=None)
+    run.step_s, run.token_s = 0.02, 0.0001
+    for _ in range(10):
+        run.submit("answers", 10, answer=10**6)
+    for _ in range(300):
+        run.step()
+    waited = []
+    for _ in range(40):
+        asked = [run.submit("prompts", 300, answer=40) for _ in range(2)]
+        began = run.now_s
+        while any(one.decode is None for one in asked):
+            run.step()
+        waited.append(run.now_s - began)
+        while any(one.runs for one in asked):
+            run.step()
+    assert max(waited) < 0.5, "neither waits until the other has its answer, which takes 0.8 s"
 
 
 @pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf")])

@@ -258,8 +258,8 @@ class RequestQueue:
         return self._background if request.background else self._speculations
 
 
-_BURST_STEPS = 8
-"""Steps of which a tenant that asks seldom may have all tokens before it takes turns: those of a prompt with chunks."""
+_BURST_STEPS = 16
+"""Steps of which a tenant that asks seldom may have all tokens before it takes turns: a few prompts with answers."""
 
 _BEHIND_ALL = 1 << 60
 """Numbers of requests in the background: they are younger than all others."""
