@@ -151,6 +151,16 @@ def test_a_request_that_comes_byte_by_byte_is_not_waited_for(impatient: ServerTh
         pytest.fail("the server still waits")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/corpora/notes/documents/files"])
+def test_a_client_that_goes_within_its_body_is_no_failure(
+    impatient: ServerThread, path: str, caplog: pytest.LogCaptureFixture
+):
+    with connected(impatient, post(path, {"prompt": "x"}, more_bytes=99)):
+        wait_until(lambda: bool(connections(impatient)))
+    wait_until(lambda: not connections(impatient))
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
+
+
 def test_half_a_body_is_408(impatient: ServerThread):
     with connected(impatient, post("/v1/completions", {"prompt": "x"}, more_bytes=99)) as connection:
         answer = rest_of(connection)

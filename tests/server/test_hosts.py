@@ -66,6 +66,7 @@ def test_a_rebound_name_is_answered_by_the_probes_alone(client: Client):
         {"origin": "http://localhost.evil.example:8000"},
         {"origin": "http://6.6.6.6"},
         {"origin": "http://localhost@evil.example"},
+        {"origin": "http://[x"},
         {"sec_fetch_site": "cross-site"},
         {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "iframe"},
     ],

@@ -1,12 +1,14 @@
 """A client's mistake is a 400 that names the field; only a lost connection or vLLM's own failure is a 502."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from chunkweave.server.vllm_backend.upstream import refusal
 from tests.chat_tools import TEMPLATE, TOOL
 from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring
 from tests.server.fake_vllm import FakeVllm
@@ -210,3 +212,34 @@ def test_errors_in_streams_that_are_handed_through_are_in_our_form(tmp_path: Any
             ("server_error", None, "upstream_error"),
             ("invalid_request_error", "n", None),
         ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_json_in_another_encoding_is_refused(client: Client, encoding: str):
+    """`json.loads` would take it, and nothing in it was counted."""
+    body = json.dumps({"prompt": "\u2200", "documents": ["x"]}, ensure_ascii=False).encode(encoding)
+    reply = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_of_another_kind_is_told_what_it_has_to_be(client: Client, kind: str):
+    reply = client.post(
+        "/v1/completions", content=b'{"prompt": "x", "documents": ["x"]}', headers={"content-type": kind}
+    )
+    assert reply.status_code == 400
+    assert "application/json" in reply.json()["error"]["message"]
+
+
+def test_a_long_message_of_vllms_is_not_searched_for_long():
+    begun_s = time.perf_counter()
+    refusal(404, json.dumps({"error": {"message": "'loc': '', 'msg': \"" * 3000, "code": 404}}).encode())
+    assert time.perf_counter() - begun_s < 0.2
+
+
+def test_tools_that_no_context_holds_are_refused_before_they_are_rendered(client: Client, server_backend: str):
+    tools = [{"type": "function", "function": {"name": "f", "description": "<" * 2_000_000}}]
+    begun_s = time.perf_counter()
+    reply = client.ask(documents=["x"], tools=tools)
+    assert reply.status_code == 400
+    assert time.perf_counter() - begun_s < 2

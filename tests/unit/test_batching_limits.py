@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -159,6 +159,7 @@ def test_what_cannot_be_cut_goes_whole_if_it_fits_or_is_the_first():
     assert budget.pieces(0, [job(1, 10), job(2, 12, cut=False, passed_over=4)]) == [Piece(2, 12), Piece(1, 10)]
 
 
+@settings(deadline=None)
 @given(
     tokens=st.integers(9, 60),
     patience=st.integers(1, 5),

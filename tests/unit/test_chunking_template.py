@@ -1,8 +1,12 @@
 """Chat templates, cut where the parts go."""
 
+import random
+import time
+import unicodedata
+
 import pytest
 
-from chunkweave.chunking.rendering import Marks
+from chunkweave.chunking.rendering import Marks, folded
 from chunkweave.chunking.template import (
     INSTRUCTION,
     PromptTemplate,
@@ -186,3 +190,14 @@ def test_marks_are_drawn_again_if_a_text_has_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("chunkweave.chunking.rendering.secrets.token_hex", lambda _: next(keys))
     marks = Marks.absent_from([{"content": ["AA" * 16]}])
     assert "BB" * 16 in marks.chunks
+
+
+def test_folding_takes_linear_time_and_reads_ordinary_text_as_unicode_says():
+    draw = random.Random(1)
+    letters = ["a", "\u00e9", "e\u0301", " ", "\ufb01", "\uff21", "\u6f22", "\n"]
+    for _ in range(300):
+        text = "".join(draw.choice(letters) for _ in range(draw.randrange(400)))
+        assert folded(text) == unicodedata.normalize("NFKC", text).casefold()
+    begun_s = time.perf_counter()
+    folded("a" + "\u0301" * 300_000 + "\u0316" * 300_000)
+    assert time.perf_counter() - begun_s < 2

@@ -41,24 +41,6 @@ def test_texts_differ_in_order_alone(timing):
     assert sorted(first) == sorted(second)
 
 
-def test_the_load_table_says_what_the_quiet_tenant_saw(timing):
-    import tenant_load
-
-    quiet = {"ttft_p50_s": 0.5, "ttft_p99_s": 1.25, "error_rate": 0.0}
-    loud = {"requests_per_s": 2.0, "error_rate": 0.25}
-    rows = [
-        {"run": "alone", "weight": 1, "quiet": quiet, "loud": None},
-        {"run": "together", "weight": 4, "quiet": quiet, "loud": loud, "p99_over_alone": 1.4},
-    ]
-    alone, together = tenant_load.tables({"rows": rows})["tenant-load"].splitlines()[-2:]
-    assert [cell.strip() for cell in alone.split("|")[1:-1]] == [
-        "alone", "-", "0.500 s", "1.250 s", "-", "-", "0.0%", "-", "-"
-    ]  # fmt: skip
-    assert [cell.strip() for cell in together.split("|")[2:-1]] == [
-        "4 : 1", "0.500 s", "1.250 s", "1.40x", "1.5x", "0.0%", "2.00/s", "25%"
-    ]  # fmt: skip
-
-
 def slices(name: str, times, *, total: float = 3.0, error: str | None = None):
     import quiet_tenant
 

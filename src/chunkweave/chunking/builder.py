@@ -51,7 +51,20 @@ class PromptLimit:
 
     def doubts(self, text: str) -> bool:
         """Whether `text` is so long that `check` has to tokenize slices of it to find out."""
-        return len(text) > max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
+        return len(text) > self._usual_characters
+
+    def check_characters(self, count: int, what: str) -> None:
+        """Refuse what has to be rendered by a template before it can be tokenized.
+
+        Raises:
+            PromptTooLongError: it has more characters than ordinary text has that fits.
+        """
+        if count > self._usual_characters:
+            raise self._error(f"{what} have {count} characters")
+
+    @property
+    def _usual_characters(self) -> int:
+        return max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
 
     def count(self, part: PromptPart) -> None:
         """A part was tokenized. The same chunk counts once, a conversation does not send it again; turns count each."""

@@ -202,16 +202,16 @@ class _Joins:
 
     def __init__(self, control_texts: Iterable[str]) -> None:
         self._controls = tuple(control_texts)
-        folded = [_folded(one) for one in self._controls]
-        self._parts = {one[a:b] for one in folded for a in range(len(one)) for b in range(a + 1, len(one) + 1)}
-        self._beginnings = {one[:stop] for one in folded for stop in range(1, len(one) + 1)}
-        self._ends = {one[start:] for one in folded for start in range(len(one))}
-        self._wholes = tuple(folded)
-        self._most = max(map(len, folded), default=0)
+        wholes = [folded(one) for one in self._controls]
+        self._parts = {one[a:b] for one in wholes for a in range(len(one)) for b in range(a + 1, len(one) + 1)}
+        self._beginnings = {one[:stop] for one in wholes for stop in range(1, len(one) + 1)}
+        self._ends = {one[start:] for one in wholes for start in range(len(one))}
+        self._wholes = tuple(wholes)
+        self._most = max(map(len, wholes), default=0)
 
     def may_take(self, text: str) -> bool:
         """Whether a text is in a control token, or holds one, or one may begin or end with it."""
-        text = _folded(text.strip())
+        text = folded(text.strip())
         lengths = range(1, min(self._most, len(text)) + 1)
         return (
             text in self._parts
@@ -223,7 +223,7 @@ class _Joins:
         """A text with stand-ins where a control token would take a character of it."""
         word = text.strip()
         begins = text.find(word)
-        places = {0, len(word) - 1} if _folded(word) == word.casefold() else set(range(len(word)))
+        places = {0, len(word) - 1} if folded(word) == word.casefold() else set(range(len(word)))
         for one in self._controls:
             places |= {match.start() for match in re.finditer(re.escape(one), word, re.IGNORECASE)}
         characters = list(text)
@@ -232,5 +232,15 @@ class _Joins:
         return "".join(characters)
 
 
-def _folded(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold()
+_PIECES = re.compile(r"(?s).{1,128}[^\x00-\x7f]{0,128}")
+"""Pieces of a text that end before an ASCII character, which belongs to nothing before it, or after 256 characters."""
+
+
+def folded(text: str) -> str:
+    """A text in compatibility form (NFKC) without case.
+
+    Piece by piece: of a long run of combining marks `unicodedata` takes quadratic time, in one call.
+    """
+    if text.isascii():
+        return text.casefold()
+    return "".join(unicodedata.normalize("NFKC", piece) for piece in _PIECES.findall(text)).casefold()

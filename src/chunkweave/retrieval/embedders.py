@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkweave.chunking.rendering import folded
 from chunkweave.errors import UsageError, install_extra
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class HashedNgramEmbedder:
         return self._embed(text, self._word_features).astype(np.float32)
 
     def _embed(self, text: str, features_of: Callable[[str], _Features]) -> NDArray[np.float64]:
-        words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+        words = _WORD.findall(folded(text))
         if not words:
             return np.zeros(self.dimension)
         counts = Counter(words)

@@ -106,7 +106,7 @@ def parsed_json(raw: bytes) -> Any:
             names the field.
     """
     try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode())  # bytes may also be UTF-16 to it, in which nothing was counted
         for place, why in _unsendable(body):
             where = place_of(place)
             raise HttpError(400, f"{where or 'the body'} {why}", param=where or None)
@@ -175,19 +175,27 @@ async def beside(parts: Parts, tenant: Tenant, raw: bytes, work: Callable[[], An
 
 
 class BodyRoute(APIRoute):
-    """A route whose JSON body is read here. A large one takes one of its tenant's places while it comes and is read."""
+    """A route whose JSON body is read here. A large one takes one of its tenant's places while it comes and is read.
+
+    A form takes one until it is answered.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """A handler that gives the usual one a body that is valid."""
         handler = super().get_route_handler()
         kind = None if self.body_field is None else self.body_field.field_info.annotation
-        if not (isinstance(kind, type) and issubclass(kind, Body)):
+        if kind is None:
             return handler
 
         async def handle(request: Request) -> Response:
-            if not _is_json(request):
-                return await handler(request)
             tenant, parts = request.state.tenant, request.app.state.service.require_ready()
+            if not (isinstance(kind, type) and issubclass(kind, Body)):  # a form, which its handler reads on
+                with parts.limits.occupy(tenant.name):
+                    return await handler(request)
+            if not _is_json(request):
+                raise HttpError(
+                    400, "the body must be JSON: send `content-type: application/json`", code="invalid_json"
+                )
             with place_if_large(request, parts, tenant):
                 read = await self.read(request, kind, parts, tenant)
             return read if isinstance(read, Response) else await handler(read)

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from chunkweave.errors import (
     ChunkweaveError,
@@ -156,11 +157,13 @@ def _not_stored(error: Exception) -> HttpError | None:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Have an app answer every error in this form."""
-    for kind in (HTTPException, RequestValidationError, ChunkweaveError, Exception):
+    for kind in (HTTPException, RequestValidationError, ChunkweaveError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer)
 
 
 async def _answer(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, ClientDisconnect):
+        return HttpError(400, "the rest of the body did not come").response
     if isinstance(error, RequestValidationError):
         return invalid_request(error.errors(), error.body).response
     if isinstance(error, HTTPException) and not isinstance(error, HttpError):

@@ -8,7 +8,6 @@ resolves to 127.0.0.1 (DNS rebinding), which only `Host` shows, or from its own 
 import re
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -70,7 +69,7 @@ def _check(headers: Headers, listen: ListenSettings, *, opens_page: bool) -> Non
         raise HttpError(421, message, code="host_not_allowed")
     for origin in headers.getlist("origin"):
         # An address is no proof here: a page may come from one, too.
-        page = _name(urlsplit(origin).netloc.lower()) if "://" in origin else None
+        page = _name(origin.lower().partition("://")[2])
         if page is None or not (page == host or _is_named(page, listen)):
             message = f"pages of {origin} may not use this server: see allowed_hosts"
             raise HttpError(403, message, code="origin_not_allowed")

@@ -295,8 +295,7 @@ async def add_files(
                 raise HttpError(400, f"an upload may have {MOST_DOCUMENTS} documents", param="files")
         return await _ingested(name, documents, update, parts, tenant)
 
-    with parts.limits.occupy(tenant.name):
-        return await unless_gone(request.receive, work())
+    return await unless_gone(request.receive, work())
 
 
 @corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503, 507))

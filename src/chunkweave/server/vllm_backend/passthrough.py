@@ -37,7 +37,20 @@ _OURS = ("documents", FIELD)
 _TEXTS = ("messages", "prompt")
 """Where a completion request has texts."""
 
-SALTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+SALTED = (
+    "/classify",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+)
 """Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
 
 _TRIES = 2
@@ -52,20 +65,7 @@ _MOST_VALUES = 300_000
 
 _FOR_ALL: Mapping[str, Sequence[str]] = {
     "GET": ("/v1/models", "/v1/models/{model:path}"),
-    "POST": (
-        *SALTED,
-        "/classify",
-        "/detokenize",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/tokenize",
-        "/v1/embeddings",
-        "/v1/rerank",
-        "/v1/score",
-        "/v2/embed",
-        "/v2/rerank",
-    ),
+    "POST": (*SALTED, "/detokenize", "/tokenize"),
 }
 """By method, paths of vLLM that keep nothing of a request where another request could find it."""
 

@@ -172,7 +172,10 @@ class PromptPreparer:
 
     def _built(self, request: Request, chat: ChatDetails) -> Prompt:
         model = None if chat.model == self._model else chat.model
-        builder = self._builder_for(model, json.dumps(chat.variables, sort_keys=True))
+        variables = json.dumps(chat.variables, sort_keys=True)
+        limit = PromptLimit(self._most_tokens)
+        limit.check_characters(len(variables) + len(json.dumps(chat.exchanges)), "tools and their messages")
+        builder = self._builder_for(model, variables)
         last = len(chat.exchanges) - 1
         exchanges = [
             rendered_exchange(self.tokenizer, messages, chat.variables, first=not number, answered=number < last)
@@ -190,7 +193,7 @@ class PromptPreparer:
             history=history,
             exchange=exchanges[-1] if exchanges else None,
             cache_salt=request.cache_salt,
-            limit=PromptLimit(self._most_tokens),
+            limit=limit,
         )
 
     def _alike(self, adapter: str | None, variables: str) -> PromptBuilder:

@@ -95,7 +95,7 @@ class FleetRemovals:
         noted = await self._journal.add([self._key_of(one) for one in replicas], removal)
         answers = await asyncio.gather(*(self._remove_at(one, removal, ids) for one in replicas))
         confirmed = {
-            key: {noted[key]: 1}
+            key: {noted[key]}
             for key, answer in zip(map(self._key_of, replicas), answers, strict=True)
             if answer is not None
         }
@@ -145,11 +145,11 @@ class FleetRemovals:
     async def _catch_up_at(self, replica: Replica) -> None:
         key = self._key_of(replica)
         while pending := self._journal.pending(key):
-            removal, times = next(iter(pending.items()))
+            number, removal = next(iter(pending.items()))
             removed = await self._send(replica, removal)
             if removed.left or removed.unasked:
                 logger.error("%s could not remove everything that was pending: %s", replica.name, removed.report)
-            await self._journal.done({key: pending if removal == EVERYTHING else {removal: times}})
+            await self._journal.done({key: pending.keys() if removal == EVERYTHING else {number}})
 
     async def _send(self, replica: Replica, removal: Removal) -> Removed:
         """What a replica says of a removal, for the model and each adapter that it serves.
@@ -182,7 +182,7 @@ class FleetRemovals:
             **({"cache_salt": removal.salt} if removal.salt else {}),
             "kv_transfer_params": {FIELD: removal_params(chunks, removal.start)},
         }
-        async with asyncio.timeout(self._times.answer_s), self._turns[replica.name]:
+        async with self._turns[replica.name], asyncio.timeout(self._times.answer_s):  # waiting for a turn is no silence
             answer = await replica.upstream.complete_whole(body)
         params = answer.get("kv_transfer_params")
         return Removed.of(params.get(FIELD) if isinstance(params, Mapping) else None)

@@ -1,12 +1,12 @@
 """Removals that a replica has not confirmed: kept until it has, beyond the end of this server too."""
 
 import asyncio
+import itertools
 import json
 import logging
 import os
 import secrets
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ JOURNAL_FILE = "removals.json"
 _FORMAT = 1
 MOST_TOKENS = 1 << 20
 """Tokens of the chunks that are kept for one replica: some megabytes. What is more becomes `EVERYTHING`."""
+
+_MOST_ENTRIES = 4096
+"""Removals that are pending for one replica; more become `EVERYTHING` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,49 +57,59 @@ class RemovalJournal:
         self._path = None if folder is None else folder / JOURNAL_FILE
         self._most_tokens = most_tokens
         self._writing = asyncio.Lock()
-        self._pending: dict[str, Counter[Removal]] = {}
+        self._numbers = itertools.count()
+        self._pending: dict[str, dict[int, Removal]] = {}
         self.lasting = self._path is not None
         """Whether what is pending now outlives this process."""
         if self._path is not None:
             try:
-                self._pending = _read(self._path)
+                self._pending = {key: self._numbered(removals) for key, removals in _read(self._path).items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 logger.error("%s cannot be read (%s): all replicas remove everything", self._path, error)
-                self._pending = {key: Counter([EVERYTHING]) for key in keys}
+                self._pending = {key: self._numbered([EVERYTHING]) for key in keys}
 
-    def pending(self, key: str) -> Mapping[Removal, int]:
-        """What a replica has to remove, and how often that was asked for; a copy."""
-        found = self._pending.get(key, Counter())
-        return {EVERYTHING: found[EVERYTHING], **found} if EVERYTHING in found else dict(found)
+    def pending(self, key: str) -> Mapping[int, Removal]:
+        """What a replica has to remove, by the number of each note, `EVERYTHING` first; a copy."""
+        found = self._pending.get(key, {})
+        return dict(sorted(found.items(), key=lambda one: one[1] != EVERYTHING))
 
-    async def add(self, keys: Collection[str], removal: Removal) -> dict[str, Removal]:
-        """Note a removal for these replicas, before any of them is asked; returns what was noted for each."""
-        noted = {key: self._noted(key, removal) for key in keys}
-        for key, one in noted.items():
-            self._pending.setdefault(key, Counter())[one] += 1
+    async def add(self, keys: Collection[str], removal: Removal) -> dict[str, int]:
+        """Note a removal for these replicas, before any of them is asked; returns the number of each note.
+
+        A note has a number of its own: what one removal confirms takes no other's note away, be it equal.
+        """
+        noted = {key: self._note(key, removal) for key in keys}
         await self._write()
         return noted
 
-    async def done(self, confirmed: Mapping[str, Mapping[Removal, int]]) -> None:
-        """Replicas have confirmed removals, so often each."""
-        for key, removals in confirmed.items():
-            left = self._pending.get(key, Counter()) - Counter(removals)
+    async def done(self, confirmed: Mapping[str, Collection[int]]) -> None:
+        """Replicas have confirmed what these notes say; a note that is gone already is passed over."""
+        for key, numbers in confirmed.items():
+            left = {number: one for number, one in self._pending.get(key, {}).items() if number not in numbers}
             self._pending[key] = left
             if not left:
                 del self._pending[key]
         await self._write()
 
-    def _noted(self, key: str, removal: Removal) -> Removal:
-        found = self._pending.get(key, Counter())
-        more = 0 if removal in found else removal.tokens
-        return removal if sum(one.tokens for one in found) + more <= self._most_tokens else EVERYTHING
+    def _note(self, key: str, removal: Removal) -> int:
+        found = self._pending.setdefault(key, {})
+        tokens = sum(one.tokens for one in {*found.values(), removal})
+        if len(found) >= _MOST_ENTRIES:
+            found.clear()
+            removal = EVERYTHING
+        number = next(self._numbers)
+        found[number] = removal if tokens <= self._most_tokens else EVERYTHING
+        return number
+
+    def _numbered(self, removals: Iterable[Removal]) -> dict[int, Removal]:
+        return {next(self._numbers): one for one in removals}
 
     async def _write(self) -> None:
         if self._path is None:
             return
         path = self._path
         async with self._writing:
-            pending = {key: list(removals) for key, removals in self._pending.items()}
+            pending = {key: list(dict.fromkeys(notes.values())) for key, notes in self._pending.items()}
             try:
                 await in_thread(lambda: _replace(path, pending))
                 self.lasting = True
@@ -105,14 +118,14 @@ class RemovalJournal:
                 self.lasting = False
 
 
-def _read(path: Path) -> dict[str, Counter[Removal]]:
+def _read(path: Path) -> dict[str, list[Removal]]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']!r}")
-    return {str(key): Counter(_removal(one) for one in removals) for key, removals in data["pending"].items()}
+    return {str(key): [_removal(one) for one in removals] for key, removals in data["pending"].items()}
 
 
 def _removal(given: Mapping[str, Any]) -> Removal:

@@ -21,6 +21,9 @@ COMPLETIONS = "/v1/completions"
 _VALIDATION = re.compile(r"'loc': '(?P<place>[^']*)', 'msg': (?P<quote>['\"])(?P<message>.*?)(?P=quote)[,}]")
 """The first error of a list of Pydantic's, as vLLM writes them into its message."""
 
+_MOST_CHARACTERS = 2000
+"""Of a message of vLLM's, which may quote the request: more is not looked at."""
+
 _ABOUT_FIELD = re.compile(r"(?P<field>[a-z]+(_[a-z]+)*) (must|cannot|contains)\b")
 """How vLLM begins what it says of one field."""
 
@@ -301,7 +304,7 @@ def failed_reply(status: int = 502) -> HttpError:
 def _refusal_of(error: Mapping[str, Any], status: int) -> UpstreamFailedError | HttpError:
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else status
-    message = str(error.get("message") or error.get("detail") or "vLLM refused the request")
+    message = str(error.get("message") or error.get("detail") or "vLLM refused the request")[:_MOST_CHARACTERS]
     if status >= 500:
         return UpstreamFailedError(f"vLLM failed: {message}")
     param = error.get("param")
