@@ -442,6 +442,8 @@ def test_tenants_never_share_a_salt(vllm):
     with running_front(vllm, keys=key_ring()) as front:
         assert front.ask(documents=DOCUMENTS).status_code == 401
         for key in KEYS.values():
+            pooled = front.post("/v1/embeddings", json={"input": "x"}, headers={"authorization": f"Bearer {key}"})
+            assert "cache_salt" in json.loads(pooled.json()["body"])
             for body in ({"documents": DOCUMENTS}, {"prompt": "plain"}, {"prompt": "plain", "cache_salt": "x"}):
                 path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
                 whole = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, **body}

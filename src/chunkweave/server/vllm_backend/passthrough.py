@@ -37,16 +37,17 @@ _OURS = ("documents", FIELD)
 _TEXTS = ("messages", "prompt")
 """Where a completion request has texts."""
 
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Endpoints that an adapter answers at."""
+
 SALTED = (
+    *_GENERATING,
     "/classify",
     "/pooling",
     "/rerank",
     "/score",
-    "/v1/chat/completions",
-    "/v1/completions",
     "/v1/embeddings",
     "/v1/rerank",
-    "/v1/responses",
     "/v1/score",
     "/v2/embed",
     "/v2/rerank",
@@ -186,7 +187,7 @@ class Passthrough:
         added: dict[str, Any] = {}
         if not tenant.anonymous and isinstance(given, str):
             added["cache_salt"] = tenant.salt(given)
-        if self._model is not None and not body.get("model"):
+        if self._model is not None and path in _GENERATING and not body.get("model"):
             added["model"] = self._model
         return json.dumps({**body, **added}).encode() if added else raw
 
