@@ -159,14 +159,14 @@ class NotRemovedError(ChunkweaveError):
         self, removed: int, left: int, unasked: Sequence[str] = (), *, silent: Sequence[str] = (), lasting: bool
     ) -> None:
         until = "any more" if lasting else "until this process ends, since that could not be noted on disk"
-        told = [f"{removed} stored segments were removed"]
+        said = [f"{removed} stored segments were removed"]
         if left:
-            told.append(f"{left} cannot be removed now, are not used {until}, and it is tried again")
+            said.append(f"{left} cannot be removed now, are not used {until}, and it is tried again")
         if unasked:
-            told.append(f"the {' and '.join(unasked)} tier could not be asked what it holds: ask again")
+            said.append(f"the {' and '.join(unasked)} tier could not be asked what it holds: ask again")
         if silent:
-            told.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
-        super().__init__("; ".join(told))
+            said.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
+        super().__init__("; ".join(said))
         self.removed = removed
         self.left = left
         self.unasked = tuple(unasked)

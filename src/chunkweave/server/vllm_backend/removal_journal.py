@@ -27,7 +27,7 @@ _MOST_ENTRIES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Chunks to be removed, by their tokens, that were stored under one cache salt; None stands for all of all salts.
+    """Chunks to be removed, by their tokens, that were stored under one cache salt; None means all of all salts.
 
     The prompts that they were computed in began with `start`.
     """
