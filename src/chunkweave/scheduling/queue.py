@@ -257,7 +257,7 @@ class Prefilling:
     `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
     `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
     in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`), `lone`
-    whether that has nothing else under way. It is in the step only while all its prefills have at most `most_tokens`.
+    whether that has no other request. It is in the step only while all its prefills have at most `most_tokens`.
     """
 
     number: int

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Form, Header, Request
 from fastapi.responses import HTMLResponse, Response
-from pydantic import ValidationError
 
 import chunkweave
 from chunkweave.metrics import ReuseReport
@@ -18,7 +17,8 @@ from chunkweave.page.render import STATIC
 from chunkweave.page.views import KINDS, kind_tokens, share_of_tiers
 from chunkweave.planning.method import METHODS, parameter_of
 from chunkweave.server.auth import Tenant
-from chunkweave.server.errors import HttpError, invalid_request
+from chunkweave.server.bodies import validated
+from chunkweave.server.errors import HttpError
 from chunkweave.server.observability import RequestMeta
 from chunkweave.server.requests import Body, ChatBody, ChunksBody, ClearBody
 from chunkweave.server.routes import (
@@ -188,10 +188,7 @@ def _number(text: str, what: str, kind: type) -> Any:
 
 
 def _checked(kind: type[BodyT], **fields: Any) -> BodyT:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise invalid_request([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], fields) from error
+    return validated(kind, fields)
 
 
 FromForm = Annotated[Asked, Depends()]
