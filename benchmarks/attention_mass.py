@@ -33,13 +33,13 @@ from scipy.stats import spearmanr
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.datasets import PromptMaker, bundled_examples, load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.worlds.world import world_examples
 from chunkweave.fusion.capture import evenly_spread
 from chunkweave.planning.method import make_method
 from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
+from chunkweave_lab.datasets import PromptMaker, bundled_examples, load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.worlds.world import world_examples
 
 OFF = CaptureConfig(profile=False)
 ALL = CaptureConfig(profile=True, layers=None, heads=None)

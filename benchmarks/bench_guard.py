@@ -24,7 +24,7 @@ from rich.console import Console
 
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 if TYPE_CHECKING:
     from chunkweave.chunking.prompt import Prompt
@@ -89,8 +89,8 @@ def measured() -> dict[str, list[float]]:
     import torch
 
     from chunkweave import Engine
-    from chunkweave.eval.datasets import bundled_examples
-    from chunkweave.eval.ttft import TtftConfig, make_workload, measure
+    from chunkweave_lab.datasets import bundled_examples
+    from chunkweave_lab.ttft import TtftConfig, make_workload, measure
 
     torch.set_num_threads(1)
     config = TtftConfig(METHODS, chunks=CHUNKS, chunk_tokens=CHUNK_TOKENS, questions=ROUNDS)

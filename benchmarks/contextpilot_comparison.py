@@ -31,7 +31,8 @@ from rich.table import Table
 
 from chunkweave.cli.console import status
 from chunkweave.errors import UsageError
-from chunkweave.eval.chunk_order import (
+from chunkweave.ordering.ordering import Unordered, make_ordering
+from chunkweave_lab.chunk_order import (
     LimitedCache,
     PathCache,
     ReplayConfig,
@@ -40,9 +41,8 @@ from chunkweave.eval.chunk_order import (
     replay_arranged,
     saving_bound,
 )
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.trace import Arrival, Part
-from chunkweave.ordering.ordering import Unordered, make_ordering
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.simulator.trace import Arrival, Part
 
 OURS = ("original", "frequency", "tree-greedy")
 SCRIPT = Path(__file__).with_name("contextpilot_orders.py")

@@ -39,11 +39,6 @@ from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.eval.deviation import kv_deviation, question_attention
-from chunkweave.eval.fidelity import Task, prepare
-from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.eval.scores import mean_interval
-from chunkweave.eval.warming import Warmth
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import make_method, one_pass, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Plan
@@ -51,6 +46,11 @@ from chunkweave.planning.scores import FocusTracker, order_penalty, prefix_overl
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
+from chunkweave_lab.deviation import kv_deviation, question_attention
+from chunkweave_lab.fidelity import Task, prepare
+from chunkweave_lab.results import BenchmarkResult, write_json
+from chunkweave_lab.scores import mean_interval
+from chunkweave_lab.warming import Warmth
 
 GROUPS = ("scores", "growing")
 SCORES = ("CCI", "1 - beta", "gamma", "1 - beta'", "CCI (1 - beta')")

@@ -36,12 +36,12 @@ from rich.table import Table
 from chunkweave.config import ConversationConfig, SamplingParams
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Answer
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import best_scores, mean_interval
-from chunkweave.eval.worlds.questions import sample_request
-from chunkweave.eval.worlds.records import QuestionKind, Request, Split, World
-from chunkweave.eval.worlds.world import generate_world
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.scores import best_scores, mean_interval
+from chunkweave_lab.worlds.questions import sample_request
+from chunkweave_lab.worlds.records import QuestionKind, Request, Split, World
+from chunkweave_lab.worlds.world import generate_world
 
 METHODS = ("prefix", "cacheblend", "cachecraft")
 KINDS = (QuestionKind.SINGLE, QuestionKind.BRIDGE, QuestionKind.ALIAS, QuestionKind.CORRECTION, QuestionKind.COMPARISON)

@@ -24,13 +24,13 @@ from torch.nn import functional
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.eval.deviation import reused_positions
-from chunkweave.eval.fidelity import Task
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.attention import attend_masked, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
+from chunkweave_lab.deviation import reused_positions
+from chunkweave_lab.fidelity import Task
 
 GROUPS = ("scores", "maps")
 WAYS = ("alone", "neutral")

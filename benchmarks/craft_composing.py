@@ -18,11 +18,11 @@ from typing import Any
 from docs_tables import markdown_table
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.eval.chunk_order import UnlimitedCache
-from chunkweave.eval.simulator.trace import Arrival, Part, key_of
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.types import ChunkId
+from chunkweave_lab.chunk_order import UnlimitedCache
+from chunkweave_lab.simulator.trace import Arrival, Part, key_of
 
 WANTED = 1.3
 """CRAFT §6.3 has 1.29 over CacheBlend."""

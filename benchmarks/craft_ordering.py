@@ -36,14 +36,14 @@ from rich.console import Console
 
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
-from chunkweave.eval.chunk_order import ORACLE, ReplayConfig, overlap_of, replay, saving_bound
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.trace import Arrival, Part, poisson_times
-from chunkweave.eval.simulator.workloads import QUESTION_TOKENS, Corpus, bundled_token_count, draw_requests
 from chunkweave.models.loading import load_folder, load_shape
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
+from chunkweave_lab.chunk_order import ORACLE, ReplayConfig, overlap_of, replay, saving_bound
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.simulator.trace import Arrival, Part, poisson_times
+from chunkweave_lab.simulator.workloads import QUESTION_TOKENS, Corpus, bundled_token_count, draw_requests
 
 ORDERINGS = ("frequency", "tree-greedy")
 METHODS = ("prefix", "cacheblend", "cachecraft", "query")

@@ -10,12 +10,12 @@ from typing import Any
 
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.scores import best_scores, mean_interval
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.scores import best_scores, mean_interval
 
 FULL = "full"
 

@@ -38,9 +38,9 @@ from server_process import resident_bytes, serving
 from world_corpus import make_corpus
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.eval.summaries import percentile
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.results import BenchmarkResult, write_json
+from chunkweave_lab.summaries import percentile
 
 PARTS = 10
 """Of the day, a row each."""

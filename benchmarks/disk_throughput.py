@@ -32,7 +32,6 @@ from rich.table import Table
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
-from chunkweave.eval.results import BenchmarkResult, drop_page_cache, write_json
 from chunkweave.kv.segment import CODECS, Codec, SegmentKV, SegmentSource
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
@@ -43,6 +42,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
+from chunkweave_lab.results import BenchmarkResult, drop_page_cache, write_json
 
 FINGERPRINT = "b" * 32
 PIECE_BYTES = 1 << 20

@@ -34,10 +34,10 @@ from oracles import (
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.eval.decoding import decode_greedily
-from chunkweave.eval.deviation import reused_positions
-from chunkweave.eval.fidelity import Task
 from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.deviation import reused_positions
+from chunkweave_lab.fidelity import Task
 
 GROUPS = ("drafts",)
 WAYS = ("alone", "neutral")

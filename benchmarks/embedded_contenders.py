@@ -23,9 +23,9 @@ from sustained_engines import FULL, TOP, FirstToken
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import StoreConfig
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.contenders import make_contenders
 from chunkweave.planning.plan import KVSource
-from chunkweave.server.vllm_backend.process import SERVER
+from chunkweave_lab.contenders import make_contenders
+from chunkweave_server.vllm_backend.process import SERVER
 
 TRANSFORMERS, LLAMA, LLAMA_SHIFTING, VLLM, OWN = "transformers", "llama.cpp", "llama.cpp:cache-reuse", "vllm", "own"
 FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError, OSError, EOFError)

@@ -54,10 +54,10 @@ from rich.console import Console
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.settings import GIB
+from chunkweave_lab.contenders import make_contenders
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 PEERS = (TRANSFORMERS, LLAMA, f"{LLAMA}:cache-reuse", VLLM)
 CONTENDERS = (

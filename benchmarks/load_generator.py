@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.eval.summaries import percentile
+from chunkweave_lab.summaries import percentile
 
 Ask = Callable[[int], AsyncIterator[int]]
 """Makes request number n (from 0) and yields the number of new tokens whenever some have come."""

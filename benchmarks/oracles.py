@@ -34,19 +34,10 @@ from chunkweave.chunking.neutral import neutral_id
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.cli.console import progress
-from chunkweave.cli.fidelity import PromptOptions, measured_with
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
-from chunkweave.eval.contenders import make_contenders
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.decoding import decode_greedily
-from chunkweave.eval.deviation import kv_deviation, question_attention, reused_positions
-from chunkweave.eval.fidelity import FidelityConfig, Task, divergence, log_probabilities, make_tasks
-from chunkweave.eval.results import BenchmarkResult, QuestionLog, check_writable, write_json
-from chunkweave.eval.scores import mean_interval, ratio_interval
-from chunkweave.eval.warming import Warmth, prefill_and_store
 from chunkweave.fusion.rows import flags_of
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
@@ -55,6 +46,15 @@ from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import segment_id
 from chunkweave.types import Chunk, Geometry
+from chunkweave_lab.cli.fidelity import PromptOptions, measured_with
+from chunkweave_lab.contenders import make_contenders
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.deviation import kv_deviation, question_attention, reused_positions
+from chunkweave_lab.fidelity import FidelityConfig, Task, divergence, log_probabilities, make_tasks
+from chunkweave_lab.results import BenchmarkResult, QuestionLog, check_writable, write_json
+from chunkweave_lab.scores import mean_interval, ratio_interval
+from chunkweave_lab.warming import Warmth, prefill_and_store
 
 WAYS = ("alone", "instruction", "neutral")
 BUDGETS = (0.05, 0.15)

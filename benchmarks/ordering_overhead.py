@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.ordering.arrangement import AccessTable, Arranger
 from chunkweave.ordering.ordering import ORDERINGS, ChunkOrder, OrderingConfig, Unordered, make_ordering
 from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM = ChunkId("system")
 TOKENS = 128

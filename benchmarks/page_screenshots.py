@@ -15,8 +15,8 @@ from random import Random
 import httpx
 from playwright.sync_api import Page, expect, sync_playwright
 
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import load_dataset
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import load_dataset
 
 REQUESTS, AT_ONCE, PASSAGES = 30, 4, 6
 WAIT_MS = 300_000

@@ -58,16 +58,16 @@ from chunkweave.chunking.template import template_for
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.eval.contenders import make_contenders, value_of
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, commit, write_json
-from chunkweave.eval.summaries import percentile
 from chunkweave.planning.method import parameter_of
-from chunkweave.server.vllm_backend.prepare import load_tokenizer
-from chunkweave.server.vllm_backend.process import CONNECTOR, SERVER
-from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
 from chunkweave.settings import GIB
 from chunkweave.vllm.report_socket import VARIABLE
+from chunkweave_lab.contenders import make_contenders, value_of
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, commit, write_json
+from chunkweave_lab.summaries import percentile
+from chunkweave_server.vllm_backend.prepare import load_tokenizer
+from chunkweave_server.vllm_backend.process import CONNECTOR, SERVER
+from chunkweave_server.vllm_backend.reports import ReportInbox, tokens_by_source
 
 FULL, PREFIX_CACHING, CONTEXTPILOT, LMCACHE = "full", "prefix-caching", "contextpilot", "lmcache"
 PLUGIN, OWN = "plugin", "own"

@@ -14,8 +14,8 @@ from random import Random
 
 from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
-from chunkweave.eval.datasets import Example
 from chunkweave.types import Chunk
+from chunkweave_lab.datasets import Example
 
 COLD, WARM, SHUFFLED, CONVERSATIONS = WORKLOADS = ("cold", "warm", "shuffled", "conversations")
 _WARM_UP = 2

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.planning.method import make_method
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 GEOMETRY = Geometry(24, 896, 14, 2, 64, 4864, 151_936, 32_768)
 """Of Qwen2.5 0.5B."""

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.quality import QualityConfig, measure_quality
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.summaries import QualitySample, summarize_quality
-from chunkweave.eval.worlds.world import world_examples
 from chunkweave.kv.request_cache import RequestCache, Rotate
+from chunkweave_lab.quality import QualityConfig, measure_quality
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.summaries import QualitySample, summarize_quality
+from chunkweave_lab.worlds.world import world_examples
 
 _load_layer = RequestCache.load_layer
 

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
 
-from chunkweave.eval.results import BenchmarkResult, write_json
-from chunkweave.eval.simulator.trace import Arrival, Trace, build_trace
-from chunkweave.eval.simulator.workloads import SourceConfig, open_source
 from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 from chunkweave.settings import GIB
+from chunkweave_lab.results import BenchmarkResult, write_json
+from chunkweave_lab.simulator.trace import Arrival, Trace, build_trace
+from chunkweave_lab.simulator.workloads import SourceConfig, open_source
 
 SHAPE = "smollm2-135m"
 """What the measured costs are of: from its floating-point operations alone follow other ones."""

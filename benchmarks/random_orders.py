@@ -20,13 +20,13 @@ import torch
 
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.cli.console import progress
-from chunkweave.cli.fidelity import PromptOptions
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.decoding import answer_text, decode_greedily
-from chunkweave.eval.fidelity import FidelityConfig, Task, log_probabilities, make_tasks, negative_log_likelihood
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import f1, mean_interval, rouge_l
 from chunkweave.planning.method import make_method
+from chunkweave_lab.cli.fidelity import PromptOptions
+from chunkweave_lab.decoding import answer_text, decode_greedily
+from chunkweave_lab.fidelity import FidelityConfig, Task, log_probabilities, make_tasks, negative_log_likelihood
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.scores import f1, mean_interval, rouge_l
 
 MEASURES = ("nll", "f1", "rouge_l")
 """Of the first right answer, of the free answer, and of that against the answer in the given order."""

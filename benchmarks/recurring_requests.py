@@ -3,10 +3,10 @@
 from pathlib import Path
 from random import Random
 
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.simulator.workloads import recurring
-from chunkweave.eval.worlds.world import world_requests
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.simulator.workloads import recurring
+from chunkweave_lab.worlds.world import world_requests
 
 _CANDIDATES = 8
 """Passages that a retrieval would rank for a question about a world, of which it returns k."""

@@ -28,7 +28,7 @@ from docs_figures import FigureError, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
 from chunkweave.errors import DocumentError
-from chunkweave.eval.results import commit, machine, to_json
+from chunkweave_lab.results import commit, machine, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("command", "commit", "machine")

@@ -32,14 +32,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.eval.chunk_order import overlap_of, replay
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.trace import Arrival, Part
-from chunkweave.eval.simulator.workloads import bundled_token_count
 from chunkweave.retrieval.embedders import make_embedder
 from chunkweave.retrieval.faiss_indexes import new_faiss_index
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind, SearchStage, VectorIndex
+from chunkweave_lab.chunk_order import overlap_of, replay
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.simulator.trace import Arrival, Part
+from chunkweave_lab.simulator.workloads import bundled_token_count
 
 TOP = (0.01, 0.03, 0.05, 0.1, 0.2)
 """Shares of the documents, the most accessed first."""

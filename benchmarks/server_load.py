@@ -68,7 +68,7 @@ from server_load_workload import (
 from server_process import serving
 
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.eval.results import (
+from chunkweave_lab.results import (
     BenchmarkResult,
     check_writable,
     commit,

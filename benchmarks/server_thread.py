@@ -2,9 +2,9 @@
 
 import threading
 
-from chunkweave.server.app import Server, listening_socket
-from chunkweave.server.service import Service
-from chunkweave.server.settings import ListenSettings
+from chunkweave_server.app import Server, listening_socket
+from chunkweave_server.service import Service
+from chunkweave_server.settings import ListenSettings
 
 
 class ServerThread:

@@ -6,8 +6,8 @@ from typing import Any
 
 from docs_tables import rewrite_page
 
-from chunkweave.server.settings import GROUPS
 from chunkweave.settings import Place, Setting, settings_of
+from chunkweave_server.settings import GROUPS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _COLUMNS = {

@@ -10,11 +10,11 @@ from math import gcd
 from typing import Any
 
 from chunkweave.errors import UsageError, install_extra
-from chunkweave.eval.simulator.simulation import SimulationConfig, SimulationResult, Tier, bounds_of, simulate
-from chunkweave.eval.simulator.trace import Arrival, Trace, at_times, build_trace, poisson_times
 from chunkweave.planning.cost import CostModel
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
 from chunkweave.store.records import SegmentRecord
+from chunkweave_lab.simulator.simulation import SimulationConfig, SimulationResult, Tier, bounds_of, simulate
+from chunkweave_lab.simulator.trace import Arrival, Trace, at_times, build_trace, poisson_times
 
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "reuse-frequency")
 _BISECTIONS = 7

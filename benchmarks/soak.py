@@ -21,12 +21,12 @@ from server_process import resident_bytes
 from server_thread import ServerThread
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
-from chunkweave.eval.results import BenchmarkResult, to_json, write_json
-from chunkweave.server.backend import Stage
-from chunkweave.server.engine_backend import EngineBackend
-from chunkweave.server.service import Service
-from chunkweave.server.settings import Settings, resolve
 from chunkweave.testing import toy_model
+from chunkweave_lab.results import BenchmarkResult, to_json, write_json
+from chunkweave_server.backend import Stage
+from chunkweave_server.engine_backend import EngineBackend
+from chunkweave_server.service import Service
+from chunkweave_server.settings import Settings, resolve
 
 _PASSAGES = [f"Passage {number}: the ferry leaves pier {number} at nine and at noon." for number in range(400)]
 _CLIENTS = 8

@@ -32,13 +32,13 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.settings import GIB
 from chunkweave.types import Chunk
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.worlds.world import bundled_corpus
 
 REFERENCE = "prefix"
 

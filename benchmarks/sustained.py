@@ -39,12 +39,12 @@ from rich.table import Table
 from sustained_engines import FULL, FirstToken, Query, Sizes, opened
 
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.eval.datasets import load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.simulator.simulation import bounds_of
-from chunkweave.eval.simulator.trace import Arrival, Part, build_trace
 from chunkweave.models.gguf import checkpoint_folder
-from chunkweave.server.vllm_backend.prepare import load_tokenizer
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.simulator.simulation import bounds_of
+from chunkweave_lab.simulator.trace import Arrival, Part, build_trace
+from chunkweave_server.vllm_backend.prepare import load_tokenizer
 
 HEADS = ["method", "TTFT ratio, 21-100", "last 100", "kept", "reuse, 21-100", "last 100", "in all", "Belady bound"]
 FIDELITY_HEADS = ["KL, 21-100", "last 100", "same token, 21-100", "last 100"]

@@ -21,7 +21,7 @@ from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
-from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL = "full"
 TOP = 20

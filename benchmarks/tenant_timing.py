@@ -31,7 +31,7 @@ from server_process import api_keys, serving
 
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError
-from chunkweave.eval.results import BenchmarkResult, check_writable, to_json, write_json
+from chunkweave_lab.results import BenchmarkResult, check_writable, to_json, write_json
 
 WARM_UP = 6
 LEAST_P = 0.01

@@ -42,16 +42,16 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.chunking.template import template_for
 from chunkweave.cli.console import progress
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import f1, mean_interval
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.scheduling.routing import ReplicaContents
-from chunkweave.server.vllm_backend.prepare import load_tokenizer
-from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.settings import GIB
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.scores import f1, mean_interval
+from chunkweave_server.vllm_backend.prepare import load_tokenizer
+from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL = "full prefill"
 READER = VllmFlags("reader").source

@@ -38,9 +38,9 @@ from docs_tables import markdown_table, update_page
 from rich.console import Console
 
 from chunkweave.cli.console import progress
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.scores import median_interval
-from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.scores import median_interval
+from chunkweave_server.vllm_backend.process import VllmFlags
 
 BURST = 8
 BLOCK = 32

@@ -33,11 +33,11 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
 from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32
 
@@ -206,7 +206,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def measure(policy: str, workload: Workload, args: argparse.Namespace) -> Outcome:
     """The same with real servers, started for this policy alone."""
-    from chunkweave.server.vllm_backend.process import free_port
+    from chunkweave_server.vllm_backend.process import free_port
 
     port = free_port()
     start = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"

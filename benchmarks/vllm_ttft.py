@@ -36,12 +36,12 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
 from chunkweave.planning.outcome import LayerWork, prefill_flops
-from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.types import Geometry
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL, PREFIX_CACHING = "full", "prefix caching"
 

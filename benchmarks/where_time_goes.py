@@ -36,16 +36,6 @@ from rich.table import Table
 from chunkweave import Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import AttentionKernel, Weights
-from chunkweave.eval.datasets import bundled_examples
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.ttft import (
-    HF_REFERENCE,
-    REFERENCE,
-    TtftConfig,
-    company_of,
-    first_tokens,
-    make_workload,
-)
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.kv.request_cache import RequestCache
@@ -53,6 +43,16 @@ from chunkweave.models.attention import FlatAttention, make_attention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
+from chunkweave_lab.datasets import bundled_examples
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.ttft import (
+    HF_REFERENCE,
+    REFERENCE,
+    TtftConfig,
+    company_of,
+    first_tokens,
+    make_workload,
+)
 
 METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
 DECODING = (1, 8)

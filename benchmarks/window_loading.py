@@ -23,15 +23,15 @@ from rich.console import Console
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
-from chunkweave.eval.datasets import alone_prompts, load_dataset
-from chunkweave.eval.results import BenchmarkResult, check_writable, write_json
-from chunkweave.eval.ttft import TtftConfig, make_workload
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier
+from chunkweave_lab.datasets import alone_prompts, load_dataset
+from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave_lab.ttft import TtftConfig, make_workload
 
 REUSE = "full-reuse"
 FAST = 1e15

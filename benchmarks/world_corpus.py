@@ -6,11 +6,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.worlds.questions import sample_request
-from chunkweave.eval.worlds.records import QuestionKind, Split
-from chunkweave.eval.worlds.world import PASSAGES_FILE, QUESTIONS_FILE, Corpus, generate_world
 from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.worlds.questions import sample_request
+from chunkweave_lab.worlds.records import QuestionKind, Split
+from chunkweave_lab.worlds.world import PASSAGES_FILE, QUESTIONS_FILE, Corpus, generate_world
 
 _CHUNKS = 6
 _KINDS = (

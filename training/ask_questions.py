@@ -23,12 +23,12 @@ import torch
 from paragraphs import Asked, Paragraph, names_and_numbers, read_paragraphs, squad_of, with_a_blank
 
 from chunkweave import Engine
-from chunkweave.adapt.distill import AdaptConfig, Distiller
-from chunkweave.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups
-from chunkweave.adapt.reading import PassageReader, Passages, Reading
 from chunkweave.chunking.documents import SplitConfig, split_text
-from chunkweave.eval.datasets import load_dataset
 from chunkweave.types import Chunk
+from chunkweave_lab.adapt.distill import AdaptConfig, Distiller
+from chunkweave_lab.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups
+from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
+from chunkweave_lab.datasets import load_dataset
 
 _PIECE_TOKENS = 192
 """Most tokens of a paragraph that long passages are cut into."""

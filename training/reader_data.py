@@ -18,9 +18,9 @@ from reader_tokenizer import SYSTEM_PROMPTS
 from tokenizers import Tokenizer
 
 from chunkweave.chunking.template import INSTRUCTION, plain_template
-from chunkweave.eval.worlds.questions import ask_about, pick_passages
-from chunkweave.eval.worlds.records import Passage, Question, QuestionKind, Split, World
-from chunkweave.eval.worlds.world import WorldSize, generate_world
+from chunkweave_lab.worlds.questions import ask_about, pick_passages
+from chunkweave_lab.worlds.records import Passage, Question, QuestionKind, Split, World
+from chunkweave_lab.worlds.world import WorldSize, generate_world
 
 CROSSING = (
     QuestionKind.COMMON,

@@ -18,10 +18,10 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from chunkweave.chunking.template import INSTRUCTION
-from chunkweave.eval.worlds import wording
-from chunkweave.eval.worlds.questions import ask_about
-from chunkweave.eval.worlds.records import Split
-from chunkweave.eval.worlds.world import generate_world
+from chunkweave_lab.worlds import wording
+from chunkweave_lab.worlds.questions import ask_about
+from chunkweave_lab.worlds.records import Split
+from chunkweave_lab.worlds.world import generate_world
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SYSTEM_PROMPTS = (

@@ -19,14 +19,14 @@ from paragraphs import Paragraph, read_paragraphs
 from reader_data import CROSSING
 
 from chunkweave import Engine
-from chunkweave.adapt.distill import AdaptConfig, Distiller
-from chunkweave.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups
-from chunkweave.adapt.reading import Passages, Reading
-from chunkweave.eval.worlds.questions import ask_about, pick_passages
-from chunkweave.eval.worlds.records import Passage, Question, QuestionKind, Split, World
-from chunkweave.eval.worlds.wording import KIND_SHARES
-from chunkweave.eval.worlds.world import generate_world
 from chunkweave.types import Chunk
+from chunkweave_lab.adapt.distill import AdaptConfig, Distiller
+from chunkweave_lab.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups
+from chunkweave_lab.adapt.reading import Passages, Reading
+from chunkweave_lab.worlds.questions import ask_about, pick_passages
+from chunkweave_lab.worlds.records import Passage, Question, QuestionKind, Split, World
+from chunkweave_lab.worlds.wording import KIND_SHARES
+from chunkweave_lab.worlds.world import generate_world
 
 _WORDINGS = 4
 """How often all questions about a world's passages are worded, to choose among."""

@@ -18,7 +18,6 @@ import torch
 from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ComputeConfig
 from chunkweave.engine.runner import Runner
-from chunkweave.eval.results import commit, machine, versions
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import random_model, shape_config
@@ -27,6 +26,7 @@ from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
+from chunkweave_lab.results import commit, machine, versions
 
 FINGERPRINT = "gpu-benchmark"
 _ROOM = 1 << 40

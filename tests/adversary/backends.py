@@ -5,9 +5,9 @@ import uuid
 from contextlib import ExitStack
 from typing import Any
 
-from chunkweave.server.auth import Tenant
-from chunkweave.server.vllm_backend.prepare import PromptPreparer
 from chunkweave.types import Chunk
+from chunkweave_server.auth import Tenant
+from chunkweave_server.vllm_backend.prepare import PromptPreparer
 from tests.adversary.arena import Arena
 from tests.adversary.servers import ADMIN, VICTIM, Reply, Server
 from tests.adversary.texts import QUESTIONS, reader_tokenizer, text

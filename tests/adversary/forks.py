@@ -99,11 +99,9 @@ def serve(asked: dict[str, Any]) -> None:
 
 def main() -> None:
     """Fork until nobody asks any more."""
-    import chunkweave.cli.app
-    import chunkweave.engine.engine
-    import chunkweave.server.app
-    import chunkweave.server.engine_backend
-    import chunkweave.server.vllm_backend.backend  # noqa: F401
+    import chunkweave_server.app
+    import chunkweave_server.engine_backend
+    import chunkweave_server.vllm_backend.backend  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that are killed
     for line in sys.stdin:

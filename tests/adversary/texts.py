@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
-from chunkweave.server.vllm_backend.prepare import load_tokenizer
+from chunkweave_server.vllm_backend.prepare import load_tokenizer
 
 _WORD = re.compile(r"Ġ[a-z]{3,9}")
 QUESTIONS = ("Who keeps it?", "When was it built?")

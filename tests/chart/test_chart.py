@@ -8,8 +8,8 @@ import yaml
 
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import resolve
 from chunkweave.settings import parse_duration
+from chunkweave_server.settings import resolve
 
 NOT_HERE = "Helm's library is not installed: make test-chart"
 helm = pytest.importorskip("helm_python", reason=NOT_HERE)

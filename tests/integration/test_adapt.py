@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from chunkweave import Engine
-from chunkweave.adapt.distill import RECORD, AdaptConfig, Distiller, Progress
-from chunkweave.adapt.prompts import Group, PromptSizes, PromptSource, TrainingPrompt, held_out
-from chunkweave.adapt.reading import Passages, Reading
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
+from chunkweave_lab.adapt.distill import RECORD, AdaptConfig, Distiller, Progress
+from chunkweave_lab.adapt.prompts import Group, PromptSizes, PromptSource, TrainingPrompt, held_out
+from chunkweave_lab.adapt.reading import Passages, Reading
 from tests.integration.command_line import invoke
 
 pytest.importorskip("peft", reason="adapters are made with PEFT")

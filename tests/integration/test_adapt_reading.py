@@ -6,17 +6,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chunkweave.adapt.reading import PassageReader, Passages, Reading
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.decoding import decode_greedily
-from chunkweave.eval.fidelity import log_probabilities
-from chunkweave.eval.ttft import woven_prefill
-from chunkweave.eval.warming import Warmth
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
+from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
+from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.fidelity import log_probabilities
+from chunkweave_lab.ttft import woven_prefill
+from chunkweave_lab.warming import Warmth
 
 TOLERANCE = 1e-4
 CHUNKS = [f"{name} lives at number {i}, behind the old mill on the road to Aldwick." for i, name in enumerate("ABCD")]
@@ -74,7 +74,7 @@ def test_reads_as_the_engine_does(family: str, reading: Reading) -> None:
 def test_a_question_sees_no_other_whichever_look_together(
     family: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkweave.adapt.reading._ROWS_TOGETHER", together)
+    monkeypatch.setattr("chunkweave_lab.adapt.reading._ROWS_TOGETHER", together)
     engine = _engine(family, **({"sliding_window": 24} if family == "gemma3_text" else {}))
     passages, reader = _passages(engine), _reader(engine)
     questions = [engine.builder.question_part(one).token_ids for one in (*QUESTIONS, "Which road?", "Is B there?")]

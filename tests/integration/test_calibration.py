@@ -10,12 +10,6 @@ import torch
 
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval import calibration
-from chunkweave.eval.calibration import CalibrationConfig, Origin, make_record, measure
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.fidelity import make_tasks
-from chunkweave.eval.summaries import FidelitySample
-from chunkweave.eval.warming import Warmth
 from chunkweave.planning.calibration import (
     BOUNDS,
     CALIBRATION_FILE,
@@ -27,6 +21,12 @@ from chunkweave.planning.calibration import (
     stored_calibration,
 )
 from chunkweave.testing import toy_model
+from chunkweave_lab import calibration
+from chunkweave_lab.calibration import CalibrationConfig, Origin, make_record, measure
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.fidelity import make_tasks
+from chunkweave_lab.summaries import FidelitySample
+from chunkweave_lab.warming import Warmth
 from tests.integration.command_line import invoke
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"

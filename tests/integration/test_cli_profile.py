@@ -10,8 +10,8 @@ from chunkweave.cli import options
 from chunkweave.config import StoreConfig
 from chunkweave.engine import profiling
 from chunkweave.engine.engine import Engine
-from chunkweave.eval import loading
 from chunkweave.planning.cost import CostModel
+from chunkweave_lab import loading
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")

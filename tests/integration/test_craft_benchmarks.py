@@ -9,11 +9,11 @@ import pytest
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.chunk_order import UnlimitedCache
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.simulator.trace import Arrival, Part
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
+from chunkweave_lab.chunk_order import UnlimitedCache
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.simulator.trace import Arrival, Part
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

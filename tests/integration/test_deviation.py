@@ -8,7 +8,9 @@ import torch
 from scipy.stats import spearmanr
 
 from chunkweave.errors import UsageError
-from chunkweave.eval.deviation import (
+from chunkweave.planning.plan import KVSource
+from chunkweave.testing import toy_model
+from chunkweave_lab.deviation import (
     QUANTILES,
     TOP,
     Choice,
@@ -20,8 +22,6 @@ from chunkweave.eval.deviation import (
     reuse_deviation,
     summarize_deviations,
 )
-from chunkweave.planning.plan import KVSource
-from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
 
 PROMPT = make_prompt((17, 23, 9, 31), system=6)

@@ -4,11 +4,11 @@ from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.ttft import TtftConfig, first_tokens, make_workload, measure
-from chunkweave.eval.warming import Warmth
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.ttft import TtftConfig, first_tokens, make_workload, measure
+from chunkweave_lab.warming import Warmth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

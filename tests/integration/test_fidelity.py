@@ -11,11 +11,13 @@ from transformers.models.llama.modeling_llama import rotate_half
 from chunkweave import Chunk, Engine
 from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
-from chunkweave.eval import fidelity, warming
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import document_examples
-from chunkweave.eval.decoding import decode_greedily
-from chunkweave.eval.fidelity import (
+from chunkweave.planning.method import make_method
+from chunkweave.testing import toy_model
+from chunkweave_lab import fidelity, warming
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import document_examples
+from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.fidelity import (
     REFERENCE,
     SLICED,
     Base,
@@ -27,12 +29,10 @@ from chunkweave.eval.fidelity import (
     negative_log_likelihood,
     prepare,
 )
-from chunkweave.eval.fitting import fitted_values, solved
-from chunkweave.eval.results import QuestionLog
-from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
-from chunkweave.eval.warming import Warmth
-from chunkweave.planning.method import make_method
-from chunkweave.testing import toy_model
+from chunkweave_lab.fitting import fitted_values, solved
+from chunkweave_lab.results import QuestionLog
+from chunkweave_lab.summaries import FidelitySample, summarize_fidelity
+from chunkweave_lab.warming import Warmth
 from tests.integration.adapter_files import write_adapter
 from tests.integration.command_line import invoke
 from tests.integration.test_loading import save_checkpoint

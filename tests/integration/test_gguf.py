@@ -29,8 +29,8 @@ from chunkweave.models.gguf import (
     smollm2_file,
 )
 from chunkweave.models.loading import bundled_tokenizer, load_folder
-from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.testing import TOY_FAMILIES, toy_model
+from chunkweave_server.vllm_backend.process import VllmFlags
 from tests.integration.command_line import invoke
 from tests.integration.gguf_files import SMALL, byte_level_fields, sentencepiece_fields, write_gguf
 

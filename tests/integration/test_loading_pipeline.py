@@ -13,15 +13,6 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.prefill import PlanSources, PrefillJob
 from chunkweave.engine.profiling import kv_bytes_per_token, measure_throughput, profile_prefill
 from chunkweave.engine.runner import Runner
-from chunkweave.eval.loading import (
-    MEMORY,
-    MODES,
-    PREFETCH,
-    LoadingConfig,
-    measure_disk_loading,
-    measure_loading,
-    predict,
-)
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.cost import CostModel
@@ -34,6 +25,15 @@ from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
+from chunkweave_lab.loading import (
+    MEMORY,
+    MODES,
+    PREFETCH,
+    LoadingConfig,
+    measure_disk_loading,
+    measure_loading,
+    predict,
+)
 from tests.integration.weaving import alone, make_prompt
 
 SIZES = (17, 23, 9, 31)

@@ -16,14 +16,14 @@ import oracles
 
 from chunkweave import Engine
 from chunkweave.chunking.prompt import PartKind
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import bundled_examples
-from chunkweave.eval.decoding import decode_greedily
-from chunkweave.eval.fidelity import FidelityConfig, divergence, log_probabilities, make_tasks
-from chunkweave.eval.warming import Warmth
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import bundled_examples
+from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.fidelity import FidelityConfig, divergence, log_probabilities, make_tasks
+from chunkweave_lab.warming import Warmth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

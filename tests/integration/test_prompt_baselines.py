@@ -11,8 +11,9 @@ import torch
 from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
-from chunkweave.eval.decoding import answer_text
-from chunkweave.eval.prompt_baselines import (
+from chunkweave.planning.method import make_method
+from chunkweave_lab.decoding import answer_text
+from chunkweave_lab.prompt_baselines import (
     MAP_INSTRUCTION,
     LikelyTokensDropped,
     MapReduce,
@@ -20,12 +21,11 @@ from chunkweave.eval.prompt_baselines import (
     log_probs_of_last_part,
     split_baselines,
 )
-from chunkweave.eval.quality import QualityConfig, measure_quality
-from chunkweave.eval.summaries import summarize_quality
-from chunkweave.eval.warming import Warmth
-from chunkweave.eval.worlds.records import QuestionKind
-from chunkweave.eval.worlds.world import world_examples
-from chunkweave.planning.method import make_method
+from chunkweave_lab.quality import QualityConfig, measure_quality
+from chunkweave_lab.summaries import summarize_quality
+from chunkweave_lab.warming import Warmth
+from chunkweave_lab.worlds.records import QuestionKind
+from chunkweave_lab.worlds.world import world_examples
 
 BASELINES = {"map-reduce": MapReduce(12), "map-rerank": MapRerank(), "compress": LikelyTokensDropped(0.5)}
 EXAMPLES = world_examples(3, 3, seed=5, kinds=(QuestionKind.SINGLE,))

@@ -5,11 +5,11 @@ import pytest
 from chunkweave import Chunk, Engine
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.quality import QualityConfig, measure_quality
-from chunkweave.eval.summaries import summarize_quality
-from chunkweave.eval.warming import Warmth
 from chunkweave.testing import toy_model
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.quality import QualityConfig, measure_quality
+from chunkweave_lab.summaries import summarize_quality
+from chunkweave_lab.warming import Warmth
 
 EXAMPLES = [
     Example(

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import random_orders
 
 from chunkweave import Engine
-from chunkweave.eval.datasets import bundled_examples
-from chunkweave.eval.fidelity import FidelityConfig, make_tasks
+from chunkweave_lab.datasets import bundled_examples
+from chunkweave_lab.fidelity import FidelityConfig, make_tasks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

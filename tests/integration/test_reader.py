@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from chunkweave.engine.engine import Engine
-from chunkweave.eval.scores import best_scores
-from chunkweave.eval.worlds.world import bundled_corpus
+from chunkweave_lab.scores import best_scores
+from chunkweave_lab.worlds.world import bundled_corpus
 
 READER = Path(str(files("chunkweave") / "assets" / "reader"))
 

@@ -10,8 +10,9 @@ import pytest
 from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestFailedError
-from chunkweave.server.metrics import outcome_of
-from chunkweave.server.observability import (
+from chunkweave.testing import toy_model
+from chunkweave_server.metrics import outcome_of
+from chunkweave_server.observability import (
     JsonFormatter,
     configure_logging,
     log_request,
@@ -19,8 +20,7 @@ from chunkweave.server.observability import (
     request_logger,
     serving,
 )
-from chunkweave.server.settings import LogForm
-from chunkweave.testing import toy_model
+from chunkweave_server.settings import LogForm
 
 
 @pytest.fixture(autouse=True)

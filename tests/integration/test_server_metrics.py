@@ -22,7 +22,14 @@ from chunkweave.errors import (
 )
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.server.metrics import (
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.testing import toy_model
+from chunkweave.tiers.host import HostTier
+from chunkweave.tiers.remote import RemoteTier
+from chunkweave.tiers.remote_calls import CircuitBreaker
+from chunkweave_server.metrics import (
     Outcome,
     ServerMetrics,
     batching_samples,
@@ -31,13 +38,6 @@ from chunkweave.server.metrics import (
     speculation_samples,
     store_samples,
 )
-from chunkweave.store.level import Level
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
-from chunkweave.tiers.host import HostTier
-from chunkweave.tiers.remote import RemoteTier
-from chunkweave.tiers.remote_calls import CircuitBreaker
 from tests.integration.test_batching_core import CHUNKS, STORED
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

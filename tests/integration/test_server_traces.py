@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from chunkweave import Engine
-from chunkweave.server.metrics import ServerMetrics
-from chunkweave.server.observability import Observer, OtelTraces, RequestMeta, open_traces
 from chunkweave.testing import toy_model
+from chunkweave_server.metrics import ServerMetrics
+from chunkweave_server.observability import Observer, OtelTraces, RequestMeta, open_traces
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -23,11 +23,11 @@ from safetensors.torch import load_file  # noqa: E402
 from train_reader_adapter import AnsweredPrompts, as_asked  # noqa: E402
 
 from chunkweave import Chunk  # noqa: E402
-from chunkweave.adapt.prompts import PromptSizes  # noqa: E402
 from chunkweave.engine.engine import Engine  # noqa: E402
-from chunkweave.eval.worlds.questions import ask_about  # noqa: E402
-from chunkweave.eval.worlds.records import QuestionKind, Split  # noqa: E402
-from chunkweave.eval.worlds.world import generate_world  # noqa: E402
+from chunkweave_lab.adapt.prompts import PromptSizes  # noqa: E402
+from chunkweave_lab.worlds.questions import ask_about  # noqa: E402
+from chunkweave_lab.worlds.records import QuestionKind, Split  # noqa: E402
+from chunkweave_lab.worlds.world import generate_world  # noqa: E402
 
 CPU = torch.device("cpu")
 PRESET = PRESETS["test"]

@@ -16,15 +16,15 @@ from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import Backend as BackendName
 from chunkweave.models.loading import bundled_tokenizer
-from chunkweave.server.app import create_app
-from chunkweave.server.auth import KeyRing, StoredKey, Tenant
-from chunkweave.server.backend import Stage
-from chunkweave.server.engine_backend import EngineBackend, engine_options
-from chunkweave.server.service import Parts, Service
-from chunkweave.server.settings import Settings, resolve
-from chunkweave.server.vllm_backend.backend import VllmBackend
-from chunkweave.server.vllm_backend.process import VllmFlags
 from chunkweave.testing import toy_model
+from chunkweave_server.app import create_app
+from chunkweave_server.auth import KeyRing, StoredKey, Tenant
+from chunkweave_server.backend import Stage
+from chunkweave_server.engine_backend import EngineBackend, engine_options
+from chunkweave_server.service import Parts, Service
+from chunkweave_server.settings import Settings, resolve
+from chunkweave_server.vllm_backend.backend import VllmBackend
+from chunkweave_server.vllm_backend.process import VllmFlags
 from tests.server.fake_vllm import FakeVllm
 
 KEYS = {"acme": "acme-key-that-is-long-enough", "bolt": "bolt-key-that-is-long-enough"}

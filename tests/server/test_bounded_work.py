@@ -18,7 +18,7 @@ import httpx
 import pytest
 from benchmarks.server_process import peak_rss_bytes, resident_bytes
 
-from chunkweave.server.app import create_app
+from chunkweave_server.app import create_app
 from tests.server.conftest import KEYS, bearer, toy_service
 from tests.server.fake_vllm import FakeVllm
 from tests.server.toy_server import toy_server

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.backend import Stage
+from chunkweave_server.backend import Stage
 from tests.server.conftest import ADMIN_KEY, key_ring, toy_service, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.backend import Stage
+from chunkweave_server.backend import Stage
 from tests.integration.command_line import invoke
 from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, toy_service, wait_until
 

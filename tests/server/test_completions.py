@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chunkweave import Request, SamplingParams
-from chunkweave.server.replies import NOTHING_NAMED, ReplyForm, say_that_nothing_was_named
+from chunkweave_server.replies import NOTHING_NAMED, ReplyForm, say_that_nothing_was_named
 from tests.server.conftest import Client, Serve, toy_engine
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
@@ -58,7 +58,7 @@ def test_langchains_documents_are_taken_as_they_are(client: Client):
 
 def test_an_answer_over_nothing_says_so(client: Client, caplog):
     say_that_nothing_was_named.cache_clear()
-    caplog.set_level("INFO", "chunkweave.server")
+    caplog.set_level("INFO", "chunkweave_server")
     name, words = NOTHING_NAMED
     for more in ({}, {"stream": True}):
         assert client.ask(**more).headers[name] == words

@@ -7,7 +7,7 @@ import pytest
 
 from chunkweave.engine.prepare import RequestPreparer
 from chunkweave.models.loading import bundled_tokenizer
-from chunkweave.server.vllm_backend.upstream import Upstream
+from chunkweave_server.vllm_backend.upstream import Upstream
 from tests.chat_tools import TEMPLATE, called, said
 from tests.server.conftest import Client, Serve
 

@@ -200,8 +200,8 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
 
 
 def _asked(**body):
-    from chunkweave.server.observability import RequestMeta
-    from chunkweave.server.requests import ChatBody
+    from chunkweave_server.observability import RequestMeta
+    from chunkweave_server.requests import ChatBody
 
     made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
     return made, RequestMeta("id", "")

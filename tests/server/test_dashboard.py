@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from chunkweave.engine.stores import open_store, store_counts
-from chunkweave.server.app import create_app
-from chunkweave.server.backend import Stage
-from chunkweave.server.service import Service, make_backend
-from chunkweave.server.settings import resolve
+from chunkweave_server.app import create_app
+from chunkweave_server.backend import Stage
+from chunkweave_server.service import Service, make_backend
+from chunkweave_server.settings import resolve
 from tests.server.conftest import wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, running_front

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.backend import Stage
-from chunkweave.server.engine_backend import EngineBackend
-from chunkweave.server.service import Service
+from chunkweave_server.backend import Stage
+from chunkweave_server.engine_backend import EngineBackend
+from chunkweave_server.service import Service
 from tests.server.conftest import KEYS, key_ring, settings_of, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from tempfile import SpooledTemporaryFile
 
 import pytest
 
-from chunkweave.server.backend import Stage
+from chunkweave_server.backend import Stage
 from tests.server.conftest import Client, Serve
 
 CODES = {

@@ -15,10 +15,10 @@ import pytest
 from benchmarks.server_thread import ServerThread
 
 from chunkweave import StoreConfig
-from chunkweave.server.backend import Stage
-from chunkweave.server.recent import MOST_BYTES
-from chunkweave.server.service import Service
 from chunkweave.types import MOST_SOURCE_CHARACTERS
+from chunkweave_server.backend import Stage
+from chunkweave_server.recent import MOST_BYTES
+from chunkweave_server.service import Service
 from tests.server.conftest import Client, Serve, toy_service, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 

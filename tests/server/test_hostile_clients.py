@@ -10,7 +10,7 @@ import httpx
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.backend import Stage
+from chunkweave_server.backend import Stage
 from tests.server.conftest import ADMIN_KEY, KEYS, audit, key_ring, toy_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import Front, running_front

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import resolve
+from chunkweave_server.settings import resolve
 from tests.server.conftest import ADMIN_KEY, Client, Serve, bearer, key_ring
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import running_front

@@ -7,7 +7,7 @@ import openai
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave.server.backend import Stage
+from chunkweave_server.backend import Stage
 from tests.server.conftest import KEYS, key_ring, toy_service, wait_until
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "

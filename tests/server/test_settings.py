@@ -8,8 +8,8 @@ import pytest
 
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import GROUPS, resolve, server_settings, shown, unused_variables
 from chunkweave.settings import settings_of as declared_in
+from chunkweave_server.settings import GROUPS, resolve, server_settings, shown, unused_variables
 from tests.integration.command_line import invoke
 
 TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'

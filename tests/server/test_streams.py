@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from chunkweave.engine.runner import Runner
-from chunkweave.server.app import create_app, listening_socket
-from chunkweave.server.service import Service
-from chunkweave.server.settings import ListenSettings
+from chunkweave_server.app import create_app, listening_socket
+from chunkweave_server.service import Service
+from chunkweave_server.settings import ListenSettings
 from tests.server.conftest import engine_of, started, toy_service
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "

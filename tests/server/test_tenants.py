@@ -13,13 +13,13 @@ from chunkweave.engine.stores import open_store
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave.server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
-from chunkweave.server.errors import HttpError
-from chunkweave.server.limits import TenantLimits, TokenBucket
-from chunkweave.server.observability import RequestMeta
-from chunkweave.server.requests import ChatBody
-from chunkweave.server.settings import LimitSettings
-from chunkweave.server.threads import TenantThreads
+from chunkweave_server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
+from chunkweave_server.errors import HttpError
+from chunkweave_server.limits import TenantLimits, TokenBucket
+from chunkweave_server.observability import RequestMeta
+from chunkweave_server.requests import ChatBody
+from chunkweave_server.settings import LimitSettings
+from chunkweave_server.threads import TenantThreads
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service, wait_until
 from tests.server.conftest import bearer as auth
 

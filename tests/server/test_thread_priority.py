@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from chunkweave.server.threads import TenantThreads
+from chunkweave_server.threads import TenantThreads
 from tests.server.conftest import Serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")

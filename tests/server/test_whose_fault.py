@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from chunkweave.server.vllm_backend.upstream import refusal
+from chunkweave_server.vllm_backend.upstream import refusal
 from tests.chat_tools import TEMPLATE, TOOL
 from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring
 from tests.server.fake_vllm import FakeVllm

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from chunkweave.server.app import listening_socket, run
-from chunkweave.server.backend import Stage
-from chunkweave.server.settings import ListenSettings
+from chunkweave_server.app import listening_socket, run
+from chunkweave_server.backend import Stage
+from chunkweave_server.settings import ListenSettings
 from tests.server.conftest import key_ring, toy_service, vllm_service
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,10 @@ from random import Random
 
 import pytest
 
-from chunkweave.adapt.prompts import (
+from chunkweave.chunking.documents import Document
+from chunkweave.errors import UsageError
+from chunkweave.types import Chunk
+from chunkweave_lab.adapt.prompts import (
     Group,
     PromptSizes,
     PromptSource,
@@ -13,10 +16,7 @@ from chunkweave.adapt.prompts import (
     groups_of_examples,
     held_out,
 )
-from chunkweave.chunking.documents import Document
-from chunkweave.errors import UsageError
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
 
 WORDS = "the old mill stands behind the bridge that Ada Lorne of Aldwick built for the town in spring"
 

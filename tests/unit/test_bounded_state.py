@@ -7,10 +7,10 @@ import pytest
 from chunkweave.chunking.tokenizer import TokenCache
 from chunkweave.metrics import ChunkReport
 from chunkweave.scheduling.routing import ReplicaContents
-from chunkweave.server.auth import Tenant
-from chunkweave.server.recent import MOST, MOST_BYTES, RecentRequests
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId, Span
+from chunkweave_server.auth import Tenant
+from chunkweave_server.recent import MOST, MOST_BYTES, RecentRequests
 from tests.unit.test_explain import REPORT
 
 

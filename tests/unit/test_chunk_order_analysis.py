@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
-from chunkweave.eval.chunk_order import (
+from chunkweave_lab.chunk_order import (
     LimitedCache,
     Overlap,
     ReplayConfig,
@@ -19,7 +19,7 @@ from chunkweave.eval.chunk_order import (
     replay_arranged,
     saving_bound,
 )
-from chunkweave.eval.simulator.trace import Arrival, Part
+from chunkweave_lab.simulator.trace import Arrival, Part
 
 SYSTEM = Part("s", 9)
 sequences = st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True), min_size=1, max_size=12)

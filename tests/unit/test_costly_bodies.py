@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from chunkweave.server import bodies
-from chunkweave.server.errors import HttpError
+from chunkweave_server import bodies
+from chunkweave_server.errors import HttpError
 
 
 def counted(raw: bytes) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.eval.simulator.trace import Arrival, Part
 from chunkweave.ordering.ordering import OrderingConfig
+from chunkweave_lab.simulator.trace import Arrival, Part
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from chunkweave.errors import DocumentError
-from chunkweave.eval.dataset_formats import SUMMARIZE, SUMMARIZE_DIALOGUE
-from chunkweave.eval.datasets import load_dataset
 from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import SUMMARIZE, SUMMARIZE_DIALOGUE
+from chunkweave_lab.datasets import load_dataset
 
 SHARED = Path(os.environ.get("CHUNKWEAVE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 

@@ -4,9 +4,9 @@ from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.prompt import PartKind
 from chunkweave.chunking.template import PromptTemplate
 from chunkweave.errors import UsageError
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import PromptMaker, alone_prompts
 from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import PromptMaker, alone_prompts
 
 
 class CharacterTokenizer:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from chunkweave.eval.summaries import summarize_quality
 from chunkweave.metrics import ReuseReport
+from chunkweave_lab.summaries import summarize_quality
 
 REPORT = ReuseReport("full", 10, 0, 0, 0, 10, 0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.0, 0, 1.0, 2.0)
 

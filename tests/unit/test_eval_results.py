@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.eval import results
+from chunkweave_lab import results
 
 
 def make(**changes):

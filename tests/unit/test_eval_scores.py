@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkweave.eval.scores import (
+from chunkweave_lab.scores import (
     best_scores,
     exact_match,
     f1,
@@ -12,7 +12,7 @@ from chunkweave.eval.scores import (
     ratio_interval,
     rouge_l,
 )
-from chunkweave.eval.summaries import FidelitySample, summarize_fidelity
+from chunkweave_lab.summaries import FidelitySample, summarize_fidelity
 
 
 def test_normalization_is_that_of_squad():

@@ -2,8 +2,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from chunkweave.eval.summaries import percentile, summarize
 from chunkweave.metrics import ReuseReport
+from chunkweave_lab.summaries import percentile, summarize
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import pytest
 from chunkweave.config import Backend
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.models.adapters import Adapter, read_adapter
-from chunkweave.server.settings import FleetSettings, resolve
-from chunkweave.server.vllm_backend.fleet import labelled
-from chunkweave.server.vllm_backend.process import VllmFlags, VllmProcess, VllmStartError
-from chunkweave.server.vllm_backend.reports import ReportInbox, tokens_by_source
-from chunkweave.server.vllm_backend.shadow import compare
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
+from chunkweave_server.settings import FleetSettings, resolve
+from chunkweave_server.vllm_backend.fleet import labelled
+from chunkweave_server.vllm_backend.process import VllmFlags, VllmProcess, VllmStartError
+from chunkweave_server.vllm_backend.reports import ReportInbox, tokens_by_source
+from chunkweave_server.vllm_backend.shadow import compare
 
 ID = "0123456789abcdef" * 2
 
@@ -264,7 +264,7 @@ def test_a_report_that_is_too_long_goes_without_its_positions(tmp_path):
 def test_a_server_ends_with_its_front_even_if_that_is_killed(tmp_path):
     note = tmp_path / "pid"
     inner = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    leash = [sys.executable, "-m", "chunkweave.server.vllm_backend.parent_death_signal", sys.executable, "-c", inner]
+    leash = [sys.executable, "-m", "chunkweave_server.vllm_backend.parent_death_signal", sys.executable, "-c", inner]
     outer = f"import subprocess; subprocess.Popen({leash!r}).wait()"
     front = subprocess.Popen([sys.executable, "-c", outer], env=dict(os.environ))
     try:

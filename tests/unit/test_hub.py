@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from chunkweave.config import ModelConfig, is_hub_name
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.hub import cached_folder, hub_folder
-from chunkweave.server.vllm_backend.prepare import load_tokenizer
-from chunkweave.server.vllm_backend.process import VllmFlags
+from chunkweave_server.vllm_backend.prepare import load_tokenizer
+from chunkweave_server.vllm_backend.process import VllmFlags
 
 NAME = "maker/tiny-model"
 COMMIT = "c" * 40

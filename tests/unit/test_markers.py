@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from chunkweave.config import RequestDefaults
 from chunkweave.errors import UsageError
-from chunkweave.server.markers import cut_out, marks_documents
+from chunkweave_server.markers import cut_out, marks_documents
 
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>"), min_size=1, max_size=20).filter(str.strip)
 

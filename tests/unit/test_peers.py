@@ -12,8 +12,8 @@ import pytest
 from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.chunking.template import template_for
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.eval.datasets import Example
 from chunkweave.types import Chunk
+from chunkweave_lab.datasets import Example
 from tests.unit.chunking_tokenizers import bundled
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -16,10 +16,10 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.ordering import orderings
 from chunkweave.planning import methods
 from chunkweave.plugins import plugin_names
-from chunkweave.server.requests import ReuseField
-from chunkweave.server.settings import GROUPS, resolve, server_settings
 from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
 from chunkweave.store import policies
+from chunkweave_server.requests import ReuseField
+from chunkweave_server.settings import GROUPS, resolve, server_settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from settings_page import PAGE, settings_table

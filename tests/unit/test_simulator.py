@@ -10,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.eval.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
-from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times
-from chunkweave.eval.simulator.workloads import Corpus, draw_requests
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.policies.gdsf import GDSFPolicy
 from chunkweave.store.policies.lfu import LFUPolicy
@@ -20,6 +17,9 @@ from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
+from chunkweave_lab.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
+from chunkweave_lab.simulator.trace import Arrival, Part, build_trace, poisson_times
+from chunkweave_lab.simulator.workloads import Corpus, draw_requests
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

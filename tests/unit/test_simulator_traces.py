@@ -6,9 +6,10 @@ from collections import Counter
 import pytest
 
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.simulator.trace import Arrival, Part, build_trace, poisson_times, read_trace
-from chunkweave.eval.simulator.workloads import (
+from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.simulator.trace import Arrival, Part, build_trace, poisson_times, read_trace
+from chunkweave_lab.simulator.workloads import (
     Corpus,
     SourceConfig,
     ask_again,
@@ -17,7 +18,6 @@ from chunkweave.eval.simulator.workloads import (
     mmlu_like,
     open_source,
 )
-from chunkweave.types import Chunk
 
 
 def _write(tmp_path, *lines):

@@ -12,10 +12,10 @@ from chunkweave.config import (
     StoreConfig,
 )
 from chunkweave.errors import UsageError
-from chunkweave.server.settings import GROUPS
 from chunkweave.settings import GIB, Place, settings_at, settings_of
 from chunkweave.vllm.request import SETTINGS
 from chunkweave.vllm.settings import PluginSettings
+from chunkweave_server.settings import GROUPS
 
 EVERYTHING = {
     "host_budget": "2GiB",

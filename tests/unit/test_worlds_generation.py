@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from chunkweave.eval.worlds.records import Fact, Passage, Relation, Split, ValueType, World
-from chunkweave.eval.worlds.wording import (
+from chunkweave_lab.worlds.records import Fact, Passage, Relation, Split, ValueType, World
+from chunkweave_lab.worlds.wording import (
     ALIAS_FIRST,
     ALIAS_LAST,
     CITY_ENDS,
@@ -18,7 +18,7 @@ from chunkweave.eval.worlds.wording import (
     SURNAME_STARTS,
     belongs,
 )
-from chunkweave.eval.worlds.world import WorldSize, generate_world
+from chunkweave_lab.worlds.world import WorldSize, generate_world
 from tests.unit.world_checks import check_passage, mentions
 
 SPLITS = list(Split)
@@ -46,9 +46,9 @@ def test_a_seed_gives_one_world(split: Split) -> None:
 def test_worlds_do_not_depend_on_string_hashing() -> None:
     program = (
         "from random import Random\n"
-        "from chunkweave.eval.worlds.questions import sample_request\n"
-        "from chunkweave.eval.worlds.records import Split\n"
-        "from chunkweave.eval.worlds.world import generate_world\n"
+        "from chunkweave_lab.worlds.questions import sample_request\n"
+        "from chunkweave_lab.worlds.records import Split\n"
+        "from chunkweave_lab.worlds.world import generate_world\n"
         "world = generate_world(3, Split.TEST)\n"
         "print(world)\n"
         "print([sample_request(world, Random(n), 6) for n in range(10)])\n"
@@ -68,7 +68,7 @@ def test_worlds_do_not_depend_on_string_hashing() -> None:
 
 def test_the_package_needs_no_torch() -> None:
     program = (
-        "import sys; from chunkweave.eval.worlds import world, questions; world.generate_world(0, world.Split.TRAIN)\n"
+        "import sys; from chunkweave_lab.worlds import world, questions; world.generate_world(0, world.Split.TRAIN)\n"
     )
     program += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, check=True)

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from chunkweave.eval.worlds.questions import ask_about, pick_passages, sample_request, unique_pair
-from chunkweave.eval.worlds.records import (
+from chunkweave_lab.worlds.questions import ask_about, pick_passages, sample_request, unique_pair
+from chunkweave_lab.worlds.records import (
     NOT_STATED,
     SHARED_TYPES,
     Fact,
@@ -16,8 +16,8 @@ from chunkweave.eval.worlds.records import (
     ValueType,
     World,
 )
-from chunkweave.eval.worlds.wording import KIND_SHARES, SINGLE_QUESTIONS
-from chunkweave.eval.worlds.world import WorldSize, generate_world
+from chunkweave_lab.worlds.wording import KIND_SHARES, SINGLE_QUESTIONS
+from chunkweave_lab.worlds.world import WorldSize, generate_world
 from tests.unit.world_checks import check_question
 
 ONE_PASSAGE = (QuestionKind.SINGLE, QuestionKind.NOT_STATED)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from chunkweave.eval.worlds.records import NOT_STATED, Fact, Passage, Question, QuestionKind, Relation, ValueType
+from chunkweave_lab.worlds.records import NOT_STATED, Fact, Passage, Question, QuestionKind, Relation, ValueType
 
 
 def mentions(text: str, value: str) -> bool:

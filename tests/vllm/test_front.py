@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from chunkweave.server.vllm_backend.process import free_port
+from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.fronts import CLEAN, PASSAGES, alive, ask, children, front_process, load, streamed
 
 

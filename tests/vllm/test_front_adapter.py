@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from chunkweave import Engine
 from chunkweave.models.gguf import checkpoint_folder
-from chunkweave.server.vllm_backend.process import free_port
+from chunkweave_server.vllm_backend.process import free_port
 from tests.integration.adapter_files import write_adapter
 from tests.vllm.fronts import PASSAGES, QUESTION, front_process
 

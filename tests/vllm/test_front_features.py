@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.planning.cost import CostModel, cost_model_path
-from chunkweave.server.vllm_backend.process import free_port
+from chunkweave_server.vllm_backend.process import free_port
 from tests.chat_tools import CALL, TEMPLATE, TOOL, said
 from tests.vllm.fronts import PASSAGES, WEAVE, ask, front_process, streamed
 

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from chunkweave.server.vllm_backend.process import free_port
-from chunkweave.server.vllm_backend.removal_journal import JOURNAL_FILE
+from chunkweave_server.vllm_backend.process import free_port
+from chunkweave_server.vllm_backend.removal_journal import JOURNAL_FILE
 from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process
 
 EXACT = {"method": "prefix", "order": "fixed"}

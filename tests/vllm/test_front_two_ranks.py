@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from chunkweave.server.vllm_backend.process import free_port
+from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.fronts import CLEAN, PASSAGES, alive, ask, children, front_process, load
 
 FOUND = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "local_tokens")

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from functools import cache as cache_results
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +11,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import bench, cache, corpus, running_server
-from chunkweave.cli.adapt import adapt
+from chunkweave.cli import cache, corpus, running_server
 from chunkweave.cli.ask import ask
 from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
 from chunkweave.cli.calibrate import calibrate
@@ -18,13 +19,9 @@ from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
-from chunkweave.cli.fidelity import fidelity
 from chunkweave.cli.models import models
 from chunkweave.cli.profile import advise, profile
-from chunkweave.cli.quality import quality
-from chunkweave.cli.serve import config_app, keys_app, serve, vllm_serve
-from chunkweave.cli.traces import analyze, simulate
-from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -36,8 +33,20 @@ each: some 700 MB of a server whose prompts are of all lengths. So many are thos
 """
 
 
+_COMMANDS = "chunkweave.commands"
+"""Entry points of commands in other packages: `name = "module:function"`, or a Typer app."""
+
+
 class _Commands(typer.core.TyperGroup):
-    """Turns the library's errors into a line on stderr and an exit code."""
+    """Finds commands of other packages when they are called; turns errors into a line on stderr and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Own commands, then those of other packages."""
+        return [*super().list_commands(ctx), *_ELSEWHERE]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; its module is imported only now."""
+        return _command_elsewhere(cmd_name) if cmd_name in _ELSEWHERE else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -61,27 +70,63 @@ app = typer.Typer(
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
 _ASK, _SERVE, _KEEP, _MEASURE, _MODELS = "Ask", "Serve", "Keep documents and KV", "Measure", "Models"
-_FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
 for asking in (ask, chat, demo):
     app.command(rich_help_panel=_ASK)(asking)
-app.command("serve", context_settings=_FOR_VLLM, rich_help_panel=_SERVE)(serve)
-app.command("vllm-serve", context_settings=_FOR_VLLM, rich_help_panel=_SERVE)(vllm_serve)
 app.command(rich_help_panel=_SERVE)(running_server.status)
 app.command(rich_help_panel=_KEEP)(ingest)
-for measuring in (profile, advise, simulate, analyze):
+for measuring in (profile, advise):
     app.command(rich_help_panel=_MEASURE)(measuring)
-for about_models in (models, calibrate, adapt):
+for about_models in (models, calibrate):
     app.command(rich_help_panel=_MODELS)(about_models)
-bench.app.command()(quality)
-bench.app.command()(fidelity)
 for change in (clear, warm, pin, unpin, export):
     cache.app.command()(change)
 app.add_typer(running_server.app, name="server", rich_help_panel=_SERVE)
-app.add_typer(config_app, name="config", rich_help_panel=_SERVE)
-app.add_typer(keys_app, name="keys", rich_help_panel=_SERVE)
 app.add_typer(corpus.app, name="corpus", rich_help_panel=_KEEP)
 app.add_typer(cache.app, name="cache", rich_help_panel=_KEEP)
-app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
+
+_ELSEWHERE = {
+    "serve": (_SERVE, "server"),
+    "vllm-serve": (_SERVE, "server"),
+    "config": (_SERVE, "server"),
+    "keys": (_SERVE, "server"),
+    "bench": (_MEASURE, "bench"),
+    "simulate": (_MEASURE, "bench"),
+    "analyze": (_MEASURE, "bench"),
+    "adapt": (_MODELS, "adapt"),
+}
+"""Commands of the server and the laboratory: the group of the help that lists them, and the extra that brings them."""
+
+
+@cache_results
+def _command_elsewhere(name: str) -> Any:
+    """The command of another package, or one that says how to install it."""
+    panel, extra = _ELSEWHERE[name]
+    try:
+        (entry,) = entry_points(group=_COMMANDS, name=name)
+        found = entry.load()
+    except (ImportError, ValueError) as error:
+        found = _missing(name, extra, error)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer()
+        alone.command(name)(found)
+        found = alone
+    found._add_completion = False  # the whole command has it
+    command = typer.main.get_command(found)
+    command.name, command.rich_help_panel = name, panel  # type: ignore[attr-defined]
+    return command
+
+
+def _missing(name: str, extra: str, error: Exception) -> typer.Typer:
+    """A command that takes any arguments and fails with what to install."""
+    app = typer.Typer()
+
+    how = f"not installed: {install_extra(extra)}"
+
+    @app.command(name, help=escape(how), context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def fail() -> None:
+        raise UsageError(f"`chunkweave {name}` is {how}") from error
+
+    return app
 
 
 def _show_version(asked: bool) -> None:
@@ -99,7 +144,8 @@ def _configure(
 ) -> None:
     handler = RichHandler(console=stderr(), show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    logging.getLogger("chunkweave").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    for package in ("chunkweave", "chunkweave_server", "chunkweave_lab"):
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 def main() -> None:

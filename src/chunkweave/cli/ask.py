@@ -25,11 +25,11 @@ from chunkweave.cli.options import (
 )
 from chunkweave.config import SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.results import check_writable, write_text
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
 from chunkweave.types import Chunk, Span
+from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine

@@ -20,10 +20,10 @@ from chunkweave.cli.console import Output, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.results import check_writable
 from chunkweave.settings import parse_duration
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.types import Chunk, SegmentId
+from chunkweave_lab.results import check_writable
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine

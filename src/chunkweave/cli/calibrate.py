@@ -10,13 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.bench import measured_with
 from chunkweave.cli.console import Output, progress, stderr, table_of
-from chunkweave.cli.fidelity import PromptOptions, neutral_of, samples_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.results import QuestionLog, check_writable
 from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.calibration import (
     BOUNDS,
@@ -32,12 +29,15 @@ from chunkweave.planning.calibration import (
     save_record,
 )
 from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave_lab.cli.bench import measured_with
+from chunkweave_lab.cli.fidelity import PromptOptions, neutral_of, samples_of
+from chunkweave_lab.results import QuestionLog, check_writable
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
-    from chunkweave.eval.calibration import CalibrationConfig
-    from chunkweave.eval.fidelity import Task
-    from chunkweave.eval.summaries import FidelitySample
+    from chunkweave_lab.calibration import CalibrationConfig
+    from chunkweave_lab.fidelity import Task
+    from chunkweave_lab.summaries import FidelitySample
 
 _BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
 
@@ -79,8 +79,8 @@ class _TargetOptions:
         Raises:
             UsageError: a list, a target or a way to warm the store is none, or a method has nothing to calibrate.
         """
-        from chunkweave.eval.calibration import ALPHAS, RATIOS, CalibrationConfig
-        from chunkweave.eval.warming import Warmth
+        from chunkweave_lab.calibration import ALPHAS, RATIOS, CalibrationConfig
+        from chunkweave_lab.warming import Warmth
 
         ratios = self.recompute_ratio
         return CalibrationConfig(
@@ -146,8 +146,8 @@ def calibrate(
     choice = TimedModelOptions(replace(computed, model=None if model is None else str(model)), threads=threads)
     config = targets.config(asked, warm, new_tokens, seed)
     choice.bound_threads()
-    from chunkweave.eval import calibration
-    from chunkweave.eval.fidelity import make_tasks
+    from chunkweave_lab import calibration
+    from chunkweave_lab.fidelity import make_tasks
 
     with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
         place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
@@ -183,7 +183,7 @@ def _measure(
     engine: "Engine", tasks: "list[Task]", config: "CalibrationConfig", store: StoreConfig, log: QuestionLog
 ) -> "list[dict[str, Mapping[str, FidelitySample]]]":
     """What was measured of every question, now and before."""
-    from chunkweave.eval.calibration import measure
+    from chunkweave_lab.calibration import measure
 
     if log.found is None:
         log.begin({})

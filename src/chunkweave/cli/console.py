@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from chunkweave.eval.results import check_writable, to_json, write_json
 from chunkweave.metrics import ReuseReport
+from chunkweave_lab.results import check_writable, to_json, write_json
 
 RowT = TypeVar("RowT")
 

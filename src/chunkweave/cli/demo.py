@@ -9,19 +9,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli.ask import precompute_chunks
-from chunkweave.cli.bench import BenchmarkRun
 from chunkweave.cli.console import Output, progress, seconds, table_of
 from chunkweave.cli.options import ModelOptions, Only, warn, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig
-from chunkweave.eval.dataset_formats import Example
-from chunkweave.eval.datasets import VALLEY, bundled_examples
-from chunkweave.eval.summaries import FidelityRow, FidelitySample, summarize_fidelity
-from chunkweave.eval.worlds.world import bundled_corpus
 from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, dequantized_folder, smollm2_file
+from chunkweave_lab.cli.bench import BenchmarkRun
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import VALLEY, bundled_examples
+from chunkweave_lab.summaries import FidelityRow, FidelitySample, summarize_fidelity
+from chunkweave_lab.worlds.world import bundled_corpus
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
-    from chunkweave.eval.fidelity import FidelityConfig
+    from chunkweave_lab.fidelity import FidelityConfig
 
 METHODS = ("full", "cacheblend", "query", "full-reuse")
 ANSWER_TOKENS = 16
@@ -77,8 +77,8 @@ def demo(
     scene = _scene()
     model = ModelOptions(replace(computed, model=scene.model))
     with model.open() as engine:
-        from chunkweave.eval.fidelity import FidelityConfig
-        from chunkweave.eval.warming import WarmBy, Warmth
+        from chunkweave_lab.fidelity import FidelityConfig
+        from chunkweave_lab.warming import WarmBy, Warmth
 
         ratios = (reuse.recompute_ratio,)
         count = len(scene.examples)
@@ -118,7 +118,7 @@ def _ask(
     engine: "Engine", examples: Sequence[Example], config: "FidelityConfig", output: Output
 ) -> list[Mapping[str, FidelitySample]]:
     """All questions by all methods, each shown when it is answered."""
-    from chunkweave.eval.fidelity import make_tasks, measure_fidelity
+    from chunkweave_lab.fidelity import make_tasks, measure_fidelity
 
     made = config.contenders({})
     names = sorted(made, key=lambda label: METHODS.index(label.partition("@")[0]))

@@ -17,9 +17,9 @@ from chunkweave.cli.console import Json, Output, progress, seconds, size, status
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.eval.results import check_writable, drop_page_cache
 from chunkweave.planning.cost import CostModel, StorageDevice, choose_device, cost_model_path, ratio_that_hides
 from chunkweave.settings import parse_bytes
+from chunkweave_lab.results import check_writable, drop_page_cache
 
 if TYPE_CHECKING:
     from chunkweave.models.loading import LoadedModel

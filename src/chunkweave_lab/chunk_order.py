@@ -1,0 +1,400 @@
+"""What chunk order does to reuse, over sequences of requests. Imports no torch."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import permutations
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from chunkweave.errors import DocumentError, UsageError
+from chunkweave.ordering.arrangement import AccessTable
+from chunkweave.ordering.ordering import Unordered, make_ordering
+from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.store.eviction import make_policy
+from chunkweave.store.tree_cache import TreeCache, TreeTier
+from chunkweave.trees.prefix_trie import KnowledgeTree, PrefixTrie
+from chunkweave.types import ChunkId
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.simulator.trace import Arrival, Part, PathRecords, key_of, read_trace
+from chunkweave_lab.simulator.workloads import bundled_token_count
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Shares from 0 to 1, averaged over all requests but the first.
+
+    `prefix` is the longest common prefix with any earlier request, `total` the most shared chunks with any (CRAFT §3.1,
+    Figure 3), both over the request's number of chunks. `seen` is the share of chunks that any earlier request had.
+    """
+
+    prefix: float
+    total: float
+    seen: float
+
+
+def overlap_of(requests: Sequence[Sequence[Hashable]], progress: Callable[[int, int], None] | None = None) -> Overlap:
+    """`Prefix` and `Total` of §3.1, a request's own number of chunks taking the place of k; 0 for a single request.
+
+    >>> overlap_of([[1, 4, 5, 6, 7], [1, 2, 3, 4, 5]])
+    Overlap(prefix=0.2, total=0.6, seen=0.6)
+    """
+    paths: PrefixTrie[Hashable, bool] = PrefixTrie()
+    earlier = EarlierSets()
+    prefix, total, seen = [], [], []
+    for number, request in enumerate(requests):
+        chunks = dict.fromkeys(request)
+        if number and chunks:
+            prefix.append(sum(paths.prefix(request)) / len(request))
+            total.append(earlier.most_shared(dict.fromkeys(chunks, 1)) / len(chunks))
+            seen.append(sum(chunk in earlier for chunk in chunks) / len(chunks))
+        for end in range(sum(paths.prefix(request)) + 1, len(request) + 1):
+            paths.grow(request[:end]).value = True
+        earlier.add(chunks)
+        if progress is not None:
+            progress(number + 1, len(requests))
+    return Overlap(*(fmean(shares) if shares else 0.0 for shares in (prefix, total, seen)))
+
+
+class EarlierSets:
+    """Sets of chunks, each remembered once, by the chunks in them."""
+
+    def __init__(self) -> None:
+        self._known: set[frozenset[Hashable]] = set()
+        self._with: dict[Hashable, list[int]] = defaultdict(list)
+
+    def __contains__(self, chunk: Hashable) -> bool:
+        return chunk in self._with
+
+    def add(self, chunks: Sequence[Hashable] | dict[Hashable, None]) -> None:
+        """Remember one more."""
+        members = frozenset(chunks)
+        if members in self._known:
+            return
+        for chunk in members:
+            self._with[chunk].append(len(self._known))
+        self._known.add(members)
+
+    def most_shared(self, weights: dict[Hashable, int]) -> int:
+        """The greatest sum of weights of what one earlier set shares with the chunks that `weights` names."""
+        if frozenset(weights) in self._known:
+            return sum(weights.values())
+        shared: Counter[int] = Counter()
+        for chunk, weight in weights.items():
+            for number in self._with.get(chunk, ()):
+                shared[number] += weight
+        return max(shared.values(), default=0)
+
+
+def repeated_across_turns(requests: Sequence[tuple[str, Sequence[Hashable]]]) -> float | None:
+    """Mean share of a later turn's chunks that an earlier turn of its conversation had (CRAFT §3.2, Figure 6b).
+
+    Requests are pairs of a conversation's name (empty: none) and chunks. None if no conversation has two turns.
+    """
+    had: dict[str, set[Hashable]] = {}
+    shares = []
+    for conversation, request in requests:
+        if not conversation:
+            continue
+        chunks = set(request)
+        if conversation in had and chunks:
+            shares.append(len(chunks & had[conversation]) / len(chunks))
+        had.setdefault(conversation, set()).update(chunks)
+    return fmean(shares) if shares else None
+
+
+_TIER = "host"
+
+
+class PathCache(Protocol):
+    """A cache of exact prefixes, chunk by chunk."""
+
+    tree: KnowledgeTree[ChunkId]
+    """What is stored."""
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """A prompt that begins with `parts` was served: they are stored now, as far as there is room."""
+
+
+class UnlimitedCache:
+    """Everything that was ever served."""
+
+    def __init__(self) -> None:
+        self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([_TIER])
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Store all of it."""
+        keys = [key_of(part) for part in parts]
+        for end in range(self.tree.match(keys).nodes + 1, len(keys) + 1):
+            self.tree.placed(keys[:end], _TIER, parts[end - 1].tokens)
+
+
+class LimitedCache:
+    """`budget_tokens` of KV under an eviction policy, by the store's own rules (`TreeCache`)."""
+
+    def __init__(self, budget_tokens: int, policy: str = "lru") -> None:
+        """An empty cache.
+
+        Raises:
+            UnknownMethodError: no such policy.
+            UsageError: a negative budget.
+        """
+        self._cache = TreeCache([TreeTier(_TIER, budget_tokens, make_policy(policy))])
+        self._records = PathRecords(1)
+        self.tree = self._cache.tree
+
+    def hold(self, parts: Sequence[Part]) -> None:
+        """Count one use of what is stored of it, and store the rest."""
+        self._cache.use(self._records.path(parts))
+
+
+ORACLE = "oracle"
+MOST_ORACLE_CHUNKS = 6
+"""A clairvoyant order tries all permutations; of seven chunks there are 5040."""
+_LOOK_AHEAD = 2000
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """How requests are counted (`window`), and from what count on a path is stored (`promotion_threshold`, None: any).
+
+    The cache is the same for all orderings; what is stored is an exact path, chunk by chunk.
+    """
+
+    window: int = 1000
+    promotion_threshold: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """What an ordering saved: tokens of documents whose KV was stored as an exact prefix. No system part counts.
+
+    `hit_chunks` of `chunks` were stored, `full_hits` requests had all theirs.
+    """
+
+    ordering: str
+    requests: int
+    chunks: int
+    hit_chunks: int
+    document_tokens: int
+    saved_tokens: int
+    full_hits: int
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the documents' tokens that needed no computation: CRAFT's reduction in its Figure 12."""
+        return self.saved_tokens / self.document_tokens if self.document_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**asdict(self), "saved_share": self.saved_share}
+
+
+Arrange = Callable[[int, Unordered], Sequence[int]]
+"""Puts the chunks of the request of that number in order, by what is known of earlier ones; returns their places."""
+
+
+def replay(
+    arrivals: Sequence[Arrival],
+    ordering: str,
+    config: ReplayConfig | None = None,
+    *,
+    cache: PathCache | None = None,
+    progress: Progress | None = None,
+) -> Savings:
+    """Serve all requests with an ordering of the registry, or with `oracle`.
+
+    Raises:
+        UnknownMethodError: no such ordering.
+    """
+    if ordering == ORACLE:
+        arrange: Arrange = ClairvoyantOrder(arrivals).order
+    else:
+        made = make_ordering(ordering)
+
+        def arrange(number: int, given: Unordered) -> Sequence[int]:  # noqa: ARG001
+            return made.order(given)
+
+    return replay_arranged(arrivals, ordering, arrange, config, cache=cache, progress=progress)
+
+
+def replay_arranged(
+    arrivals: Sequence[Arrival],
+    name: str,
+    arrange: Arrange,
+    config: ReplayConfig | None = None,
+    *,
+    cache: PathCache | None = None,
+    progress: Progress | None = None,
+) -> Savings:
+    """The same with any arrangement: look up, serve, count, store (CRAFT §4.2)."""
+    config, cache = config or ReplayConfig(), cache or UnlimitedCache()
+    table: AccessTable[ChunkId] = AccessTable(config.window)
+    hits = tokens = full = 0
+    for number, arrival in enumerate(arrivals):
+        head, documents = arrival.parts[: int(arrival.has_system)], arrival.documents
+        before = [key_of(part) for part in head]
+        ids = [key_of(part) for part in documents]
+        sizes = [part.tokens for part in documents]
+        places = arrange(number, Unordered(ids, [table.count(one) for one in ids], sizes, cache.tree.at(before)))
+        ordered = [documents[place] for place in places]
+        stored = max(0, cache.tree.match([*before, *(ids[place] for place in places)]).nodes - len(head))
+        hits += stored
+        tokens += sum(part.tokens for part in ordered[:stored])
+        full += stored == len(documents)
+        table.note(ids)
+        threshold = config.promotion_threshold
+        hot = [threshold is None or table.count(ids[place]) >= threshold for place in places]
+        cache.hold([*head, *ordered[: promoted_length(hot, stored)]])
+        if progress is not None:
+            progress(number + 1, len(arrivals))
+    documents_in_all = [part for arrival in arrivals for part in arrival.documents]
+    total = sum(part.tokens for part in documents_in_all)
+    return Savings(name, len(arrivals), len(documents_in_all), hits, total, tokens, full)
+
+
+def saving_bound(arrivals: Sequence[Arrival], progress: Progress | None = None) -> int:
+    """Document tokens that no order of chunks can save more of: of each request what it shares with one earlier one.
+
+    A stored path was served to one request, so its chunks are all that one's. The cache is unlimited.
+    """
+    earlier = EarlierSets()
+    saved = 0
+    for number, arrival in enumerate(arrivals):
+        weights: Counter[object] = Counter()
+        for part in arrival.documents:
+            weights[part.name] += part.tokens
+        saved += earlier.most_shared(dict(weights))
+        earlier.add(dict.fromkeys(weights))
+        if progress is not None:
+            progress(number + 1, len(arrivals))
+    return saved
+
+
+class ClairvoyantOrder:
+    """Of all permutations one that saves most now and, of these, one along which later requests could save most.
+
+    Knows all requests (2000 ahead), tries every permutation. The later saving of an order is that of every later
+    request that has all chunks of its beginning, as if it were the only order ever stored. A choice that gives up
+    something now for more later is not looked for, so that this is no bound; `saving_bound` is.
+    """
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._with: dict[ChunkId, list[int]] = {}
+        for number, arrival in enumerate(arrivals):
+            for key in {key_of(part) for part in arrival.documents}:
+                self._with.setdefault(key, []).append(number)
+
+    def order(self, number: int, given: Unordered) -> Sequence[int]:
+        """The order of request `number`."""
+        numbers = range(len(given.chunks))
+        later = self._later(number, given.chunks)
+        if not later and not _anything_stored(given):
+            return numbers
+        return max(permutations(numbers), key=lambda order: (_saved(order, given), _worth(order, given, later)))
+
+    def _later(self, number: int, chunks: Sequence[ChunkId]) -> dict[int, int]:
+        """How many later requests have each set of these chunks, by the set as a bit mask."""
+        shared: Counter[int] = Counter()
+        for bit, chunk in enumerate(chunks):
+            for other in reversed(self._with[chunk]):
+                if other <= number:
+                    break
+                if other <= number + _LOOK_AHEAD:
+                    shared[other] |= 1 << bit
+        by_mask = Counter(shared.values())
+        return (
+            {
+                part: sum(count for mask, count in by_mask.items() if mask & part == part)
+                for part in range(1, 1 << len(chunks))
+            }
+            if by_mask
+            else {}
+        )
+
+
+def _anything_stored(given: Unordered) -> bool:
+    return given.place is not None and any(given.place.child(chunk) is not None for chunk in given.chunks)
+
+
+def _saved(order: Sequence[int], given: Unordered) -> int:
+    place, tokens = given.place, 0
+    for number in order:
+        place = None if place is None else place.child(given.chunks[number])
+        if place is None:
+            break
+        tokens += given.tokens[number]
+    return tokens
+
+
+def _worth(order: Sequence[int], given: Unordered, later: dict[int, int]) -> int:
+    mask = worth = 0
+    for number in order:
+        mask |= 1 << number
+        if not later.get(mask):
+            break
+        worth += given.tokens[number] * later[mask]
+    return worth
+
+
+MOONCAKE = "Mooncake trace"
+"""Its blocks are named for all that is before them, so that their order is not free."""
+
+
+def read_requests(path: Path, *, top_k: int | None = None, seed: int = 0) -> tuple[str, list[Arrival]]:
+    """What kind of file it is, and its requests in order, each of its first `top_k` documents (None: all).
+
+    A data set (MuSiQue or SQuAD JSON, or JSONL with `question`) is a request for each question, one a second, its
+    tokens counted with the bundled tokenizer. `seed` draws the paragraphs that a SQuAD question gets.
+
+    Raises:
+        DocumentError: the file cannot be read; the message has file, line and reason.
+        UsageError: `top_k` is not positive.
+    """
+    if top_k is not None and top_k < 1:
+        raise UsageError(f"top-k must be at least 1, not {top_k}")
+    first = _first_line(path)
+    if "arrival_s" in first or "hash_ids" in first:
+        kind = MOONCAKE if "hash_ids" in first else "request trace"
+        arrivals = sorted(read_trace(path), key=lambda one: one.arrival_s)
+    else:
+        kind, arrivals = "data set", _questions(load_dataset(path, seed=seed))
+    return kind, arrivals if top_k is None else [_cut(arrival, top_k) for arrival in arrivals]
+
+
+def _first_line(path: Path) -> dict[str, object]:
+    """The object in the first line that has something in it; empty if that is none."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            line = next((line for line in file if line.strip()), "")
+        entry = json.loads(line) if line.lstrip().startswith("{") else {}
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
+    except OSError as error:
+        raise DocumentError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    except json.JSONDecodeError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _questions(examples: list[Example]) -> list[Arrival]:
+    count = bundled_token_count()
+    lengths: dict[str, int] = {}
+    arrivals = []
+    for number, example in enumerate(examples):
+        for chunk in example.chunks:
+            if chunk.text not in lengths:
+                lengths[chunk.text] = max(1, count(chunk.text))
+        parts = tuple(Part(chunk.text, lengths[chunk.text]) for chunk in example.chunks)
+        arrivals.append(Arrival(float(number), parts, count(example.question)))
+    return arrivals
+
+
+def _cut(arrival: Arrival, top_k: int) -> Arrival:
+    parts = arrival.parts[: int(arrival.has_system) + top_k]
+    return replace(arrival, parts=parts)

@@ -1,0 +1,401 @@
+"""`chunkweave bench fidelity`: how close reuse methods come to full prefill of the same model, without labels."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
+from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig, Weights
+from chunkweave.errors import UsageError
+from chunkweave.planning import methods as reuse_methods
+from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
+from chunkweave_lab.cli.quality import WORLDS, generated_examples
+from chunkweave_lab.contenders import PROMPT_BASELINES
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import bundled_examples, document_examples, load_dataset, read_text
+from chunkweave_lab.plots import Picture, deviations_figure, fidelity_figure
+from chunkweave_lab.results import QuestionLog, check_writable
+from chunkweave_lab.summaries import FidelityRow, FidelitySample, summarize_fidelity
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave_lab.deviation import PromptDeviation
+    from chunkweave_lab.fidelity import Base, FidelityConfig, Task
+    from chunkweave_lab.warming import Warmth
+
+_DOCUMENT_CHUNK_TOKENS = 256
+"""Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
+
+_BUNDLED_CHUNK_TOKENS = 512
+"""Tokens of a chunk of the bundled documents, unless it does."""
+
+
+class Reference(StrEnum):
+    """Whose full prefill is the judge."""
+
+    OWN = "own"
+    BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Which questions are asked over which chunks."""
+
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option("--docs", help="Your own documents: text file or folder of them; repeatable."),
+    ] = None
+    questions_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --docs: your questions, one a line; without it the documents' own sentences are asked for."
+        ),
+    ] = None
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out); bundled documents if neither "
+            "this nor --docs is given."
+        ),
+    ] = None
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens of every chunk; 0 leaves passages as they are.",
+            show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
+        ),
+    ] = None
+    instruction: Annotated[
+        str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
+    ] = None
+
+    def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
+        """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
+
+        Raises:
+            DocumentError: a file cannot be read.
+            UsageError: options do not go together, or there are too few questions.
+        """
+        if self.docs and self.dataset is not None:
+            raise UsageError("give either --docs or --dataset")
+        if self.questions_file is not None and not self.docs:
+            raise UsageError("--questions-file needs --docs, the documents that the questions are about")
+        count = self.questions + earlier
+        if self.docs:
+            every = self._over_documents(engine, count, seed)
+        elif self.dataset == Path(WORLDS) and not self.dataset.exists():
+            every = generated_examples(count, self.chunks, seed=seed)
+        elif self.dataset is not None:
+            every = load_dataset(self.dataset, squad_chunks=self.chunks, seed=seed)
+        else:
+            every = bundled_examples(count, seed=seed)
+        if len(every) < count:
+            raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
+        return every, Random(seed).sample(every, count)
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens to which passages are cut; documents are cut before. Bundled ones are too long as they are."""
+        if self.docs:
+            return 0
+        usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
+        return usual if self.chunk_tokens is None else self.chunk_tokens
+
+    def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
+        cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
+        chunks = cut.chunks(engine, cut.read(self.docs or []))
+        if self.questions_file is None:
+            return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
+        text = read_text(self.questions_file, "list of questions")
+        asked = [line.strip() for line in text.splitlines() if line.strip()]
+        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
+
+    @property
+    def asked_as(self) -> dict[str, str]:
+        """What else is said of how questions were asked."""
+        return {} if self.instruction is None else {"instruction": self.instruction}
+
+    @property
+    def about(self) -> str:
+        """What the questions are about."""
+        if self.docs:
+            return ", ".join(path.name for path in self.docs)
+        return self.dataset.name if self.dataset is not None else "bundled documents"
+
+
+@with_blocks
+def fidelity(
+    *,
+    model: TimedModelOptions,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Reuse methods, separated by commas; `full`, `full-reuse` and a noise floor are added. Settings "
+            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {options.listed(reuse_methods)}; and "
+            f"baselines of another prompt: {', '.join(PROMPT_BASELINES)}."
+        ),
+    ] = "prefix,epic,cacheblend,query",
+    recompute_fraction: Annotated[
+        str,
+        typer.Option(
+            help="Shares of the reused tokens x layers, separated by commas: each method gets the ratio or alpha by "
+            "which it recomputes that much, dense first layers included. Instead of --recompute-ratio and --alpha."
+        ),
+    ] = "",
+    values: ValueOptions,
+    asked: PromptOptions,
+    warm: Annotated[
+        str,
+        typer.Option(
+            help=f"{options.HOW_WARM} Several, separated by commas: the methods once more over each further one, in "
+            "rows of their own (`query neutral@5%`)."
+        ),
+    ] = "alone",
+    reference: Annotated[
+        Reference,
+        typer.Option(
+            help="Whose full prefill everything is compared with: the model's own, or with --adapter or --weights int8 "
+            "that of the base, the model without them (rows `of base`)."
+        ),
+    ] = Reference.OWN,
+    new_tokens: options.NewTokens = 16,
+    free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
+    deviations: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Questions on which KV and attention deviation are measured by layer (CacheBlend's Figures 6 to 8).",
+        ),
+    ] = 0,
+    samples: options.Samples = None,
+    store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
+    plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--plot-deviations", help="Draw what --deviations measures into this PNG.", show_default=False),
+    ] = None,
+    html: Html = None,
+    output: Output,
+) -> None:
+    """How close reuse methods come to full prefill, and how much sooner: your model, your documents, no labels."""
+    check_pictures(html, plot, figures)
+    if samples is not None:
+        check_writable(samples)
+    if figures is not None and not deviations:
+        raise UsageError("--plot-deviations needs --deviations, the number of questions to measure them on")
+    if reference is Reference.BASE and (not model.is_changed or deviations):
+        raise UsageError("--reference base is for a model with --adapter or --weights int8, not with --deviations")
+    model.named()
+    model.bound_threads()
+    from chunkweave_lab.fidelity import Base, FidelityConfig, judges_of, make_tasks, warm_by_earlier
+    from chunkweave_lab.warming import Warmth
+
+    first, *also_warm = map(Warmth.parse, options.names(warm) or ("",))
+    config = FidelityConfig(
+        methods=options.names(methods),
+        ratios=values.ratios,
+        alphas=values.alphas,
+        reuse=ReuseConfig(check_layers=values.layers, seed=model.seed),
+        fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
+        warm=first,
+        also_warm=tuple(also_warm),
+        chunks=asked.chunks,
+        chunk_tokens=asked.cut_tokens,
+        new_tokens=new_tokens,
+        free=free,
+    )
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(one.open(store=store, reuse=ReuseConfig(capture=capture)))
+            for one in (model, *([model.base()] if reference is Reference.BASE else []))
+        ]
+        engine = engines[0]
+        every, drawn = asked.examples(engine, model.seed, config.warm.queries)
+        asked_by = [make_tasks(one, every, drawn, config, asked.instruction) for one in engines]
+        measured, *others = (tasks[config.warm.queries :] for tasks in asked_by)
+        base = Base(engines[1], others[0]) if others else None
+        origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **asked.asked_as}
+        origin |= options.kept(store)
+        if model.model.weights == Weights.INT8:
+            origin["weights"] = str(model.model.weights)
+        if model.is_changed:
+            origin["fingerprint"] = engine.loaded.fingerprint
+        if base is not None:
+            origin["reference"] = model.base().name
+        ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
+        whole = {**asdict(config), **ways, **neutral_of((first, *also_warm), capture), **origin}
+        del whole["reuse"]["capture"]  # nothing measured is stored
+        log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
+        if len(log):
+            stderr().print(f"{len(log)} questions are there already")
+        strayed: list[PromptDeviation] = []
+        found: list[Mapping[str, FidelitySample]] = [samples_of(line) for line in log.of("contenders")]
+        run = BenchmarkRun(
+            "fidelity",
+            engine,
+            whole,
+            model.seed,
+            summarize=lambda: summarize_fidelity(found, log.found, **judges_of(base is not None)),
+            table=lambda rows, shown: fidelity_table(rows, shown),
+            more=lambda: _more(log, strayed),
+            draw=lambda rows: _pictures(rows, strayed, plot, figures, _title(whole), every=html is not None),
+            html=html,
+        )
+        with run.reported(output, found):
+            with progress("warming") as report:
+                for one, tasks in zip(engines, asked_by, strict=True):
+                    warm_by_earlier(one, tasks[: config.warm.queries], report)
+            _measure(engine, measured, config, log, found, store, base)
+            _measure_deviations(engine, measured, config, log, deviations, strayed)
+
+
+def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
+    """A question's samples as a `QuestionLog` has them."""
+    return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
+
+
+def neutral_of(ways: "Sequence[Warmth]", capture: CaptureConfig) -> dict[str, Any]:
+    """What neutral passages chunks are computed behind, if any of the `ways` has some."""
+    if all(warm.by != "neutral" for warm in ways):
+        return {}
+    file = None if capture.neutral_file is None else capture.neutral_file.name
+    return {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
+
+
+def _measure(
+    engine: "Engine",
+    tasks: "Sequence[Task]",
+    config: "FidelityConfig",
+    log: QuestionLog,
+    found: list[Mapping[str, FidelitySample]],
+    store: StoreConfig,
+    base: "Base | None",
+) -> None:
+    from chunkweave_lab.fidelity import measure_fidelity
+    from chunkweave_lab.fitting import fitted_values
+
+    if log.found is None:
+        with progress("fitting recompute fractions") as report:
+            log.begin(fitted_values(engine, tasks, config, report))
+    open_questions = [index for index in range(len(tasks)) if index not in log]
+    contenders = config.contenders(log.found or {})
+    with progress("measuring") as report:
+        measured = measure_fidelity(
+            engine, tasks, contenders, config, base=base, skip=log.__contains__, store=store, progress=report
+        )
+        for index, samples in zip(open_questions, measured, strict=True):
+            found.append(samples)
+            log.add(index, {"contenders": {label: one.as_dict() for label, one in samples.items()}})
+
+
+def _measure_deviations(
+    engine: "Engine",
+    tasks: "Sequence[Task]",
+    config: "FidelityConfig",
+    log: QuestionLog,
+    count: int,
+    strayed: "list[PromptDeviation]",
+) -> None:
+    from chunkweave_lab.deviation import measure_deviations
+
+    contenders, prompts = config.contenders(log.found or {}), [task.prompt for task in tasks]
+    seed = config.reuse.seed
+    with progress("measuring deviations") as report:
+        for one in measure_deviations(
+            engine, prompts, contenders, config.warm, count=count, recomputing=True, seed=seed, progress=report
+        ):
+            strayed.append(one)
+
+
+def _more(log: QuestionLog, strayed: "Sequence[PromptDeviation]") -> dict[str, Any]:
+    from chunkweave_lab.deviation import summarize_deviations
+
+    return {"commits": sorted({commit for commit in log.of("commit") if commit}), **summarize_deviations(strayed)}
+
+
+def _pictures(
+    rows: Sequence[FidelityRow],
+    strayed: "Sequence[PromptDeviation]",
+    plot: Path | None,
+    figures: Path | None,
+    title: str,
+    *,
+    every: bool,
+) -> list[Picture]:
+    """Those that have a file of their own; with `every` all that can be drawn."""
+    from chunkweave_lab.deviation import summarize_deviations
+
+    drawn = []
+    if every or plot is not None:
+        about = "Divergence from full prefill against how much sooner the first token is; lower right is better."
+        drawn.append(Picture(fidelity_figure(rows, title), about, plot))
+    found = summarize_deviations(strayed)
+    if (every or figures is not None) and "figures" in found:
+        drawn.append(
+            Picture(deviations_figure(found, rows, title), "CacheBlend's Figures 6 to 8, of this model.", figures)
+        )
+    return drawn
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    size = f"{config['chunk_tokens']} tokens" if config["chunk_tokens"] else "whole passages"
+    against = f" against {config['reference']}" if "reference" in config else ""
+    over = f"{config['chunks']} x {size}, chunks computed: {config['warm']}"
+    return f"{config['model']}{against} on {config['dataset']}: {over}"
+
+
+def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Table:
+    """Contenders: how close to full prefill, how much sooner, at what recomputation."""
+    most = max((row.questions for row in rows), default=0)
+    tokens = next((row.prompt_tokens for row in rows if row.prompt_tokens is not None), 0.0)
+    caption = (
+        f"{most} questions, {tokens:.0f} tokens a prompt, {config['device']}, {config['dtype']}, threads: "
+        f"{config['threads']}. KL: D(full || method) in nats over its own {config['new_tokens']} tokens, mean "
+        "(95 % bootstrap by question) and 90th percentile; left: of full reuse's.\nTop-1: both expect the same token. "
+        "Same: answers decoded freely that come out as full prefill's. NLL: of the first right answer, nats a token, "
+        "minus full prefill's. ROUGE-L: free answers against full prefill's own.\nSpeed-up: median of full / method; "
+        "limit: the same if time were FLOPs."
+    )
+    if "reference" in config:
+        caption += f"\nFull prefill and full reuse here are those of {config['reference']}: the rows `of base`."
+    return table_of(
+        rows,
+        ("method", lambda row: row.method),
+        ("KL", lambda row: _number(row.kl, ".4f")),
+        ("95 %", lambda row: _between(row.kl_low, row.kl_high, ".4f")),
+        ("p90", lambda row: _number(row.kl_p90, ".3f")),
+        ("left", lambda row: _number(row.kl_of_full_reuse, ".0%")),
+        ("top-1", lambda row: _number(row.agreement, ".1%")),
+        ("same", lambda row: _number(row.identical, ".0%")),
+        ("NLL", lambda row: _number(row.answer_nll_minus_full, "+.3f")),
+        ("95 %", lambda row: _between(row.answer_nll_minus_full_low, row.answer_nll_minus_full_high, "+.3f")),
+        ("F1", lambda row: _number(row.f1, ".3f")),
+        ("ROUGE-L", lambda row: _number(row.rouge_l_of_full, ".2f")),
+        ("TTFT", lambda row: "-" if row.ttft_s is None else seconds(row.ttft_s)),
+        ("speed-up", lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x"),
+        ("limit", lambda row: "-" if row.flops_limit is None else f"{row.flops_limit:.2f}x"),
+        ("recomp.", lambda row: _number(row.recompute_fraction, ".1%")),
+        title=_title(config),
+        caption=caption,
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _between(low: float | None, high: float | None, form: str) -> str:
+    return "-" if low is None or high is None else f"{format(low, form)}..{format(high, form)}"

@@ -1,0 +1,231 @@
+"""`chunkweave bench quality`: what answers are worth by reuse method and recompute ratio."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from chunkweave.cli import options
+from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
+from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
+from chunkweave.config import StoreConfig
+from chunkweave.errors import UsageError
+from chunkweave.planning import methods as reuse_methods
+from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
+from chunkweave_lab.contenders import PROMPT_BASELINES
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.plots import Picture, quality_figure
+from chunkweave_lab.results import QuestionLog, check_writable
+from chunkweave_lab.summaries import QualityRow, QualitySample, summarize_quality
+
+if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave_lab.deviation import PromptDeviation
+    from chunkweave_lab.quality import QualityConfig
+
+
+WORLDS = "worlds"
+"""The data set that is generated instead of read."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionOptions:
+    """Which questions are asked, of those that can be scored, and how long their answers may be."""
+
+    dataset: Annotated[
+        str, typer.Option(help="`worlds` (generated, held out), or a MuSiQue, SQuAD 1.1 or JSONL file.")
+    ] = WORLDS
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 200
+    chunks: Annotated[int, typer.Option(min=1, help="Passages of a question, with `worlds`.")] = 6
+    kinds: Annotated[str, typer.Option(help="Only these kinds of question, separated by commas; all if empty.")] = ""
+    warm: options.Warm = "alone"
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 24
+
+    def draw(self, seed: int, *, earlier: int = 0, worlds: int = 0) -> list[Example]:
+        """The questions and `earlier` ones that warm the store, drawn with `seed`.
+
+        `worlds` of the generated data set are asked about, ever new ones if 0.
+
+        Raises:
+            DocumentError: the file cannot be read as a data set.
+            UsageError: it has too few questions with answers, or no such kind of them.
+        """
+        count, kinds = self.questions + earlier, options.names(self.kinds)
+        if self.dataset == WORLDS:
+            return generated_examples(count, self.chunks, seed=seed, kinds=kinds, worlds=worlds)
+        examples = load_dataset(Path(self.dataset), seed=seed)
+        _refuse_unknown(kinds, {example.kind for example in examples})
+        scored = [one for one in examples if one.answers and (not kinds or one.kind in kinds)]
+        if len(scored) < count:
+            raise UsageError(
+                f"{self.dataset} has {len(scored)} fitting questions with answers, but {count} are asked for"
+            )
+        return Random(seed).sample(scored, count)
+
+
+def generated_examples(
+    count: int, chunks: int, *, seed: int, kinds: tuple[str, ...] = (), worlds: int = 0
+) -> list[Example]:
+    """Questions of the data set `worlds`.
+
+    Raises:
+        UsageError: there is no such kind, or none over so many passages.
+    """
+    from chunkweave_lab.worlds.records import QuestionKind
+    from chunkweave_lab.worlds.world import world_examples
+
+    known = {str(kind): kind for kind in QuestionKind}
+    _refuse_unknown(kinds, known)
+    wanted = tuple(known[kind] for kind in kinds)
+    try:
+        return world_examples(count, chunks, seed=seed, kinds=wanted, worlds=worlds)
+    except ValueError as error:
+        raise UsageError(f"no such questions over {chunks} passages: {error}") from error
+
+
+def _refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UsageError(f"unknown kind of question {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
+
+
+@with_blocks
+def quality(
+    *,
+    model: SeededModelOptions,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
+            "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
+            f"There are: {options.listed(reuse_methods)}. Baselines that change the prompt: "
+            f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
+        ),
+    ] = "cacheblend,epic,random",
+    values: ValueOptions,
+    asked: QuestionOptions,
+    worlds: Annotated[
+        int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
+    ] = 0,
+    deviations: Annotated[int, typer.Option(help="Questions on which KV and attention deviation are measured.")] = 20,
+    samples: options.Samples = None,
+    store: StoreConfig,
+    plot: Annotated[Path | None, typer.Option(help="Draw F1 against recompute fraction into this PNG.")] = None,
+    html: Html = None,
+    output: Output,
+) -> None:
+    """Answer quality by reuse method: the same questions, the same warm store, paired intervals."""
+    check_pictures(html, plot)
+    if samples is not None:
+        check_writable(samples)
+    model.named()
+    from chunkweave_lab.quality import QualityConfig
+    from chunkweave_lab.warming import Warmth
+
+    config = QualityConfig(
+        methods=options.names(methods),
+        ratios=values.ratios,
+        alphas=values.alphas,
+        check_layers=values.layers,
+        warm=Warmth.parse(asked.warm),
+        max_new_tokens=asked.max_new_tokens,
+        seed=model.seed,
+    )
+    config.contenders()
+    config.baselines()
+    examples = asked.draw(model.seed, earlier=config.warm.queries, worlds=worlds)
+    drawn = {"dataset": asked.dataset, "chunks": asked.chunks, "worlds": worlds, "kinds": asked.kinds}
+    with model.open(store=store) as engine:
+        from chunkweave_lab.deviation import summarize_deviations
+
+        whole = {**asdict(config), "warm": str(config.warm), "model": model.name, **drawn, **options.kept(store)}
+        log = QuestionLog(samples, {**whole, "questions": asked.questions, **measured_with(engine, examples)})
+        if len(log):
+            stderr().print(f"{len(log)} questions are there already")
+        elif log.found is None:
+            log.begin({})
+        found = [QualitySample.from_dict(one) for line in log.of("contenders") for one in line]
+        strayed: list[PromptDeviation] = []
+        title = f"{model.name} on {asked.dataset}"
+        run = BenchmarkRun(
+            "quality",
+            engine,
+            whole,
+            config.seed,
+            summarize=lambda: summarize_quality(found),
+            table=lambda rows, _: _quality_table(rows, title),
+            more=lambda: summarize_deviations(strayed),
+            draw=lambda rows: [] if plot is html is None else [_picture(rows, plot, config)],
+            html=html,
+        )
+        with run.reported(output, found):
+            _measure_quality(engine, config, examples, log, found)
+            _measure_deviations(engine, config, examples[config.warm.queries :], deviations, strayed)
+
+
+def _measure_quality(
+    engine: "Engine",
+    config: "QualityConfig",
+    examples: Sequence[Example],
+    log: QuestionLog,
+    found: list[QualitySample],
+) -> None:
+    from chunkweave_lab.quality import measure_quality
+
+    with progress("answering") as report:
+        measured = measure_quality(engine, examples, config, report, skip=log.__contains__)
+        for question, samples in groupby(measured, lambda sample: sample.question):
+            own = list(samples)
+            found.extend(own)
+            log.add(question, {"contenders": [sample.as_dict() for sample in own]})
+
+
+def _measure_deviations(
+    engine: "Engine",
+    config: "QualityConfig",
+    examples: Sequence[Example],
+    count: int,
+    strayed: "list[PromptDeviation]",
+) -> None:
+    from chunkweave_lab.deviation import measure_deviations
+
+    prompts = [engine.builder.build(example.question, example.chunks) for example in examples]
+    with progress("measuring deviations") as report:
+        for one in measure_deviations(engine, prompts, config.contenders(), config.warm, count=count, progress=report):
+            strayed.append(one)
+
+
+def _picture(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> Picture:
+    figure = quality_figure(rows, f"{rows[0].questions} questions, warm {config.warm}")
+    return Picture(figure, "F1 against the share that is computed again, with 95 % intervals.", plot)
+
+
+def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
+    """Contenders with intervals, the share of the gap closed, and what it cost."""
+    caption = (
+        f"{rows[0].questions} questions. Intervals: 95 % bootstrap, the difference paired by question. Gap closed: "
+        "share of the way from full-reuse to full on the kinds that cross passages. As full: ROUGE-L against full "
+        "prefill's own answers."
+    )
+    return table_of(
+        rows,
+        ("method", lambda row: row.method),
+        ("F1", lambda row: f"{row.f1:.3f}"),
+        ("95 %", lambda row: f"{row.f1_low:.3f}..{row.f1_high:.3f}"),
+        ("EM", lambda row: f"{row.exact_match:.3f}"),
+        ("as full", lambda row: f"{row.rouge_l_of_full:.3f}"),
+        ("minus full", lambda row: f"{row.f1_minus_full:+.3f}"),
+        ("95 %", lambda row: f"{row.f1_minus_full_low:+.3f}..{row.f1_minus_full_high:+.3f}"),
+        ("crossing F1", lambda row: "-" if row.crossing_f1 is None else f"{row.crossing_f1:.3f}"),
+        ("gap closed", lambda row: "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"),
+        ("recomp. fraction", lambda row: "-" if row.recompute_fraction is None else f"{row.recompute_fraction:.3f}"),
+        ("TTFT", lambda row: seconds(row.ttft_s)),
+        title=title,
+        caption=caption,
+    )

@@ -1,0 +1,149 @@
+"""How a benchmark fills the store before it measures anything."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from random import Random
+from typing import TypeVar
+
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.engine.engine import Engine
+from chunkweave.errors import UsageError
+from chunkweave.planning.method import make_method
+from chunkweave.store.records import segment_id
+from chunkweave_lab.datasets import alone_prompts
+
+T = TypeVar("T")
+
+
+class WarmBy(StrEnum):
+    """What a chunk was computed behind; the instruction is always in the store."""
+
+    ALONE = "alone"
+    """Nothing."""
+    INSTRUCTION = "instruction"
+    """The instruction."""
+    NEUTRAL = "neutral"
+    """The instruction and neutral passages, as `Engine.precompute` does."""
+    CONTEXTS = "contexts"
+    """Others: each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
+    SOURCES = "sources"
+    """Others: `count` earlier requests had the question's chunks between them, each chunk in one of them."""
+    FIRST = "first"
+    """The first `count` chunks began an earlier request, where prefix caching works; another request had the rest."""
+    QUERIES = "queries"
+    """What `count` earlier questions of the data set had before it; chunks that none of them had are new."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether a number belongs to it."""
+        return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION, WarmBy.NEUTRAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """Earlier requests, prefilled in full, whose parts are stored as each was computed: in its own context."""
+
+    by: WarmBy = WarmBy.ALONE
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Warmth":
+        """From `alone`, `instruction`, `neutral`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
+
+        Raises:
+            UsageError: none of them.
+        """
+        name, colon, count = text.partition(":")
+        if name in list(WarmBy):
+            by = WarmBy(name)
+            if by.counted and count.isdecimal() and int(count) > 0:
+                return cls(by, int(count))
+            if not by.counted and not colon:
+                return cls(by)
+        ways = ", ".join(f"{by}:N" if by.counted else by for by in WarmBy)
+        raise UsageError(f"not a way to warm the store: {text!r}; write one of {ways}, with N from 1 on")
+
+    def __str__(self) -> str:
+        return f"{self.by}:{self.count}" if self.by.counted else self.by
+
+    @property
+    def queries(self) -> int:
+        """Questions of the data set that are asked before, to fill the store, and not measured."""
+        return self.count if self.by is WarmBy.QUERIES else 0
+
+    def prepare(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = ()) -> None:
+        """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
+
+        Nothing where earlier questions of the data set fill the store. Chunks of other questions are those of `others`.
+        """
+        if self.by is WarmBy.QUERIES:
+            return
+        with engine.store.lease(engine.store.lookup(prompt)):
+            for request in self._requests(engine, prompt, others):
+                wanted = zip(request.parts, request.contexts(), strict=True)
+                if any(part.id and segment_id(part.id, context) not in engine.store for part, context in wanted):
+                    prefill_and_store(engine, request)
+
+    def _requests(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
+        if self.by is WarmBy.FIRST:
+            return list(_beginning_alike(prompt, others, self.count))
+        if self.by is WarmBy.CONTEXTS:
+            return list(_in_company(prompt, others, requests=2, rounds=self.count))
+        if self.by is WarmBy.SOURCES:
+            return list(_in_company(prompt, others, requests=self.count))
+        if self.by is WarmBy.NEUTRAL:
+            opening, own, *_ = _cast(prompt, ())
+            preamble = engine.preparer.preamble(opening)
+            return [Prompt(tuple(opening)), *(Prompt((*preamble, part)) for part in own)]
+        return alone_prompts(prompt, behind_instruction=self.by is WarmBy.INSTRUCTION)
+
+
+def company_of(questions: Sequence[T], index: int) -> list[T]:
+    """The two questions behind one, around the end: their chunks are its company in earlier requests."""
+    return [questions[(index + step) % len(questions)] for step in (1, 2)]
+
+
+def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, rounds: int = 1) -> Iterator[Prompt]:
+    """In each round so many requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
+
+    Drawn with what the chunks are, so the same in every call.
+    """
+    opening, own, strangers, rng = _cast(prompt, others)
+    cuts = [-(-place * len(own) // requests) for place in range(requests + 1)]
+    for _ in range(rounds):
+        rng.shuffle(own)
+        for first, behind in pairwise(cuts):
+            mine = own[first:behind]
+            request = mine + rng.sample(strangers, min(len(strangers), len(own) - len(mine)))
+            rng.shuffle(request)
+            if mine:
+                yield Prompt((*opening, *request))
+
+
+def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> Iterator[Prompt]:
+    """A request that begins with the first chunks of `prompt` and goes on with others', and one with the rest."""
+    opening, own, strangers, rng = _cast(prompt, others)
+    same, rest = own[:first], own[first:]
+    yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
+    if rest:
+        request = rest + rng.sample(strangers, min(len(strangers), len(same)))
+        rng.shuffle(request)
+        yield Prompt((*opening, *request))
+
+
+def _cast(
+    prompt: Prompt, others: Sequence[Prompt]
+) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
+    """What opens a prompt, its chunks in order, chunks of others that it has not, and what to draw with."""
+    opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
+    own = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
+    company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
+    strangers = [part for key, part in company.items() if key not in {part.id for part in own}]
+    return opening, own, strangers, Random(" ".join(str(part.id) for part in own))
+
+
+def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
+    """Keep every part as full prefill computes it, and what it attended to for contenders that read that."""
+    engine.runner.store_new(engine.runner.prefill(prompt, make_method("prefix"), profiles=True))

@@ -1,0 +1,213 @@
+"""Worlds out of a seed, and what is made of them: held-out questions as a data set, and corpora."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from chunkweave.types import Chunk
+from chunkweave_lab.dataset_formats import Example
+from chunkweave_lab.worlds.questions import sample_request
+from chunkweave_lab.worlds.records import Fact, Passage, QuestionKind, Relation, Request, Split, World
+from chunkweave_lab.worlds.wording import (
+    COUNTED,
+    NUMBERS,
+    TRADES,
+    YEARS,
+    draw_aliases,
+    draw_cities,
+    draw_institutions,
+    draw_persons,
+    write_passage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSize:
+    """How much a world holds. `values` is how many cities, persons, years and numbers its passages choose from:
+    the fewer, the more is shared. Passages have fillers, at most `max_fillers` but for those that `min_words` takes.
+    """
+
+    institutions: int = 14
+    people: int = 10
+    aliases: int = 5
+    corrections: int = 4
+    values: int = 16
+    max_fillers: int = 3
+    min_words: int = 34
+
+    def __post_init__(self) -> None:
+        if self.people > self.values:
+            raise ValueError(f"{self.people} people cannot be among {self.values} persons")
+        if max(self.aliases, self.corrections) > self.institutions:
+            raise ValueError("more aliases or corrections than institutions")
+
+
+def generate_world(seed: int, split: Split, size: WorldSize = WorldSize()) -> World:
+    """The world of a seed: the same seed, split and size give the same texts on every machine."""
+    maker = _Maker(Random(f"world {seed} {split}"), split, size)
+    institutions = draw_institutions(tuple(COUNTED), size.institutions, maker.rng, split)
+    passages = [maker.institution(name) for name in institutions]
+    passages += [maker.person(name) for name in maker.persons[: size.people]]
+    nicknames = draw_aliases(size.aliases, maker.rng, split)
+    passages += [
+        maker.alias(name, alias)
+        for name, alias in zip(maker.rng.sample(institutions, size.aliases), nicknames, strict=True)
+    ]
+    for name in maker.rng.sample(institutions, size.corrections):
+        passages += maker.reports(name)
+    return World(seed, split, tuple(passages))
+
+
+class _Maker:
+    """Draws values for one passage after the other. Owns the world's generator and its pools of values."""
+
+    def __init__(self, rng: Random, split: Split, size: WorldSize) -> None:
+        self.rng = rng
+        self.cities = draw_cities(size.values, rng, split)
+        self.persons = draw_persons(size.values, rng, split)
+        self._years = [str(year) for year in rng.sample(YEARS, size.values)]
+        self._numbers = [str(number) for number in rng.sample(NUMBERS, size.values)]
+        self._split = split
+        self._size = size
+        self._count = 0
+
+    def institution(self, name: str) -> Passage:
+        """Where it is, who leads it, since when it is open and what it counts."""
+        facts = (
+            Fact(name, Relation.CITY, self.rng.choice(self.cities)),
+            Fact(name, Relation.LEADER, self.rng.choice(self.persons)),
+            Fact(name, Relation.OPENED, self.rng.choice(self._years)),
+            Fact(name, Relation.COUNT, self.rng.choice(self._numbers)),
+        )
+        return self._write(facts, name)
+
+    def person(self, name: str) -> Passage:
+        """A life in four facts."""
+        facts = (
+            Fact(name, Relation.IS, name),
+            Fact(name, Relation.BIRTHPLACE, self.rng.choice(self.cities)),
+            Fact(name, Relation.BORN, self.rng.choice(self._years)),
+            Fact(name, Relation.WORKS, self.rng.choice(self._numbers)),
+            Fact(name, Relation.TRADE, self.rng.choice(TRADES)),
+        )
+        return self._write(facts, name)
+
+    def alias(self, name: str, alias: str) -> Passage:
+        """A note that gives an institution another name, and says little else about it."""
+        facts = (
+            Fact(name, Relation.ALIAS, alias),
+            Fact(name, Relation.ASIDE_CITY, self.rng.choice(self.cities)),
+            Fact(name, Relation.ASIDE_PERSON, self.rng.choice(self.persons)),
+            Fact(name, Relation.ASIDE_YEAR, self.rng.choice(self._years)),
+            Fact(name, Relation.ASIDE_NUMBER, self.rng.choice(self._numbers)),
+        )
+        return self._write(facts, f"The name {alias}")
+
+    def reports(self, name: str) -> list[Passage]:
+        """Two reports of different years that give an institution different counts."""
+        years, numbers = self.rng.sample(self._years, 2), self.rng.sample(self._numbers, 2)
+        return [self._report(name, year, number) for year, number in zip(years, numbers, strict=True)]
+
+    def _report(self, name: str, year: str, number: str) -> Passage:
+        facts = (
+            Fact(name, Relation.REPORTED_COUNT, number, as_of=int(year)),
+            Fact(name, Relation.ASIDE_YEAR, year, as_of=int(year)),
+            Fact(name, Relation.ASIDE_CITY, self.rng.choice(self.cities)),
+            Fact(name, Relation.ASIDE_PERSON, self.rng.choice(self.persons)),
+        )
+        return self._write(facts, f"Report on {name}, {year}")
+
+    def _write(self, facts: tuple[Fact, ...], source: str) -> Passage:
+        self._count += 1
+        unit = COUNTED.get(facts[0].subject.rpartition(" ")[2].lower(), "")
+        return write_passage(
+            f"p{self._count}",
+            facts,
+            self.rng,
+            self._split,
+            source=source,
+            unit=unit,
+            max_fillers=self._size.max_fillers,
+            min_words=self._size.min_words,
+        )
+
+
+_PER_WORLD = 4
+
+
+def world_examples(
+    count: int,
+    passages: int,
+    *,
+    seed: int = 0,
+    kinds: tuple[QuestionKind, ...] = (),
+    split: Split = Split.TEST,
+    worlds: int = 0,
+) -> list[Example]:
+    """The requests of `world_requests` with the same arguments, as a data set."""
+    requests = world_requests(count, passages, seed=seed, kinds=kinds, split=split, worlds=worlds)
+    return [Example(request.question, request.chunks, request.answers, str(request.kind)) for request in requests]
+
+
+def world_requests(
+    count: int,
+    passages: int,
+    *,
+    seed: int = 0,
+    kinds: tuple[QuestionKind, ...] = (),
+    split: Split = Split.TEST,
+    worlds: int = 0,
+) -> list[Request]:
+    """`count` questions over `passages` passages each, needed ones and distractors in random order.
+
+    A function of its arguments alone. `kinds` empty means all of them in their usual shares, else each in turn. With
+    `worlds`, all questions are about that many worlds, in turn, so that passages come back; else every world is asked
+    about four times and never again.
+
+    Raises:
+        ValueError: a world has too few passages for such a question.
+    """
+    rng = Random(f"world examples {seed} {split} {passages}" + (f" {worlds}" if worlds else ""))
+    pool = [generate_world(rng.getrandbits(48), split) for _ in range(worlds)]
+    requests: list[Request] = []
+    while len(requests) < count:
+        world = pool[len(requests) % worlds] if worlds else generate_world(rng.getrandbits(48), split)
+        for _ in range(1 if worlds else min(_PER_WORLD, count - len(requests))):
+            kind = kinds[len(requests) % len(kinds)] if kinds else None
+            requests.append(sample_request(world, rng, passages, kind))
+    return requests
+
+
+PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Passages, and questions that come with the six of them that retrieval might bring, in random order."""
+
+    passages: tuple[Chunk, ...]
+    questions: tuple[Example, ...]
+
+
+def bundled_corpus() -> Corpus:
+    """The corpus that comes with the package."""
+    with as_file(files("chunkweave") / "assets" / "corpus") as folder:
+        passages = tuple(Chunk(row["text"], row["source"]) for row in _read(folder / PASSAGES_FILE))
+        questions = tuple(
+            Example(
+                row["question"],
+                tuple(passages[line] for line in row["passages"]),
+                tuple(row["answers"]),
+                row["kind"],
+            )
+            for row in _read(folder / QUESTIONS_FILE)
+        )
+    return Corpus(passages, questions)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, path.read_text(encoding="utf-8").splitlines())

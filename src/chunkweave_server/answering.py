@@ -1,0 +1,322 @@
+"""From a checked body to an answer that comes: retrieval, the backend, and what is recorded when it ends."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, cast
+
+from chunkweave.chunking.builder import PromptLimit
+from chunkweave.config import SamplingParams
+from chunkweave.engine.request import Request
+from chunkweave.errors import ChunkweaveError, NotRemovedError
+from chunkweave.retrieval.corpus import RetrievedChunk
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
+from chunkweave.types import Chunk
+from chunkweave_server.auth import Tenant
+from chunkweave_server.backend import AnswerEnd, Backend, BackendAnswer, BackendParts, Event, Submission
+from chunkweave_server.corpora import Corpora
+from chunkweave_server.errors import HttpError
+from chunkweave_server.limits import Slot, TenantCounts, TenantLimits
+from chunkweave_server.observability import Observer, RequestMeta
+from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, turn_of
+from chunkweave_server.settings import LimitSettings
+
+
+@dataclass(slots=True, eq=False)
+class _Retrieval:
+    """What a corpus had for a question, and what was computed beside the search."""
+
+    found: Found
+    speculation: SpeculativeAnswer[Event]
+
+    def shown(self, prefilled_s: float | None) -> dict[str, Any]:
+        """Its part of the report: what was retrieved, without the texts, and how long that took."""
+        found, speculation = self.found, self.speculation
+        shown = {
+            "retrieved": [
+                {key: value for key, value in one.as_dict().items() if key != "text"} for one in found.chunks
+            ],
+            "embed_s": found.embed_s,
+            "search_s": found.search_s,
+        }
+        summary = speculation.summary(found.at_s, speculation.submitted_s, prefilled_s or found.at_s)
+        if prefilled_s is None:
+            summary = replace(summary, matched=False, overlap_s=0.0)
+        return {**shown, "pipelining": asdict(summary)} if summary.started else shown
+
+
+class RunningAnswer:
+    """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
+
+    def __init__(
+        self, answering: "Answering", meta: RequestMeta, slot: Slot, salt: str, chunks: Iterable[Chunk]
+    ) -> None:
+        self._salt = salt
+        self._texts = frozenset(chunk.text for chunk in chunks)
+        self.end: AnswerEnd | None = None
+        self.ended = asyncio.Event()
+        self._answering = answering
+        self._meta = meta
+        self._slot = slot
+        self._observed = False
+        self.answer: BackendAnswer | None = None
+        self.retrieval: _Retrieval | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next pieces; raises what the backend raises."""
+        assert self.answer is not None, "it has started"
+        try:
+            return await anext(self.answer)
+        except StopAsyncIteration:
+            if self.answer.end is not None and self.end is None:
+                self._conclude(self.answer.end)
+            raise
+        except (ChunkweaveError, HttpError) as error:
+            self._observed = True
+            self._answering.observer.failed(self._meta, error)
+            raise
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._meta.tenant
+
+    def uses(self, salt: str, texts: frozenset[str]) -> bool:
+        """Whether it may store KV of one of `texts` under `salt`. Equal texts of another tenant are none of these."""
+        return self._salt == salt and not self._texts.isdisjoint(texts)
+
+    def abort(self) -> None:
+        """Have the backend end the request; whoever reads the answer gets an error."""
+        if self.answer is not None:
+            self.answer.abort()
+
+    async def aclose(self) -> None:
+        """End the request if it runs, and free the tenant's place; a second time is harmless."""
+        if not self._observed:
+            self._observed = True
+            self._answering.observer.given_up(self._meta)
+        if self.retrieval is not None:
+            await self.retrieval.speculation.aclose()
+        if self.answer is not None:
+            await self.answer.aclose()
+        self._slot.release()
+        self._answering.running.pop(self, None)
+        self.ended.set()
+
+    def _conclude(self, end: AnswerEnd) -> None:
+        if self.retrieval is not None:
+            end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
+        self.end = end
+        self._observed = True
+        self._answering.counts[self._meta.tenant].add(end.report)
+        self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
+
+
+class Answering:
+    """Starts answers and knows which are under way. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        parts: BackendParts,
+        corpora: Corpora,
+        limits: TenantLimits,
+        settings: LimitSettings,
+        observer: Observer,
+    ) -> None:
+        self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
+        self.running: dict[RunningAnswer, None] = {}
+        self.observer = observer
+        self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.replicas)
+        self._backend = backend
+        self._parts = parts
+        self._corpora = corpora
+        self._limits = limits
+        self._settings = settings
+        self._starting: dict[RunningAnswer, None] = {}
+        self._submitted: dict[BackendAnswer, None] = {}
+        self._sweeps: set[asyncio.Task[None]] = set()
+
+    async def start(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta) -> RunningAnswer:
+        """Retrieve if need be, and let the request wait for its turn.
+
+        Raises:
+            HttpError: too many requests, too many documents, a corpus or conversation that is not there.
+            ChunkweaveError: what the backend's `submit` raises.
+        """
+        try:
+            slot = self._limits.occupy(tenant.name)
+            try:
+                return await self._started(tenant, body, meta, slot)
+            except BaseException:
+                slot.release()
+                raise
+        except asyncio.CancelledError:
+            self.observer.given_up(meta)
+            raise
+        except (ChunkweaveError, HttpError) as error:
+            self.observer.failed(meta, error)
+            raise
+
+    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
+        """Remove the KV of a tenant's chunks from every tier; returns how many copies of segments there were.
+
+        A request that is computing one of them now will store it once more; it is removed again when that has ended.
+
+        Raises:
+            NotRemovedError: copies are still there. What could be removed is.
+        """
+        gone, salt = frozenset(texts), tenant.salt(cache_salt)
+        if not gone:
+            return 0
+        before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
+        try:
+            return await self._backend.forget(sorted(gone), salt, tenant=tenant.name)
+        finally:
+            if using := before | self._using(salt, gone):
+                sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
+                self._sweeps.add(sweep)
+                sweep.add_done_callback(self._sweeps.discard)
+
+    def under_way(self, tenant: Tenant) -> tuple[int, int]:
+        """How many requests have begun to be answered, and how many wait: a tenant's own, an admin's all."""
+        seen = [one for one in self.running if tenant.admin or one.tenant == tenant.name]
+        begun = sum(one.answer is not None and one.answer.begun for one in seen)
+        return begun, len(seen) - begun
+
+    async def check_length(self, tenant: Tenant, text: str, what: str = "the question") -> None:
+        """Refuse a text that no prompt has room for by far, before something is done with it.
+
+        Raises:
+            PromptTooLongError: it is too long.
+        """
+        parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
+        if limit.doubts(text):
+            await parts.threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
+
+    async def swept(self) -> None:
+        """Wait until what is to be removed is removed."""
+        while self._sweeps:
+            await asyncio.wait(self._sweeps)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for running in list(self.running):
+            running.abort()
+        await asyncio.sleep(0)  # so that readers learn why
+        for running in list(self.running):
+            await running.aclose()
+        await self.swept()
+        await self.retriever.close()
+
+    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: Slot) -> RunningAnswer:
+        arrived_s = time.perf_counter()
+        reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
+        self._parts.check(body)
+        most_tokens = check_limits(body, self._settings, calibrated=self._parts.calibrated)
+        turn = turn_of(body, question)
+        sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
+
+        async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> BackendAnswer:
+            request = Request(
+                question.text,
+                chunks,
+                question.system,
+                sampling,
+                salt,
+                reuse.order,
+                reuse.conversation_id,
+                turn,
+                tenant.name,
+                question.history,
+            )
+            submission = Submission(request, reuse.method_request, body, arrived_s, tenant.name)
+            answer = await self._backend.submit(submission, speculative=speculative)
+            self._note(answer)
+            return answer
+
+        async def submit_found(found: Sequence[RetrievedChunk], speculative: bool) -> BackendAnswer:
+            return await submit([one.chunk for one in found], speculative=speculative)
+
+        if reuse.corpus is None:
+            chunks = chunks_of(body.documents)
+            running = RunningAnswer(self, meta, slot, salt, chunks)
+            with self._starts(running):
+                running.answer = await submit(chunks, speculative=False)
+        else:
+            await self.check_length(tenant, question.text)
+            speculation = self.retriever.question(submit_found)
+            try:
+                found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
+                running = RunningAnswer(self, meta, slot, salt, (one.chunk for one in found.chunks))
+                running.retrieval = _Retrieval(found, speculation)
+                with self._starts(running):
+                    if (started := await speculation.final(found.chunks)) is None:
+                        running.answer = await submit_found(found.chunks, False)
+                    else:
+                        started.confirm()
+                        running.answer = cast("BackendAnswer", started)
+            except BaseException:
+                await speculation.aclose()
+                raise
+        return running
+
+    @contextmanager
+    def _starts(self, running: RunningAnswer) -> Iterator[None]:
+        """While an answer is being started; what is forgotten meanwhile is forgotten again at its end."""
+        self._starting[running] = None
+        try:
+            yield
+            self.running[running] = None
+        except BaseException:
+            running.ended.set()
+            raise
+        finally:
+            del self._starting[running]
+
+    async def _retrieve(
+        self, tenant: Tenant, name: str, question: str, body: CompletionBody, speculation: SpeculativeAnswer[Event]
+    ) -> Found:
+        """The best chunks of a corpus; what is found on the way is computed ahead."""
+        reuse = body.chunkweave
+
+        async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
+            # A search does not end with fewer chunks, and a turn of a conversation begins once.
+            if len(chunks) == k and reuse.conversation_id is None:
+                await speculation.on_stage(chunks)
+
+        served = self._corpora.get(tenant, name)
+        async with self._corpora.locked(served):
+            size = len(served.corpus)
+            wanted = usual_top_k(size) if reuse.top_k is None else min(reuse.top_k, size) or reuse.top_k
+            k = min(self._settings.max_documents, wanted)
+            if not k:
+                return Found()
+            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
+
+    def _pending(self) -> int:
+        """Requests, speculative ones included, whose first piece has not come."""
+        return sum(not answer.begun for answer in list(self._submitted))
+
+    def _note(self, answer: BackendAnswer) -> None:
+        for ended in [one for one in self._submitted if one.begun]:
+            del self._submitted[ended]
+        self._submitted[answer] = None
+
+    def _using(self, salt: str, texts: frozenset[str]) -> set[RunningAnswer]:
+        return {one for one in (*self._starting, *self.running) if one.uses(salt, texts)}
+
+    async def _forget_after(
+        self, using: Iterable[RunningAnswer], texts: Sequence[str], salt: str, tenant: Tenant
+    ) -> None:
+        for running in using:
+            await running.ended.wait()
+        with suppress(NotRemovedError):  # logged, and tried again by the store
+            await self._backend.forget(texts, salt, tenant=tenant.name)

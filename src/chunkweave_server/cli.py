@@ -1,0 +1,213 @@
+"""`chunkweave serve`, `vllm-serve`, `config` and `keys`: the servers, their settings and their API keys."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from chunkweave.cli.console import Json, Out, Output, stderr
+from chunkweave.cli.options import as_command, given_options, heading, option_parameters, warn, with_blocks
+from chunkweave.config import Backend
+from chunkweave.errors import UsageError, install_extra
+from chunkweave.settings import settings_of
+from chunkweave.store.shared_folder import require_writable
+from chunkweave_server.settings import (
+    FILE_VARIABLE,
+    GROUPS,
+    KEYS_VARIABLE,
+    Resolved,
+    Settings,
+    resolve,
+    server_settings,
+    unused_variables,
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", envvar=FILE_VARIABLE, help="TOML or YAML file of settings.", dir_okay=False),
+]
+
+
+def with_settings(
+    command: Callable[..., None], backend: Backend | None = None, *, without: Collection[str] = ()
+) -> Callable[..., None]:
+    """`command` as Typer is to see it: `--config` and an option for each setting; it is called with `resolved`.
+
+    Its own parameters come after these, and must be keyword-only. `backend` is given where a command has one only;
+    settings `without` an option are the command's own.
+    """
+    own = [one for name, one in inspect.signature(command).parameters.items() if name != "resolved"]
+    file_option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+    options = {"config": file_option}
+    known = {name: one for name, one in server_settings(backend).items() if name not in without}
+    place = (backend or Backend.ENGINE).place
+    for kind in GROUPS.values():
+        group = [one for name, one in known.items() if name in settings_of(kind)]
+        for parameter in option_parameters(group, place, heading(kind)):
+            options.setdefault(parameter.name, parameter)
+
+    def call(**values: Any) -> None:
+        file, flags = values.pop("config"), given_options(known, values)
+        resolved = resolve(flags, os.environ, file, backend=backend, warn=warn)
+        for variable in unused_variables(os.environ, resolved.settings.model.backend):
+            warn(f"{variable} is no setting here: it is not used.")
+        command(**values, resolved=resolved)
+
+    return as_command(call, command, [*options.values(), *own])
+
+
+_NEEDED = {
+    Backend.ENGINE: ("fastapi", "uvicorn", "python_multipart", "prometheus_client"),
+    Backend.VLLM: ("fastapi", "uvicorn", "httpx", "prometheus_client"),
+}
+
+
+def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
+    """Serve answers over documents and corpora, as OpenAI's clients ask for them.
+
+    Settings come from flags, else the environment (CHUNKWEAVE_<NAME>), else the file, else their defaults;
+    `chunkweave config show` says which. With --backend vllm, every flag that is not listed here goes to vLLM as it is.
+    Stop it with Ctrl-C or SIGTERM: answers that run get to end.
+    """
+    model = resolved.settings.model
+    if model.backend is Backend.ENGINE and ctx.args:
+        raise UsageError(f"no such option: {ctx.args[0]}")
+    if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
+        raise UsageError("which model? give --model FOLDER, FILE.gguf, a hub name, or reader, the bundled one")
+    _run(resolved.settings, model.model or "", ctx.args)
+
+
+def _vllm_serve(
+    *,
+    resolved: Resolved,
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, hub name, `smollm2`, or `reader`.")],
+) -> None:
+    """Serve MODEL with vLLM, and documents, orders, conversations and routes before it: `serve --backend vllm`.
+
+    Every flag that is not listed here goes to vLLM as it is: chunkweave vllm-serve MODEL --max-model-len 8192.
+    """
+    _run(resolved.settings, model, ctx.args)
+
+
+def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
+    vllm = settings.model.backend is Backend.VLLM
+    if (folder := settings.store.cache_dir) is not None and not settings.fleet.upstream:
+        require_writable(folder.expanduser() if vllm else folder)
+    if missing := [name for name in _NEEDED[settings.model.backend] if find_spec(name) is None]:
+        extras = "server,vllm" if vllm else "server"
+        raise UsageError(f"{', '.join(missing)} is not installed: {install_extra(extras)}")
+    if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
+        raise UsageError(f"vLLM is not installed here: {install_extra('vllm')}, or give --upstream URL")
+    from chunkweave_server.app import listening_socket, run
+    from chunkweave_server.auth import read_keys
+    from chunkweave_server.backend import Stage
+    from chunkweave_server.observability import configure_logging
+    from chunkweave_server.service import Service, make_backend
+
+    console = stderr()
+    keys = read_keys(settings.listen.keys_file, os.environ.get(KEYS_VARIABLE, ""))
+    os.environ.pop(KEYS_VARIABLE, None)
+    service = Service(settings, make_backend(settings, model, vllm_flags), keys)
+    name = f"[bold]{escape(service.backend.name)}[/bold]" + (" with vLLM" if vllm else "")
+    sock = listening_socket(settings.listen)
+    host, port = sock.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
+
+    def show(stage: Stage, seconds: float) -> None:
+        if stage is Stage.OPENING_CORPORA:  # the model is loaded
+            console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
+        console.print(f"{seconds:7.2f} s  {stage}" + (f": {where}/v1" if stage is Stage.READY else ""), soft_wrap=True)
+
+    service.on_stage = show
+    configure_logging(settings.watch.log_form, settings.watch.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    run(service, sock)
+    console.print("stopped")
+
+
+serve = with_settings(_serve)
+vllm_serve = with_settings(_vllm_serve, Backend.VLLM, without=("model", "backend"))
+
+serve_app, vllm_serve_app = typer.Typer(), typer.Typer()
+_FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
+serve_app.command("serve", context_settings=_FOR_VLLM)(serve)
+vllm_serve_app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
+
+
+config_app = typer.Typer(no_args_is_help=True, help="Show the settings of `chunkweave serve` and where they come from.")
+
+
+@config_app.command("show")
+@with_settings
+def show(*, resolved: Resolved, json: Json = False, out: Out = None) -> None:
+    """Show every setting, its value and where that comes from; secrets are masked."""
+    output = Output(json, out)
+    rows = resolved.rows()
+    keys = os.environ.get(KEYS_VARIABLE)
+    rows.append(
+        {
+            "name": "api_keys",
+            "value": "***" if keys else None,
+            "origin": KEYS_VARIABLE if keys else "default",
+            "meaning": "API keys as they are, TENANT=KEY separated by commas; only from the environment.",
+        }
+    )
+    table = Table(title_justify="left")
+    for column in ("setting", "value", "from"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        value = row["value"]
+        summary = "" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        origin = str(row["origin"])
+        table.add_row(
+            str(row["name"]), escape(summary), origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"
+        )
+    output.show(table)
+    output.finish({"settings": rows})
+
+
+@config_app.callback()
+def _config_group() -> None:
+    """A group, though it has one command."""
+
+
+keys_app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave serve`.")
+
+
+@keys_app.command()
+@with_blocks
+def new(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, - and _.")],
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Add the hash to this keys file; printed if left out.", dir_okay=False)
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="May look at and empty what all tenants share.")] = False,
+    *,
+    output: Output,
+) -> None:
+    """Make a key. It is shown once: the keys file has its hash only."""
+    from chunkweave_server.auth import StoredKey, Tenant, add_to_file, new_key
+
+    key = new_key()
+    stored = StoredKey.of(Tenant(tenant, admin), key)
+    if file is not None:
+        add_to_file(file, stored)
+        output.show(f"key of {tenant}, shown only now: {key}")
+    else:
+        output.show(f"key of {tenant}, shown only now: {key}", f"line for the keys file: {stored.line}")
+    output.finish({"tenant": tenant, "admin": admin, "key": key, "line": stored.line})
+
+
+@keys_app.callback()
+def _keys_group() -> None:
+    """A group, though it has one command."""

@@ -1,0 +1,330 @@
+"""Our own engine as the server's backend."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Self
+
+from chunkweave.chunking.builder import PromptLimit
+from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
+from chunkweave.engine.engine import Engine, EngineOptions
+from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.models.threads import keep_within_cpus
+from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.store.lease import TieredLease
+from chunkweave.types import Chunk, ChunkId, SegmentId
+from chunkweave_server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
+from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
+from chunkweave_server.metrics import batching_samples, store_samples
+from chunkweave_server.requests import CompletionBody, refuse_for_engine
+from chunkweave_server.settings import Settings
+from chunkweave_server.threads import TenantThreads, in_thread
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 30.0
+
+
+class EngineAnswer:
+    """An answer of the engine as a backend's: one choice, whose last piece says why it ended."""
+
+    def __init__(self, batching: AsyncEngine, stream: AnswerStream) -> None:
+        self.end: AnswerEnd | None = None
+        self._batching = batching
+        self._stream = stream
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is, or was, a first piece, or the reason why there is none."""
+        return self._stream.begun
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ends without an answer."""
+        return self._stream.failed
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Choice]:
+        """The next piece of text, or the end."""
+        while True:
+            event = await anext(self._stream)
+            answer = event.answer
+            if answer is not None:
+                report = answer.report
+                cached = report.prefix_exact_tokens + report.reused_tokens
+                self.end = AnswerEnd(report, report.as_dict(), cached, answer.finish_reason, time.perf_counter())
+                return [{"index": 0, "text": event.text, "finish_reason": answer.finish_reason}]
+            if event.text:
+                return [{"index": 0, "text": event.text}]
+
+    def confirm(self) -> None:
+        """A speculative request is wanted."""
+        self._stream.confirm()
+
+    def abort(self) -> None:
+        """Have the engine end the request."""
+        with suppress(UnknownRequestError):
+            self._batching.abort(self._stream.id)
+
+    async def aclose(self) -> None:
+        """End it if it runs; a second time is harmless."""
+        await self._stream.aclose()
+
+
+class EngineBackend:
+    """One engine in this process, with its batching thread. `engine` and `batching` are there once it has started."""
+
+    def __init__(self, settings: Settings, load: Callable[[Settings], Engine] | None = None) -> None:
+        """`load` makes the engine that settings ask for; None is `load_engine`."""
+        self.name = settings.model.name
+        self.first_stage = Stage.LOADING_MODEL
+        self.passthrough = None
+        self.engine: Engine
+        self.batching: AsyncEngine
+        self._settings = settings
+        self._load = load or load_engine
+        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
+        self._cache: EngineCache | None = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """An engine that a bug ended answers no more."""
+        return "the engine has stopped" if self.batching.closed else None
+
+    @property
+    def shadow(self) -> ShadowMonitor | None:
+        """The engine's shadow check, if it has one."""
+        return self.engine.shadow
+
+    async def start(self) -> BackendParts:
+        """Load the model and start the batching thread."""
+        engine = self.engine = await in_thread(lambda: self._load(self._settings))
+        self.batching = AsyncEngine(engine, self._settings.batching)
+        self._cache = EngineCache(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
+        return BackendParts(
+            engine.loaded.tokenizer,
+            engine.calibration is not None,
+            self._check,
+            self._threads,
+            min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
+            self._cache.warm,
+            self._cache,
+            samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
+            speculate=self._settings.fleet.speculate,
+        )
+
+    async def stop(self) -> None:
+        """Close the thread, write what is still to be written, and close the engine."""
+        self._threads.close()
+        cache, self._cache = self._cache, None
+        if cache is None:
+            return
+        await in_thread(self.batching.close)
+        cache.release_all()
+        await in_thread(self._close)
+
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
+        """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
+        work = partial(
+            self.batching.submit,
+            submission.request,
+            method_request=submission.method_request,
+            loop=asyncio.get_running_loop(),
+            speculative=speculative,
+            tenant=submission.tenant,
+        )
+        stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
+        return EngineAnswer(self.batching, stream)
+
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
+        """Remove chunks beside the steps: the store is made for several threads."""
+        ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
+        with suppress(RequestAbortedError):  # the engine has stopped
+            # What has ended is stored by then, and removed below.
+            await asyncio.wrap_future(self.batching.between_steps(lambda: None))
+        return await self._threads.run(tenant, lambda: self.engine.store.forget_chunks(ids))
+
+    def stats(self) -> Mapping[str, Any]:
+        """What all tiers hold and what the engine does."""
+        return {"store": asdict(self.engine.store.stats), "engine": asdict(self.batching.stats)}
+
+    def _check(self, body: CompletionBody) -> None:
+        if self.unavailable:
+            message = f"the server is not ready: {self.unavailable}"
+            raise HttpError(503, message, code="not_ready", retry_after_s=NOT_READY_AGAIN_S)
+        if body.model not in (None, self.name):
+            message = f"no model {body.model!r}: this server has {self.name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        refuse_for_engine(body)
+
+    async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
+        assert self._cache is not None, "the server has started"
+        return await self._cache.ids(chunks, salt, tenant)
+
+    def _close(self) -> None:
+        if not self.engine.store.flush(_FLUSH_S):
+            logger.warning("some segments were not written in time")
+        self.engine.close()
+
+
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
+
+
+class EngineCache:
+    """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
+
+    One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's
+    thread, but for what it hands to the tenants' threads.
+    """
+
+    pins = True
+
+    def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, budget_bytes: int) -> None:
+        """A tenant may pin `budget_bytes` of segments."""
+        self._engine = engine
+        self._batching = batching
+        self._threads = threads
+        self._budget_bytes = budget_bytes
+        self._most_tokens = engine.loaded.model.geometry.max_positions
+        self._pinning = threading.Lock()
+        self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
+
+    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Compute what is not stored of chunks, one after the other and behind all requests; returns how many were.
+
+        Raises:
+            ChunkweaveError: what `AsyncEngine.precompute` raises; those before it are computed.
+        """
+        computed, loop = 0, asyncio.get_running_loop()
+        for chunk in chunks:
+            begin = partial(self._batching.precompute, chunk, cache_salt=salt, loop=loop, tenant=tenant)
+            stream = await self._threads.run(tenant, begin, undo=_end)
+            if stream is not None:
+                async with stream:
+                    await stream.answer()
+                computed += 1
+        return computed
+
+    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Pin what is stored of chunks; returns how many segments are.
+
+        Raises:
+            HttpError: 403, that and what the tenant has pinned is more than it may.
+        """
+        ids = await self.ids(chunks, salt, tenant)
+        return await self._threads.run(tenant, lambda: self._pin(tenant, ids))
+
+    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Take pins back; returns how many chunks were pinned."""
+        ids = await self.ids(chunks, salt, tenant)
+        return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
+
+    async def clear(self) -> int:
+        """Remove everything of all tenants; returns how many segments there were.
+
+        Raises:
+            NotRemovedError: copies are still there.
+        """
+        before = len(self._engine.store)
+        await in_thread(self._engine.store.clear)
+        return before
+
+    def release_all(self) -> None:
+        """Take all pins back."""
+        with self._pinning:
+            for leases in self._leases.values():
+                for lease in leases.values():
+                    lease.release()
+            self._leases.clear()
+
+    async def ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
+        """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
+        found: dict[ChunkId, None] = {}
+        for start in range(0, len(chunks), _AT_A_TIME):
+            some = chunks[start : start + _AT_A_TIME]
+            found |= dict.fromkeys(await self._threads.run(tenant, partial(self._ids_of, some, salt)))
+        return list(found)
+
+    def _ids_of(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
+        ids = []
+        for chunk in chunks:
+            with suppress(PromptTooLongError):
+                limit = PromptLimit(self._most_tokens)
+                ids.append(self._engine.builder.chunk_part(chunk, cache_salt=salt, limit=limit).id)
+        return [one for one in ids if one is not None]
+
+    def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
+        with self._pinning:
+            own = self._leases.setdefault(tenant, {})
+            wanted = {*ids, *own}
+            records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
+            if sum(record.nbytes for record in records) > self._budget_bytes:
+                message = f"more than {self._budget_bytes} bytes would be pinned"
+                raise HttpError(403, message, code="pin_budget_exceeded")
+            segments: dict[ChunkId, list[SegmentId]] = defaultdict(list)
+            for record in records:
+                segments[record.chunk_id].append(record.id)
+            pinned = 0
+            for chunk in ids:
+                lease = self._engine.store.lease(segments[chunk])
+                if lease.ids:
+                    own[chunk] = lease
+                    pinned += len(lease.ids)
+            return pinned
+
+    def _unpin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
+        with self._pinning:
+            own = self._leases.get(tenant, {})
+            found = [lease for chunk in ids if (lease := own.pop(chunk, None)) is not None]
+            for lease in found:
+                lease.release()
+            return len(found)
+
+
+async def _end(stream: AnswerStream | None) -> None:
+    if stream is not None:
+        await stream.aclose()
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """What settings say of an engine, whatever its model is."""
+    return {
+        "store": settings.store,
+        "method": settings.requests.method,
+        "quality": settings.requests.quality,
+        "reuse": replace(settings.reuse, capture=settings.capture),
+        "order": settings.requests.order or "",
+        "ordering": settings.ordering,
+        "conversations": settings.conversations,
+        "shadow": settings.shadow,
+        "compute": settings.compute,
+    }
+
+
+def load_engine(settings: Settings) -> Engine:
+    """The engine that settings ask for.
+
+    Raises:
+        ModelError: the model cannot be loaded or driven.
+        UsageError: no model, or a device, method or quality that does not exist.
+    """
+    model, options = settings.model, engine_options(settings)
+    keep_freed_memory()
+    keep_within_cpus()
+    if model.shape is not None:
+        return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, weights=model.weights, **options)
+    if model.model is None:
+        raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
+    where = {"device": model.device, "dtype": model.dtype, "weights": model.weights}
+    return Engine.load(model.model, adapter=model.adapter, **where, **options)

@@ -1,0 +1,687 @@
+"""The bodies of requests, the same for both backends: what is read, what is refused, and in which words."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.calibration import Quality
+from chunkweave.planning.method import METHODS
+from chunkweave.planning.method_choice import (
+    MethodRequest,
+    checked_alpha,
+    checked_layers,
+    checked_method,
+    checked_ratio,
+    refuse_unknown_keys,
+)
+from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
+from chunkweave.types import Chunk
+from chunkweave_server.errors import HttpError
+from chunkweave_server.settings import LimitSettings
+
+_PASSED_ON = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "best_of", "user")
+"""Fields that are read here and go to vLLM as they are."""
+
+_VLLM_ONLY = (
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "frequency_penalty",
+    "presence_penalty",
+    "best_of",
+    "echo",
+    "return_token_ids",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)
+"""Fields that the engine backend takes only with the values that they have when left out."""
+
+_VLLM_USUAL: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "ignore_eos": False,
+    "include_reasoning": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "no_stop_trim": False,
+    "repetition_penalty": 1.0,
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "store": False,
+    "stream_reasoning": True,
+    "use_beam_search": False,
+}
+"""Further fields of vLLM's, SGLang's and OpenAI's with what they are when left out. vLLM's router writes many of them
+into every request; so said they change nothing here.
+"""
+
+_MOST_STOPS = 4
+
+
+_MOST_FIELDS = 256
+"""Of an object with named fields; further ones are vLLM's."""
+
+
+def _given(data: Any) -> Any:
+    """The fields of an object; those that are null count as left out, as with OpenAI."""
+    if not isinstance(data, dict):
+        return data
+    if len(data) > _MOST_FIELDS:
+        raise ValueError(f"an object may have {_MOST_FIELDS} fields, not {len(data)}")
+    return {key: value for key, value in data.items() if value is not None}
+
+
+Text = str
+Name = Annotated[Text, Field(min_length=1, max_length=512)]
+Label = Annotated[Text, Field(max_length=512)]
+"""A text that is kept longer than its request, or only names something."""
+Title = Annotated[Text, Field(max_length=1024)]
+
+
+class Body(BaseModel):
+    """What every body has in common: no coercion, no field that is not named here.
+
+    Every list has a largest length and is refused at its first wrong element.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    most_values: ClassVar[int] = 100_000
+    """In all its lists and objects; more are refused before they are parsed."""
+
+    _only_given = model_validator(mode="before")(_given)
+
+
+class Document(Body):
+    """A chunk of the prompt. A title becomes a line before the text; the id is for reports.
+
+    LangChain's documents are taken as they are: `page_content`, and `metadata` that may have a title and a source.
+    """
+
+    text: Text
+    title: Title = ""
+    id: Label = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "page_content" not in data or "text" in data:
+            return data
+        metadata = data.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise ValueError("metadata has to be an object")
+        named = {"title": metadata.get("title"), "id": metadata.get("source")}
+        own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
+        told = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
+        return {**own, **told, "text": data["page_content"]}
+
+
+Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """The function of a tool's call; `arguments` are JSON, an object."""
+
+    name: Name
+    arguments: Text
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as chat templates read them.
+
+        Raises:
+            HttpError: they are no object.
+        """
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or nested_too_deeply(found):
+            message = f"the arguments of a call of {self.name} are no JSON object"
+            raise HttpError(400, message, param="messages")
+        return found
+
+
+class ToolCall(Body):
+    """One call of a tool, as the assistant made it."""
+
+    id: Label = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] = ""
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] = []
+    tool_call_id: Label | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: Field required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant calls tools")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts are lines of their own."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    @property
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates read it.
+
+        Raises:
+            HttpError: arguments of a tool's call are no object.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            calls = [{"name": one.function.name, "arguments": one.function.parsed} for one in self.tool_calls]
+            message["tool_calls"] = [
+                {"id": one.id, "type": one.type, "function": call}
+                for one, call in zip(self.tool_calls, calls, strict=True)
+            ]
+        also = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {**message, **{name: value for name, value in also.items() if value is not None}}
+
+
+class StreamOptions(Body):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+def _quality(value: Any) -> str:
+    return str(Quality.parse(value))
+
+
+class ReuseField(Body):
+    """How chunks are reused, and where they come from."""
+
+    method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra={"enum": list(METHODS)})] | None = (
+        None
+    )
+    recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
+    check_layers: Annotated[tuple[int, ...], Field(max_length=1024), BeforeValidator(checked_layers)] | None = None
+    alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None
+    quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
+    order: Literal["free", "fixed"] | None = None
+    conversation_id: Name | None = None
+    turn: Annotated[int, Field(ge=1)] | None = None
+    corpus: Name | None = None
+    top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            refuse_unknown_keys(data, cls.model_fields)
+        return data
+
+    @model_validator(mode="after")
+    def _turn_of_one(self) -> "ReuseField":
+        if self.turn is not None and self.conversation_id is None:
+            raise ValueError("turn can only be given with conversation_id")
+        return self
+
+    @property
+    def method_request(self) -> MethodRequest:
+        """What it says about the method."""
+        return MethodRequest.of(self.method, self.quality, self.recompute_ratio, self.check_layers, self.alpha)
+
+
+assert set(ChunkOrder) == {"free", "fixed"}, "the schema names the orders there are"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The question: the last message, and the instruction if one was given.
+
+    `earlier` questions of the same conversation were sent along with it. If no server keeps that, they are in `history`
+    with their answers. Where tools were called, `exchanges` are all messages behind each of these questions, and behind
+    this one.
+    """
+
+    text: str
+    system: str | None = None
+    earlier: int = 0
+    history: tuple[tuple[str, str], ...] = ()
+    exchanges: tuple[tuple[Message, ...], ...] = ()
+
+
+Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
+
+
+class CompletionBody(Body):
+    """What chat and plain completions have in common. Fields that are not named here are the backend's to check."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: Label | None = None
+    documents: Documents = []
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[Text, Field(max_length=512)] = ""
+    chunkweave: ReuseField = ReuseField()
+    n: Annotated[int, Field(ge=1, le=64)] = 1
+    user: Label | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    echo: bool = False
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CompletionBody":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options can only be given with stream")
+        if self.chunkweave.corpus is not None and self.documents:
+            raise ValueError("give either documents or chunkweave.corpus, not both")
+        if self.chunkweave.corpus is None and self.chunkweave.top_k is not None:
+            raise ValueError("chunkweave.top_k can only be given with chunkweave.corpus")
+        if self.chunkweave.conversation_id is not None and self.n > 1:
+            raise ValueError("a conversation goes on from one answer: n must be 1")
+        return self
+
+    @property
+    def question(self) -> Question:
+        """The question.
+
+        Raises:
+            HttpError: nothing, or messages that mean nothing here.
+        """
+        raise NotImplementedError
+
+    @property
+    def texts_with_documents(self) -> list[str]:
+        """The texts in which documents may be marked."""
+        raise NotImplementedError
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        """The same request with others in the place of `texts_with_documents`."""
+        raise NotImplementedError
+
+    @property
+    def names_something(self) -> bool:
+        """Whether there is something to be woven: documents, a corpus, a conversation, earlier messages."""
+        kept = self.chunkweave.corpus or self.chunkweave.conversation_id
+        return bool(self.documents or kept or self.question.history)
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Most tokens of the answer, if the request says."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with an event that counts tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def passed_on(self) -> dict[str, Any]:
+        """Fields that go to vLLM as they are."""
+        given = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
+        return {**given, **(self.model_extra or {})}
+
+    @property
+    def only_for_vllm(self) -> list[str]:
+        """Fields, given with a value that means something, that our own engine does not take."""
+        typed = [name for name in _VLLM_ONLY if name in type(self).model_fields]
+        return [
+            *(name for name, value in (self.model_extra or {}).items() if not _as_left_out(name, value)),
+            *(name for name in typed if getattr(self, name) != type(self).model_fields[name].default),
+        ]
+
+
+def _as_left_out(name: str, value: Any) -> bool:
+    """Whether a field of vLLM's is given with the value that it has when left out."""
+    return name in _VLLM_USUAL and value == _VLLM_USUAL[name]
+
+
+class ChatBody(CompletionBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] = 0
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
+    tool_choice: Label | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _shallow_for_templates(self) -> "ChatBody":
+        for name in ("tools", "tool_choice", "chat_template_kwargs"):
+            value = getattr(self, name)
+            if nested_too_deeply({name: value}):
+                raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
+        if "tools" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
+        if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("in a conversation that the server keeps there are no tools and no chat_template_kwargs")
+        return self
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatBody":
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def texts_with_documents(self) -> list[str]:
+        return [self.messages[place].text for place in self._places]
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        messages = list(self.messages)
+        for place, text in zip(self._places, texts, strict=True):
+            messages[place] = messages[place].model_copy(update={"content": text})
+        return self.model_copy(update={"messages": messages})
+
+    @property
+    def _places(self) -> list[int]:
+        """Of the instruction and of the question."""
+        last = self._asked_at
+        return sorted({last, *([0] if self.messages[0].role in ("system", "developer") else [])})
+
+    @property
+    def _asked_at(self) -> int:
+        """The place of the user's last message; of the last one if none is the user's."""
+        places = [place for place, message in enumerate(self.messages) if message.role == "user"]
+        return places[-1] if places else len(self.messages) - 1
+
+    @property
+    def question(self) -> Question:
+        """The system message, if there is one, is the instruction; the user's last message is the question.
+
+        Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
+        Else they are turns of the prompt, and have to alternate: folded into the question they would make another
+        prompt than the one that was meant. Behind each question the assistant may have called tools, and been answered.
+        """
+        messages = list(self.messages)
+        system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
+        with_tools = any(message.role == "tool" for message in messages)
+        if not messages or (messages[-1].role != "user" and not with_tools):
+            raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
+        if any(message.role in ("system", "developer") for message in messages):
+            raise HttpError(400, "only the first message can be the system's", param="messages")
+        asked = self.messages[self._asked_at].text
+        if not asked.strip():
+            raise HttpError(400, "the question is empty", param=f"messages[{self._asked_at}].content")
+        turns = _turns(messages)
+        if self.chunkweave.conversation_id is not None:
+            if with_tools:
+                message = "in a conversation that the server keeps there are no messages of tools"
+                raise HttpError(400, message, param="messages")
+            return Question(asked, system, sum(message.role == "user" for message in messages[:-1]))
+        if turns is None:
+            message = "earlier turns are questions with their answers: user's and assistant's messages alternate"
+            raise HttpError(400, message, param="messages", code="unsupported_conversation")
+        history = tuple((question.text, behind[-1].text) for question, behind in turns[:-1])
+        exchanges = tuple(behind for _, behind in turns) if with_tools else ()
+        return Question(asked, system, history=history, exchanges=exchanges)
+
+
+_Turns = Sequence[tuple[Message, tuple[Message, ...]]]
+
+
+def _turns(messages: Sequence[Message]) -> _Turns | None:
+    """Each question with the messages behind it; None if they are no turns.
+
+    Behind a question stands its answer. Before that, and behind the last one, there may be calls of tools, each with
+    what those said.
+    """
+    turns: list[tuple[Message, tuple[Message, ...]]] = []
+    for message in messages:
+        if message.role == "user":
+            turns.append((message, ()))
+        elif not turns:
+            return None
+        else:
+            question, behind = turns[-1]
+            turns[-1] = question, (*behind, message)
+    for number, (_, behind) in enumerate(turns, 1):
+        calls = behind if number == len(turns) else behind[:-1]
+        expected = "assistant"
+        for message in calls:
+            if message.role == "tool" and expected != "assistant":
+                continue
+            if message.role != "assistant" or not message.tool_calls:
+                return None
+            expected = "tool"
+        if calls and calls[-1].role != "tool":
+            return None
+        if number < len(turns) and (not behind or behind[-1].role != "assistant" or behind[-1].tool_calls):
+            return None
+    return turns
+
+
+class PromptBody(CompletionBody):
+    """`POST /v1/completions`: the prompt is the question of a chat without a system message."""
+
+    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def texts_with_documents(self) -> list[str]:
+        return [self._text]
+
+    def with_texts(self, texts: Sequence[str]) -> Self:
+        return self.model_copy(update={"prompt": texts[0]})
+
+    @property
+    def question(self) -> Question:
+        """The one prompt."""
+        if not self._text.strip():
+            raise HttpError(400, "the prompt is empty", param="prompt")
+        return Question(self._text)
+
+    @property
+    def _text(self) -> str:
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+class CorpusBody(Body):
+    """`POST /v1/corpora`."""
+
+    name: Label
+    chunk_tokens: Annotated[int, Field(ge=8, le=4096)] = 512
+    overlap_tokens: Annotated[int, Field(ge=0, le=2048)] = 0
+
+
+_MOST_METADATA_BYTES = 16 << 10
+
+
+def _small(metadata: dict[str, Any]) -> dict[str, Any]:
+    if nested_too_deeply(metadata):
+        raise ValueError(f"metadata may have {MOST_LEVELS} levels inside each other, and no more")
+    if (size := len(json.dumps(metadata))) > _MOST_METADATA_BYTES:
+        raise ValueError(f"metadata may have {_MOST_METADATA_BYTES} bytes as JSON, not {size}")
+    return metadata
+
+
+class IngestedDocument(Body):
+    """A document of a corpus."""
+
+    text: Text
+    id: Name | None = None
+    title: Title = ""
+    metadata: Annotated[dict[str, Any], AfterValidator(_small)] = {}
+
+
+class IngestBody(Body):
+    """`POST /v1/corpora/{name}/documents`."""
+
+    most_values: ClassVar[int] = 300_000
+
+    documents: Annotated[list[Text | IngestedDocument], Field(min_length=1, max_length=50_000, fail_fast=True)]
+    update: bool = False
+
+
+class SearchBody(Body):
+    """`POST /v1/corpora/{name}/search`."""
+
+    query: Annotated[Text, Field(min_length=1)]
+    top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
+
+
+class ChunksBody(Body):
+    """Which chunks a cache command is about."""
+
+    documents: Documents = []
+    corpus: Name | None = None
+    cache_salt: Annotated[Text, Field(max_length=512)] = ""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ChunksBody":
+        if self.corpus is not None and (self.documents or self.cache_salt):
+            raise ValueError("give either documents (and cache_salt) or corpus")
+        return self
+
+
+class ClearBody(ChunksBody):
+    """`POST /v1/cache/clear`."""
+
+    everything: bool = False
+
+
+def refuse_for_engine(body: CompletionBody) -> None:
+    """Refuse what our own engine does not take.
+
+    Raises:
+        HttpError: 400; fields that only vLLM knows are all named.
+    """
+    if unsupported := body.only_for_vllm:
+        message = f"not supported by the engine backend: {', '.join(unsupported)}; vLLM's fields need --backend vllm"
+        raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+    if body.question.exchanges:
+        message = "messages of tools are not supported by the engine backend: they need --backend vllm"
+        raise HttpError(400, message, param="messages", code="unsupported_field")
+    if len(body.stops) > _MOST_STOPS:
+        raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
+    if body.temperature > 2:
+        raise HttpError(400, "temperature must be at most 2", param="temperature")
+    refuse_salted_corpus(body)
+
+
+def refuse_salted_corpus(body: CompletionBody) -> None:
+    """Refuse a salt of the client's own for what a corpus has: deleting a document must find all KV of its chunks.
+
+    Raises:
+        HttpError: 400.
+    """
+    if body.chunkweave.corpus is not None and body.cache_salt:
+        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
+        raise HttpError(400, message, param="cache_salt")
+
+
+def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
+    """Hold a request against what it may ask for; returns the most tokens of its answer.
+
+    Raises:
+        HttpError: 400, more documents, chunks or tokens than a request may have, or a quality that this model was not
+            `calibrated` for.
+    """
+    check_documents(len(body.documents), limits)
+    reuse = body.chunkweave
+    if reuse.top_k is not None and reuse.top_k > limits.max_documents:
+        message = f"chunkweave.top_k must be at most {limits.max_documents}"
+        raise HttpError(400, message, param="chunkweave.top_k")
+    # The engine's own words name the model's folder.
+    if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
+        message = "this model was not calibrated: quality can only be 'exact'; or name a method"
+        raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
+    most, given = limits.max_answer_tokens, body.answer_tokens
+    if given is not None and given > most:
+        raise HttpError(400, f"max_tokens must be at most {most}, not {given}", param="max_tokens")
+    return min(limits.default_answer_tokens, most) if given is None else given
+
+
+def check_documents(count: int, limits: LimitSettings) -> None:
+    """Refuse more documents than a request may have.
+
+    Raises:
+        HttpError: 400.
+    """
+    if count > limits.max_documents:
+        message = f"a request may have {limits.max_documents} documents, not {count}"
+        raise HttpError(400, message, param="documents", code="too_many_documents")
+
+
+def turn_of(body: CompletionBody, question: Question) -> int | None:
+    """The number of the conversation's turn, from 1, if the request says it or sends the earlier questions.
+
+    Raises:
+        HttpError: 400, it says two different ones.
+    """
+    said, sent = body.chunkweave.turn, question.earlier + 1 if question.earlier else None
+    if None not in (said, sent) and said != sent:
+        message = f"chunkweave.turn is {said}, but the messages hold {question.earlier} earlier questions"
+        raise HttpError(400, message, param="chunkweave.turn")
+    return sent if said is None else said
+
+
+def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
+    """Documents of a request as chunks of the prompt.
+
+    Raises:
+        HttpError: one has no text.
+    """
+    chunks = []
+    for place, one in enumerate(documents):
+        document = Document(text=one) if isinstance(one, str) else one
+        if not document.text.strip():
+            raise HttpError(400, f"documents[{place}] is empty", param=f"documents[{place}]")
+        text = f"{document.title}\n{document.text}" if document.title else document.text
+        chunks.append(Chunk(text, document.id or document.title or f"document {place}"))
+    return tuple(chunks)

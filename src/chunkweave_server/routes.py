@@ -1,0 +1,503 @@
+"""The endpoints of the server, and what their handlers depend on."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from math import ceil, isfinite
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
+from starlette.types import Receive
+
+import chunkweave
+from chunkweave.chunking.documents import SplitConfig
+from chunkweave.errors import NotRemovedError
+from chunkweave.retrieval.corpus import CorpusChange, RetrievedChunk
+from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
+from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
+from chunkweave.types import Chunk
+from chunkweave_server.answering import RunningAnswer
+from chunkweave_server.auth import Tenant
+from chunkweave_server.backend import AnswerEnd, Choice, Event
+from chunkweave_server.bodies import BodyRoute
+from chunkweave_server.corpora import joined
+from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
+from chunkweave_server.markers import with_marked_documents
+from chunkweave_server.metrics import CONTENT_TYPE
+from chunkweave_server.observability import RequestMeta
+from chunkweave_server.replies import (
+    NOTHING_NAMED,
+    EventStream,
+    ReplyForm,
+    WholeChoices,
+    say_that_nothing_was_named,
+    unless_gone,
+)
+from chunkweave_server.requests import (
+    Body,
+    ChatBody,
+    ChunksBody,
+    ClearBody,
+    CompletionBody,
+    CorpusBody,
+    IngestBody,
+    IngestedDocument,
+    PromptBody,
+    SearchBody,
+    check_documents,
+    chunks_of,
+)
+from chunkweave_server.service import Parts, Service
+from chunkweave_server.threads import in_thread, to_its_end
+
+_scheme = HTTPBearer(auto_error=False, description="An API key, if the server was given any.")
+
+
+def service_of(request: Request) -> Service:
+    """The service that the app was made for."""
+    service: Service = request.app.state.service
+    return service
+
+
+def parts_of(request: Request) -> Parts:
+    """The parts of a server that is ready."""
+    return service_of(request).require_ready()
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whose request it is, as the gate has found out.
+
+    Raises:
+        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
+    """
+    tenant: Tenant | None = getattr(request.state, "tenant", None)
+    if tenant is None:
+        raise HttpError(401, "this needs an API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    return tenant
+
+
+AnyService = Annotated[Service, Depends(service_of)]
+ReadyParts = Annotated[Parts, Depends(parts_of)]
+OfTenant = Annotated[Tenant, Depends(tenant_of)]
+WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
+"""Methods and paths that need no key: probes ask for them."""
+NEEDS_KEY = [Security(_scheme)]
+"""For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
+
+
+class AnswerRoute(BodyRoute):
+    """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
+
+    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> Request | Response:
+        """The request with a valid body, or vLLM's answer to it."""
+        if (passthrough := parts.backend.passthrough) is not None:
+            passed = await passthrough.plain(request, parts, tenant)
+            if passed is not None:
+                return passed
+        return await super().read(request, kind, parts, tenant)
+
+
+completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
+
+
+@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
+async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
+    """Answer the user's message over `documents`, over what a corpus has about it, or over nothing."""
+    return await _answered(body, request, service, parts, tenant)
+
+
+@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
+async def complete(
+    body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
+) -> Response:
+    """The same for one prompt: it is the question of a chat without a system message."""
+    return await _answered(body, request, service, parts, tenant)
+
+
+async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
+    model = body.model or parts.backend.name
+    if tag := service.settings.requests.document_tag:
+        body = with_marked_documents(body, tag, service.settings.limits)
+    form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
+    meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
+    running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
+    response: Response
+    if body.stream:
+        try:
+            # Before the first piece there is still a status that can say what went wrong.
+            first = await unless_gone(request.receive, anext(running))
+        except BaseException:
+            await running.aclose()
+            raise
+        events = _events(running, first, form, body.n)
+        response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
+    else:
+        response = JSONResponse(form.whole(*await whole_answer(running, request.receive)))
+    if not body.names_something:
+        say_that_nothing_was_named()
+        response.headers.append(*NOTHING_NAMED)
+    return response
+
+
+async def whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
+    """The choices of an answer and what is known at its end; unless its client goes before that.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    whole = WholeChoices()
+
+    async def add_all() -> None:
+        async for event in running:
+            whole.add(event)
+
+    try:
+        await unless_gone(receive, add_all())
+    finally:
+        await running.aclose()
+    assert running.end is not None, "it came to its end"
+    return whole.choices, running.end
+
+
+async def _events(running: RunningAnswer, first: Event, form: ReplyForm, choices: int) -> AsyncIterator[dict[str, Any]]:
+    """A stream's events. What ends a choice waits for the next one, since the last carries the report."""
+    for one in form.opening(choices):
+        yield one
+    held = form.piece(first)
+    if not _ends(held):
+        yield held
+    async for event in running:
+        if _ends(held):
+            yield held
+        held = form.piece(event)
+        if not _ends(held):
+            yield held
+    assert running.end is not None, "it came to its end"
+    for one in form.closing(held, running.end):
+        yield one
+
+
+def _ends(piece: dict[str, Any]) -> bool:
+    return any(choice["finish_reason"] is not None for choice in piece["choices"])
+
+
+models = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
+
+
+@models.get("/models", responses=error_responses(503))
+async def list_models(service: AnyService) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(service)]}
+
+
+@models.get("/models/{name}", responses=error_responses(404, 503))
+async def get_model(name: str, service: AnyService) -> dict[str, Any]:
+    """The model, if it is called so."""
+    if name != service.backend.name:
+        message = f"no model {name!r}: this server has {service.backend.name!r}"
+        raise HttpError(404, message, param="model", code="model_not_found")
+    return _model(service)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.backend.name, "object": "model", "created": service.created, "owned_by": "chunkweave"}
+
+
+corpora = APIRouter(prefix="/v1/corpora", tags=["corpora"], dependencies=NEEDS_KEY, route_class=BodyRoute)
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
+
+
+@corpora.get("", responses=error_responses(503))
+async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """The corpora that you may search."""
+    return {"object": "list", "data": [served.as_dict() for served in parts.corpora.all(tenant)]}
+
+
+@corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503, 507))
+async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Make an empty corpus."""
+    split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
+    return (await to_its_end(parts.corpora.create(tenant, body.name, split))).as_dict()
+
+
+@corpora.get("/{name}", responses=error_responses(404, 503))
+async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """One corpus."""
+    return parts.corpora.get(tenant, name).as_dict()
+
+
+@corpora.delete("/{name}", responses=error_responses(403, 404, 503, 507))
+async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove a corpus, and the KV of its chunks from every tier."""
+
+    async def work() -> int:
+        return await parts.answering.forget(tenant, await parts.corpora.delete(tenant, name))
+
+    with parts.limits.occupy(tenant.name):
+        removed = await to_its_end(work())
+    return {"name": name, "object": "corpus", "deleted": True, "segments_removed": removed}
+
+
+@corpora.get("/{name}/documents", responses=error_responses(404, 503))
+async def list_documents(
+    name: str, parts: ReadyParts, tenant: OfTenant, limit: Limit = 100, offset: Offset = 0
+) -> dict[str, Any]:
+    """The documents of a corpus, in the order in which they were added."""
+    async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
+        documents = served.corpus.documents
+    data = [
+        {"id": one.id, "title": one.title, "chunks": len(one.chunks), "metadata": dict(one.metadata)}
+        for one in documents[offset : offset + limit]
+    ]
+    return {"object": "list", "data": data, "total": len(documents), "has_more": offset + limit < len(documents)}
+
+
+@corpora.post("/{name}/documents", responses=error_responses(400, 403, 404, 409, 503, 507))
+async def add_documents(
+    name: str, body: IngestBody, request: Request, parts: ReadyParts, tenant: OfTenant
+) -> dict[str, Any]:
+    """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
+
+    async def work() -> dict[str, Any]:
+        documents = await parts.corpora.changing.run(tenant.name, lambda: [_document(one) for one in body.documents])
+        return await _ingested(name, documents, body.update, parts, tenant)
+
+    with parts.limits.occupy(tenant.name):
+        return await unless_gone(request.receive, work())
+
+
+@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503, 507))
+async def add_files(
+    name: str,
+    files: Annotated[list[UploadFile], File()],
+    request: Request,
+    parts: ReadyParts,
+    tenant: OfTenant,
+    update: bool = False,
+) -> dict[str, Any]:
+    """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
+
+    async def work() -> dict[str, Any]:
+        documents: list[CorpusDocument] = []
+        for file in files:
+            data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
+            if not called:
+                raise HttpError(400, "an uploaded file has no name", param="files")
+            documents += await parts.corpora.changing.run(tenant.name, partial(parse_corpus_documents, called, data))
+            if len(documents) > MOST_DOCUMENTS:
+                raise HttpError(400, f"an upload may have {MOST_DOCUMENTS} documents", param="files")
+        return await _ingested(name, documents, update, parts, tenant)
+
+    return await unless_gone(request.receive, work())
+
+
+@corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503, 507))
+async def delete_document(name: str, document: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove a document, and the KV of what no other document has from every tier."""
+    served = parts.corpora.get(tenant, name, to_change=True)
+
+    async def work() -> int:
+        change = await parts.corpora.remove(served, document)
+        return await _forget_gone(change, parts, tenant)
+
+    with parts.limits.occupy(tenant.name):
+        removed = await to_its_end(work())
+    return {"id": document, "object": "document", "deleted": True, "segments_removed": removed}
+
+
+@corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
+async def search(name: str, body: SearchBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
+
+    async def work() -> Sequence[RetrievedChunk]:
+        await parts.answering.check_length(tenant, body.query)
+        async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
+            k = usual_top_k(len(served.corpus)) if body.top_k is None else body.top_k
+            if not k:
+                return ()
+            return await parts.corpora.searching.run(tenant.name, lambda: served.corpus.search(body.query, k))
+
+    with parts.limits.occupy(tenant.name):
+        found = await unless_gone(request.receive, work())
+    return {"object": "list", "data": [one.as_dict() for one in found]}
+
+
+def _document(one: str | IngestedDocument) -> CorpusDocument:
+    document = IngestedDocument(text=one) if isinstance(one, str) else one
+    check_text_bytes(document.id or document.text[:20], len(document.text))
+    made = CorpusDocument(document.id or "", document.text, document.title, document.metadata)
+    return made if made.id else CorpusDocument(f"text-{made.digest[:16]}", made.text, made.title, made.metadata)
+
+
+async def _ingested(
+    name: str, documents: Sequence[CorpusDocument], update: bool, parts: Parts, tenant: Tenant
+) -> dict[str, Any]:
+    """Add documents to a corpus; what is replaced is forgotten too, however this ends."""
+    served = parts.corpora.get(tenant, name, to_change=True)
+    changes: list[CorpusChange] = []
+    try:
+        await parts.corpora.ingest(tenant, served, documents, changes, update=update)
+    except BaseException:
+        with suppress(NotRemovedError):  # logged, and tried again by the store
+            await to_its_end(_forget_gone(joined(changes), parts, tenant))
+        raise
+    change, left = joined(changes), 0
+    try:
+        removed = await to_its_end(_forget_gone(change, parts, tenant))
+    except NotRemovedError as error:  # the documents are in place all the same
+        removed, left = error.removed, error.left
+    changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
+    return {
+        **{what: list(ids) for what, ids in changed.items()},
+        "segments_removed": removed,
+        "segments_left": left,
+        "corpus": served.as_dict(),
+    }
+
+
+async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> int:
+    return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
+
+
+cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, route_class=BodyRoute)
+
+
+@cache.get("", responses=error_responses(503))
+async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """What your answers reused so far; for admins also what the backend holds and does."""
+    shown: dict[str, Any] = {"tenant": asdict(parts.answering.counts[tenant.name])}
+    return {**shown, **await in_thread(parts.backend.stats)} if tenant.admin else shown
+
+
+@cache.post("/warm", responses=error_responses(400, 404, 502, 503))
+async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
+    begin = parts.started.warm
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
+        computed = await unless_gone(request.receive, begin(tenant.name, chunks, tenant.salt(body.cache_salt)))
+    return {"chunks": len(chunks), "computed": computed}
+
+
+@cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
+async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
+    commands = parts.started.cache
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
+        pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    return {"chunks": len(chunks), "segments_pinned": pinned}
+
+
+@cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
+async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Take pins back."""
+    commands = parts.started.cache
+    with parts.limits.occupy(tenant.name):
+        chunks = await _chunks(body, parts, tenant)
+        unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
+    return {"chunks": len(chunks), "chunks_unpinned": unpinned}
+
+
+@cache.post("/clear", responses=error_responses(400, 403, 404, 503))
+async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
+    if body.everything and not tenant.admin:
+        raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
+    commands = parts.started.cache
+    with parts.limits.occupy(tenant.name):
+        if body.everything:
+            return {"segments_removed": await commands.clear()}
+        texts = [chunk.text for chunk in await _chunks(body, parts, tenant)]
+        return {"segments_removed": await parts.answering.forget(tenant, texts, body.cache_salt)}
+
+
+async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Chunk]:
+    """The chunks that a command is about.
+
+    Raises:
+        HttpError: none are named, too many, or a corpus that is not there.
+        PromptTooLongError: a document is longer than any prompt may be.
+    """
+    if body.corpus is not None:
+        async with parts.corpora.locked(parts.corpora.get(tenant, body.corpus)) as served:
+            return await parts.corpora.searching.run(tenant.name, served.corpus.chunks)
+    if not body.documents:
+        raise HttpError(400, "name documents or a corpus", param="documents")
+    check_documents(len(body.documents), parts.limits.settings)
+    chunks = chunks_of(body.documents)
+    for place, chunk in enumerate(chunks):
+        await parts.answering.check_length(tenant, chunk.text, f"documents[{place}]")
+    return chunks
+
+
+operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
+
+
+@operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
+async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
+    """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
+    _require_admin(tenant)
+    return Response(await parts.metrics(), media_type=CONTENT_TYPE)
+
+
+@operation.get("/v1/shadow", responses=error_responses(403, 404, 503))
+async def shadow(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """What holding woven answers against full prefill has shown. For admins."""
+    return _shown(_monitor(parts, tenant).stats)
+
+
+@operation.post("/v1/shadow/switch-on", responses=error_responses(403, 404, 503))
+async def switch_on(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
+    """Weave again after the shadow check has switched weaving off. For admins."""
+    monitor = _monitor(parts, tenant)
+    monitor.switch_on()
+    return _shown(monitor.stats)
+
+
+def _shown(stats: ShadowStats) -> dict[str, Any]:
+    """JSON-able: an infinite divergence is null."""
+    fields = asdict(stats).items()
+    return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in fields}
+
+
+def _monitor(parts: Parts, tenant: Tenant) -> ShadowMonitor:
+    _require_admin(tenant)
+    if parts.backend.shadow is None:
+        raise HttpError(404, "no answers are checked here: the server was started without shadow_every")
+    return parts.backend.shadow
+
+
+def _require_admin(tenant: Tenant) -> None:
+    if not tenant.admin:
+        raise HttpError(403, "only an admin may see what all tenants do together", code="not_admin")
+
+
+open_to_all = APIRouter(tags=["operation"])
+
+
+@open_to_all.get("/health")
+async def health() -> dict[str, str]:
+    """200 as long as the process answers at all."""
+    return {"status": "ok"}
+
+
+@open_to_all.get("/ready", responses={503: {"description": "not yet, or not any more; `stage` says how far it is"}})
+async def ready(service: AnyService) -> JSONResponse:
+    """200 if requests are answered, else 503."""
+    is_ready = service.ready
+    again = {} if is_ready else {"retry-after": str(ceil(NOT_READY_AGAIN_S))}
+    return JSONResponse({"ready": is_ready, "stage": service.state}, 200 if is_ready else 503, again)
+
+
+@open_to_all.get("/version")
+async def version() -> dict[str, Any]:
+    """The version of chunkweave."""
+    return {"version": chunkweave.__version__}

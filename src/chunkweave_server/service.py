@@ -1,0 +1,189 @@
+"""A running server over one backend, from its start in stages to its end."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from chunkweave.config import Backend as BackendName
+from chunkweave.errors import ChunkweaveError
+from chunkweave.models.adapters import read_adapter
+from chunkweave.retrieval.speculation import SpeculationCounts
+from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave_server.answering import Answering
+from chunkweave_server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
+from chunkweave_server.backend import Backend, BackendParts, Stage
+from chunkweave_server.corpora import Corpora
+from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
+from chunkweave_server.limits import TenantLimits
+from chunkweave_server.metrics import ServerMetrics, shadow_samples, speculation_samples
+from chunkweave_server.observability import Observer, open_traces
+from chunkweave_server.settings import Settings
+from chunkweave_server.threads import in_thread
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a server has once it is ready."""
+
+    backend: Backend
+    answering: Answering
+    corpora: Corpora
+    limits: TenantLimits
+    observer: Observer
+    started: BackendParts
+
+    async def metrics(self) -> bytes:
+        """Ours, and those of the backend's own processes."""
+        ours = await in_thread(self.observer.metrics.exposition)
+        return ours if self.started.more_metrics is None else ours + await self.started.more_metrics()
+
+
+def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] = ()) -> Backend:
+    """The backend that settings name. `model` and `vllm_flags` are what vLLM is given on its command line.
+
+    Raises:
+        ModelError: an adapter that is not there, or cannot be used.
+        UsageError: a flag that vLLM cannot be given here.
+    """
+    if settings.model.backend is BackendName.VLLM:
+        from chunkweave_server.vllm_backend.backend import VllmBackend
+        from chunkweave_server.vllm_backend.process import VllmFlags
+
+        adapter = None if settings.model.adapter is None else read_adapter(settings.model.adapter)
+        return VllmBackend(settings, VllmFlags(model, (*settings.vllm_flags, *vllm_flags), adapter))
+    from chunkweave_server.engine_backend import EngineBackend
+
+    return EngineBackend(settings)
+
+
+OnStage = Callable[[Stage, float], None]
+"""Called with each stage as it begins, and the seconds since the start."""
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """A server's state. Belongs to the event loop's thread; `parts` is there from `READY` on."""
+
+    settings: Settings
+    backend: Backend
+    keys: KeyRing = field(default_factory=KeyRing)
+    on_stage: OnStage | None = None
+    stage: Stage = field(init=False)
+    failure: Exception | None = None
+    parts: Parts | None = None
+    limits: TenantLimits = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _started_s: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.stage = self.backend.first_stage
+        self.limits = TenantLimits(self.settings.limits)
+        refuse_open_door(self.settings.listen, self.keys)
+
+    async def start(self) -> None:
+        """Start everything, stage by stage, while the server already says how far it is.
+
+        What goes wrong is kept in `failure`.
+        """
+        try:
+            await self._start()
+        except Exception as error:  # the server ends, and whoever runs it learns why
+            if not isinstance(error, ChunkweaveError):
+                logger.exception("the server cannot start")
+            self.failure = error
+            await self.backend.stop()
+            self._enter(Stage.FAILED)
+
+    async def stop(self) -> None:
+        """End what is under way, write what is still to be written, and close everything."""
+        self._enter(Stage.STOPPING)
+        parts, self.parts = self.parts, None
+        if parts is not None:
+            parts.corpora.close()
+            await parts.answering.close()
+            await in_thread(parts.observer.close)
+        await self.backend.stop()
+
+    def end_answers(self) -> None:
+        """End all running answers now; their clients get an error that says that the server stops."""
+        for running in list(self.parts.answering.running if self.parts is not None else ()):
+            running.abort()
+
+    def tenant_of(self, key: str | None) -> Tenant:
+        """Whose request it is.
+
+        Raises:
+            HttpError: 401, a key is needed, and this is none.
+        """
+        return tenant_of(self.keys, key)
+
+    def require_ready(self) -> Parts:
+        """The parts.
+
+        Raises:
+            HttpError: 503, they are not there yet, or any more.
+        """
+        if self.parts is None or self.stage is not Stage.READY:
+            raise HttpError(
+                503, f"the server is not ready: {self.state}", code="not_ready", retry_after_s=NOT_READY_AGAIN_S
+            )
+        return self.parts
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered."""
+        return self.stage is Stage.READY and self.backend.unavailable is None
+
+    @property
+    def state(self) -> str:
+        """The stage, or why a server that has started answers nothing now."""
+        unavailable = self.backend.unavailable if self.stage is Stage.READY else None
+        return unavailable or str(self.stage)
+
+    def refuse_new(self) -> None:
+        """From now on answer nothing new; what is under way goes on."""
+        self._enter(Stage.STOPPING)
+
+    async def _start(self) -> None:
+        self._enter(self.backend.first_stage)
+        started = await self.backend.start()
+        self._enter(Stage.OPENING_CORPORA)
+        corpora = await in_thread(lambda: self._corpora(started))
+        observer = self._observer(started)
+        answering = Answering(self.backend, started, corpora, self.limits, self.settings.limits, observer)
+        self.parts = Parts(self.backend, answering, corpora, self.limits, observer, started)
+        if self.stage is not Stage.STOPPING:
+            self._enter(Stage.READY)
+
+    def _observer(self, started: BackendParts) -> Observer:
+        watch = self.settings.watch
+        samples = [*started.samples, lambda: speculation_samples(self._speculations())]
+        if (monitor := self.backend.shadow) is not None:
+            samples.append(lambda: shadow_samples(monitor))
+        tenants = [tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None
+        metrics = ServerMetrics(self.backend.name, samples, tenants=tenants)
+        return Observer(metrics, open_traces(watch.otlp_endpoint))
+
+    def _speculations(self) -> SpeculationCounts:
+        return SpeculationCounts() if self.parts is None else self.parts.answering.retriever.speculation.counts
+
+    def _corpora(self, started: BackendParts) -> Corpora:
+        limits, given = self.settings.limits, self.settings.corpora
+        weights = TenantWeights.parse(self.settings.batching.tenant_weight)
+        corpora = Corpora(started.tokenizer, given.data_dir, limits, weights=weights)
+        for entry in given.corpus:
+            corpora.share(entry)
+        corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])
+        return corpora
+
+    def _enter(self, stage: Stage) -> None:
+        if stage is self.stage and stage is not self.backend.first_stage:
+            return
+        if self.stage is Stage.STOPPING and stage is not Stage.FAILED:
+            return
+        self.stage = stage
+        if self.on_stage is not None:
+            self.on_stage(stage, time.perf_counter() - self._started_s)

@@ -1,0 +1,292 @@
+"""An answer of vLLM's on its way: a replica, once more on another one, and a prefill before its search has ended."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.planning.method_choice import FIELD
+from chunkweave_server.backend import AnswerEnd, Choice, Event
+from chunkweave_server.errors import HttpError
+from chunkweave_server.replies import WholeChoices
+from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
+from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
+from chunkweave_server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
+from chunkweave_server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
+from chunkweave_server.vllm_backend.shadow import VllmShadow
+from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 2.0
+TRIES = 2
+
+
+@dataclass(slots=True)
+class AnswerContext:
+    """What all answers share. `retries` counts requests that were given to a second replica."""
+
+    preparer: PromptPreparer
+    fleet: Fleet
+    inbox: ReportInbox | None
+    shadow: VllmShadow | None
+    deadline_s: float | None
+    retries: int = 0
+    forms: AnswerForms = field(default_factory=AnswerForms)
+
+
+class VllmAnswer:
+    """Pieces of an answer as vLLM's events bring them. Leave it by `aclose`. Belongs to the event loop's thread.
+
+    A speculative one is a completion of one token until it is confirmed. It leaves the prompt's KV in vLLM's prefix
+    cache, where only a request of the same tokens, chunks and method finds it: the one that this then becomes. If it
+    fails, that is computed as if it had not been started.
+    """
+
+    def __init__(
+        self,
+        context: AnswerContext,
+        prepared: PreparedPrompt,
+        body: dict[str, Any],
+        *,
+        arrived_s: float,
+        speculative: bool = False,
+        tenant: str = "",
+        parsing: Mapping[str, Any] | None = None,
+        streamed: bool = False,
+    ) -> None:
+        """`body` is what vLLM is sent but for the prompt, `parsing` what its parsers read, if it is to be parsed."""
+        self._parsing, self._streamed = parsing, streamed
+        self._tenant = tenant
+        self.end: AnswerEnd | None = None
+        self._context = context
+        self._prepared = prepared
+        self._body = body
+        self._arrived_s = arrived_s
+        self._whole = WholeChoices()
+        self._placed: Placed | None = None
+        self._usage: dict[str, Any] = {}
+        self._queued_s = 0.0
+        self._first_s: float | None = None
+        self._ended = self._aborted = False
+        self._limit: asyncio.Timeout | None = None
+        self._events = self._all()
+        self._confirmed = not speculative
+        self._prefilled_s: float | None = None
+        self._ahead = asyncio.create_task(self._prefill(), name="prefill ahead") if speculative else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first token, or before it is confirmed its prefill, has come, or it has ended."""
+        prefilled = not self._confirmed and self._ahead is not None and self._ahead.done()
+        return self._first_s is not None or self._ended or prefilled
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended, or its prefill did, without a result."""
+        ahead = self._ahead
+        lost = ahead is not None and ahead.done() and (ahead.cancelled() or ahead.result() is None)
+        return (self._ended and self.end is None) or lost
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next pieces.
+
+        Raises:
+            HttpError: vLLM refused the request or failed at it, or two replicas went away.
+            ChunkweaveError: too many wait, the deadline has passed, or the server stops.
+        """
+        try:
+            async with asyncio.timeout(self._left_s()) as self._limit:
+                return await anext(self._events)
+        except TimeoutError:
+            self._ended = True
+            if self._aborted:
+                raise RequestAbortedError("the server stops") from None
+            raise DeadlineError("the request was not answered in time") from None
+        except (ChunkweaveError, HttpError):
+            self._ended = True
+            raise
+
+    def confirm(self) -> None:
+        """A speculative request is wanted."""
+        self._confirmed = True
+
+    def abort(self) -> None:
+        """End it now; whoever reads it gets `RequestAbortedError`."""
+        self._aborted = True
+        if self._limit is not None and not self._limit.expired():
+            with suppress(RuntimeError):  # nobody reads now: whoever does next finds no time left
+                self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def aclose(self) -> None:
+        """End it if it runs, and free its places; a second time is harmless."""
+        self._ended = True
+        await self._events.aclose()
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.wait([self._ahead])
+        if self._placed is not None:
+            self._context.fleet.leave(self._placed)
+        self._context.preparer.abandon(self._prepared)
+
+    async def _all(self) -> AsyncGenerator[Event, None]:
+        failed: Replica | None = None
+        ahead = None if self._ahead is None else await asyncio.shield(self._ahead)
+        for last in (attempt == TRIES - 1 for attempt in range(TRIES)):
+            try:
+                async for event in self._attempt(avoid=failed, like=ahead):
+                    yield event
+                if self._first_s is None:
+                    raise HttpError(502, "vLLM answered nothing", code="replica_lost")
+                return
+            except (UpstreamLostError, UpstreamFailedError) as error:
+                logger.warning("a request was not answered: %s", error)
+                if self._placed is not None:
+                    await _refuse_if_up(self._placed.replica, error)
+                if last or self._first_s is not None:
+                    message = "the vLLM server that answered this went away; its log says why"
+                    raise HttpError(502, message, code="replica_lost") from error
+                failed, ahead = None if self._placed is None else self._placed.replica, None
+                self._context.retries += 1
+
+    async def _attempt(self, *, avoid: Replica | None, like: Placed | None) -> AsyncGenerator[Event, None]:
+        fleet, prepared = self._context.fleet, self._prepared
+        self._placed = placed = await fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant)
+        self._queued_s = time.perf_counter() - self._arrived_s
+        request_id = uuid.uuid4().hex
+        try:
+            body = {**self._body, **_prompt(placed, prepared.room)}
+            parser, parsing = self._parser(placed), self._parsing or {}
+            if "tools" in parsing:
+                body |= await self._context.forms.held(placed.replica.upstream, parsing, body)
+            async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
+                async for event in stream:
+                    if event.get("usage"):
+                        self._usage = event["usage"]
+                    if choices := event.get("choices"):
+                        if self._first_s is None:
+                            self._first_s = time.perf_counter()
+                        self._whole.add(choices)
+                        if parsed := choices if parser is None else await parser.parsed(choices):
+                            yield parsed
+            if self._first_s is not None:
+                await self._conclude(placed, request_id if "kv_transfer_params" in body else None)
+        finally:
+            fleet.leave(placed, served=self.end is not None)
+
+    def _parser(self, placed: Placed) -> AnswerParser | None:
+        if self._parsing is None:
+            return None
+        stop_ids, upstream = set(self._body["stop_token_ids"]), placed.replica.upstream
+        ids = placed.prompt.token_ids
+        return AnswerParser(upstream, ids, self._parsing, stop_ids=stop_ids, stream=self._streamed)
+
+    async def _prefill(self) -> Placed | None:
+        """Compute one token that nobody sees; returns where, None if that failed."""
+        kept: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
+        try:
+            placed = await compute_ahead(self._context, self._prepared, kept, tenant=self._tenant)
+            self._prefilled_s = time.perf_counter()
+        except (ChunkweaveError, HttpError) as error:
+            logger.debug("nothing is computed ahead: %s", error)
+            return None
+        except Exception:  # a speculation must not cost an answer
+            logger.exception("nothing is computed ahead")
+            return None
+        return placed
+
+    async def _conclude(self, placed: Placed, report_id: str | None) -> None:
+        """All of it has come: get its report, if there is one, and let everybody know."""
+        context, choice = self._context, self._whole.choices[0]
+        reported = None
+        if report_id is not None and context.inbox is not None:
+            reported = await context.inbox.report(report_id, _REPORT_S)
+        now, arrived_s = time.perf_counter(), self._arrived_s
+        first_s = now if self._first_s is None else self._first_s
+        report = reuse_report(
+            placed,
+            reported,
+            self._usage,
+            queue_s=self._queued_s,
+            ttft_s=first_s - arrived_s,
+            decode_s=now - first_s,
+            new_tokens=int(self._usage.get("completion_tokens") or len(choice["token_ids"])),
+        )
+        cached = cached_tokens(report, reported)
+        context.fleet.served(placed, cached_tokens=cached)
+        self._end_turn(placed, choice)
+        shown = shown_report(placed, report, reported)
+        finish_reason = str(choice.get("finish_reason") or "stop")
+        self.end = AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s)
+        if context.shadow is not None and report.reused_tokens:
+            context.shadow.offer(placed, self._body, choice)
+
+    def _end_turn(self, placed: Placed, choice: Choice) -> None:
+        cut = isinstance(choice.get("stop_reason"), str)
+        self._context.preparer.end(
+            self._prepared, placed.prompt, choice["token_ids"], text=choice["text"] if cut else None
+        )
+
+    def _left_s(self) -> float | None:
+        if self._aborted:
+            return 0.0
+        limit_s = self._context.deadline_s
+        return None if limit_s is None else max(0.0, self._arrived_s + limit_s - time.perf_counter())
+
+
+async def compute_ahead(
+    context: AnswerContext, prepared: PreparedPrompt, body: Mapping[str, Any], *, tenant: str, tries: int = 1
+) -> Placed:
+    """Have one token computed behind a prompt, which nobody sees; returns where.
+
+    `body` has vLLM's fields that say whose it is: `model`, `cache_salt`. Where a replica goes, another one is tried,
+    if `tries` are left.
+
+    Raises:
+        ChunkweaveError, HttpError: vLLM did not.
+    """
+    fleet, failed = context.fleet, None
+    while True:
+        placed = await fleet.place(prepared, avoid=failed, counted=False, tenant=tenant)
+        try:
+            whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, asked=False)}
+            async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
+                async for _ in stream:
+                    pass
+            fleet.served(placed, cached_tokens=None)
+            return placed
+        except (UpstreamLostError, UpstreamFailedError) as error:
+            await _refuse_if_up(placed.replica, error)
+            failed, tries = placed.replica, tries - 1
+            if not tries:
+                raise UpstreamLostError(str(error)) from error
+        finally:
+            fleet.leave(placed)
+
+
+async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFailedError) -> None:
+    """Refuse a request that a replica failed at, if that is healthy: another one would fail at it, too.
+
+    Raises:
+        HttpError: 502.
+    """
+    if isinstance(error, UpstreamFailedError) and await replica.upstream.healthy():
+        raise failed_reply() from error
+
+
+def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
+    """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
+    prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
+    prepared = placed.prepared
+    params = weave_params(placed.prompt, prepared.choice, placed.promotion, raisable=prepared.raisable)
+    if params is None:
+        return prompt
+    return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

@@ -1,0 +1,420 @@
+"""vLLM servers as the server's backend: started and watched, or found at their URLs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chunkweave.chunking.neutral import neutral_passages
+from chunkweave.chunking.prompt import PromptPart
+from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.errors import QueueFullError
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.types import Chunk
+from chunkweave.vllm.report_socket import REPLICA, VARIABLE
+from chunkweave_server.backend import BackendParts, Stage, Submission
+from chunkweave_server.errors import HttpError
+from chunkweave_server.metrics import MetricSample, counted_samples
+from chunkweave_server.requests import ChatBody, CompletionBody, refuse_salted_corpus
+from chunkweave_server.settings import Settings
+from chunkweave_server.threads import TenantThreads, in_thread, to_its_end
+from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
+from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
+from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
+from chunkweave_server.vllm_backend.passthrough import Passthrough
+from chunkweave_server.vllm_backend.prepare import (
+    ChatDetails,
+    PreparedPrompt,
+    PromptPreparer,
+    chooser_for,
+    load_tokenizer,
+)
+from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
+from chunkweave_server.vllm_backend.removal import FleetRemovals, VllmCache
+from chunkweave_server.vllm_backend.removal_journal import Removal, RemovalJournal
+from chunkweave_server.vllm_backend.reports import ReportInbox
+from chunkweave_server.vllm_backend.shadow import VllmShadow
+from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
+
+logger = logging.getLogger(__name__)
+
+_USUAL_CONTEXT = 4096
+_POLL_S = 0.5
+_WATCH_S = 2.0
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
+
+_UNSUPPORTED_IN_CHAT = (
+    "functions",
+    "function_call",
+    "chat_template",
+    "continue_final_message",
+    "reasoning_effort",
+    "thinking_token_budget",
+)
+"""What vLLM's chat endpoint does and its completions do not: a prompt of token ids goes through the latter."""
+
+_UNSUPPORTED = (
+    "kv_transfer_params",
+    "prompt_embeds",
+    "suffix",
+    "use_beam_search",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+
+
+class VllmBackend:
+    """One or several vLLM servers with the connector. `fleet` and `context` are there once it has started.
+
+    `tokenizer` takes the place of what is loaded, for tests.
+    """
+
+    def __init__(self, settings: Settings, flags: VllmFlags, *, tokenizer: TextTokenizer | None = None) -> None:
+        self.name = flags.name
+        self.first_stage = Stage.STARTING_VLLM
+        model = None if flags.adapter is None else self.name  # vLLM itself would take the model without it
+        self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag, model=model)
+        self.shadow: ShadowMonitor | None = None
+        self.context: AnswerContext
+        self.fleet: Fleet | None = None
+        self.processes: list[VllmProcess] = []
+        self._settings = settings
+        self._flags = flags
+        self._given_tokenizer = tokenizer
+        self._upstreams: list[Upstream] = []
+        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
+        self._watching: list[asyncio.Task[None]] = []
+        self._inbox: ReportInbox | None = None
+        self._removals: FleetRemovals | None = None
+        self._passages: tuple[str, ...] = ()
+        self._parsers = flags.parsers
+
+    @property
+    def unavailable(self) -> str | None:
+        """Nobody answers if no server is up."""
+        return None if self.fleet is not None and self.fleet.ready else "no vLLM server is ready"
+
+    async def start(self) -> BackendParts:
+        """Start the servers, or wait for those that run already, and load the tokenizer."""
+        settings = self._settings.fleet
+        source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
+        self._passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
+        if settings.upstream:
+            urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
+            if settings.report_socket is not None:
+                self._inbox = await _open_inbox(settings.report_socket)
+        else:
+            self._inbox = inbox = await _open_inbox()
+            self.processes = [self._process(number, inbox) for number in range(settings.replicas)]
+            urls = {process.name: process.url for process in self.processes}
+        ranks = range(self._flags.ranks) if self._flags.ranks > 1 else (None,)
+        self._upstreams = [Upstream(name, url, rank=rank) for name, url in urls.items() for rank in ranks]
+        fleet = Fleet(self._upstreams, self._settings)
+        removals = self._removals = await in_thread(lambda: self._fleet_removals(fleet))
+        tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(removals))
+        most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
+        if not self.processes and await self._upstreams[0].serves(PARSE):
+            self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
+        shadowing = self._settings.shadow
+        self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
+        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
+        shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        self.fleet = fleet
+        return BackendParts(
+            tokenizer,
+            preparer.chooser.record is not None,
+            self._check,
+            self._threads,
+            most_tokens,
+            self.warm,
+            VllmCache(removals),
+            samples=[
+                lambda: fleet_samples(fleet, self.processes, self.context.retries),
+                removals.samples,
+                self._store_samples,
+            ],
+            more_metrics=self._metrics,
+            replicas=len(fleet.replicas),
+            speculate=settings.speculate,
+        )
+
+    async def stop(self) -> None:
+        """End the checks, then the vLLM servers."""
+        self._threads.close()
+        if self.fleet is not None and self.context.shadow is not None:
+            await self.context.shadow.close()
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        if self._removals is not None:
+            await self._removals.close()
+        await asyncio.gather(*(process.stop() for process in self.processes))
+        for upstream in self._upstreams:
+            await upstream.close()
+        if self._inbox is not None:
+            self._inbox.close()
+
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
+        """Tokenize in a thread; the answer finds its replica when it is read."""
+        preparer = self.context.preparer
+        prepared = await self._threads.run(
+            submission.tenant,
+            lambda: preparer.prepare(submission.request, submission.method_request, _details(submission.body)),
+            undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
+        )
+        body = self._upstream_body(submission.body, prepared)
+        return VllmAnswer(
+            self.context,
+            prepared,
+            body,
+            arrived_s=submission.arrived_s,
+            speculative=speculative,
+            tenant=submission.tenant,
+            parsing=self._parsing(submission.body),
+            streamed=submission.body.stream,
+        )
+
+    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Have chunks computed, one after the other and each as a request of one token; returns how many.
+
+        Each is sent, stored or not: only the plug-in knows what is. What is stored costs it a lookup. While as many
+        requests wait as may, it waits too.
+
+        Raises:
+            ChunkweaveError, HttpError: one is too long, or vLLM did not answer; those before it are computed.
+        """
+        tokens, preparer = self._settings.capture.neutral_tokens, self.context.preparer
+        for chunk in chunks:
+            prepare = partial(preparer.prepare_beforehand, chunk, self._passages, tokens, cache_salt=salt)
+            prepared = await self._threads.run(tenant, prepare)
+            body = {"model": self.name, **({"cache_salt": salt} if salt else {})}
+            await self._compute(prepared, body, tenant)
+        return len(chunks)
+
+    async def _compute(self, prepared: PreparedPrompt, body: Mapping[str, Any], tenant: str) -> None:
+        """Have a prompt computed, on another replica if one goes, and once there is room in the queues."""
+        while True:
+            try:
+                await compute_ahead(self.context, prepared, body, tenant=tenant, tries=TRIES)
+                return
+            except QueueFullError:
+                await asyncio.sleep(_POLL_S)
+            except UpstreamLostError as error:
+                message = "the vLLM server that computed this went away; its log says why"
+                raise HttpError(502, message, code="replica_lost") from error
+
+    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
+        """Have every replica remove chunks from its stores, and what vLLM's own prefix cache has of their salt."""
+        assert self._removals is not None, "the server has started"
+        preparer, parts = self.context.preparer, list[PromptPart]()
+        for start in range(0, len(texts), _AT_A_TIME):
+            some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
+            parts += await self._threads.run(tenant, partial(preparer.chunk_parts, some, cache_salt=salt))
+        if not parts:
+            return 0
+        chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
+        removal = Removal(salt, chunks, tuple(preparer.tokenizer.start_ids))
+        ids = frozenset(part.id for part in parts if part.id is not None)
+        return await to_its_end(self._removals.remove(removal, ids))
+
+    def stats(self) -> Mapping[str, Any]:
+        """The replicas as the server sees them."""
+        replicas = () if self.fleet is None else self.fleet.replicas
+        return {
+            "replicas": [
+                {
+                    "name": one.name,
+                    "up": one.up,
+                    "running": one.running,
+                    "waiting": len(one.queue),
+                    "outstanding_tokens": one.outstanding_tokens,
+                    "mirror_tokens": one.contents.tokens,
+                    "answered": one.served,
+                }
+                for one in replicas
+            ]
+        }
+
+    def _check(self, body: CompletionBody) -> None:
+        given = {**body.passed_on, "echo": body.echo}
+        refused = (*_UNSUPPORTED, "echo", *(_UNSUPPORTED_IN_CHAT if isinstance(body, ChatBody) else ()))
+        if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
+            message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
+            raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
+        refuse_salted_corpus(body)
+        if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
+            self._check_tools(body)
+
+    def _check_tools(self, body: ChatBody) -> None:
+        if body.tool_choice == "none":
+            return
+        if not body.tools:
+            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+        if not self._parsers.tools:
+            message = f"tools need {TOOL_FLAGS} at the server's start, or at that of the vLLM servers"
+            raise HttpError(400, message, param="tools", code="unsupported_field")
+        if body.stops:
+            raise HttpError(400, "stop cannot be given with tools", param="stop", code="unsupported_field")
+
+    def _parsing(self, body: CompletionBody) -> dict[str, Any] | None:
+        """What vLLM's parsers read of a request; None if nothing is to be parsed."""
+        if not isinstance(body, ChatBody):
+            return None
+        calls = bool(body.tools) and body.tool_choice != "none"
+        if not calls and (body.stops or not self._parsers.reasoning):  # it would not end where the text does
+            return None
+        chat: dict[str, Any] = {
+            "model": body.model or self.name,
+            "messages": [{"role": "user", "content": body.question.text}],
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+        if calls:
+            choice = {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
+            chat |= {"tools": body.tools, **choice}
+        return chat
+
+    def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
+        given = body.passed_on
+        stops = set(given.get("stop_token_ids") or ())
+        if not given.get("ignore_eos"):
+            stops |= self.context.preparer.tokenizer.stop_ids
+        upstream: dict[str, Any] = {
+            **given,
+            "model": body.model or self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "n": body.n,
+            "stop_token_ids": sorted(stops),
+        }
+        if prepared.request.cache_salt:
+            upstream["cache_salt"] = prepared.request.cache_salt
+        logprobs, shadow = body.alternatives, self.context.shadow
+        if shadow is not None and prepared.weaves:
+            logprobs = max(logprobs or 0, shadow.alternatives)
+            if body.alternatives is None:
+                upstream["return_tokens_as_token_ids"] = True
+        return upstream if logprobs is None else {**upstream, "logprobs": logprobs}
+
+    def _started_fleet(self) -> Fleet:
+        if self.fleet is None:
+            raise NoReplicaError
+        return self.fleet
+
+    def _store_samples(self) -> Iterator[MetricSample]:
+        """What the segment stores in vLLM's workers count, all together."""
+        counts = None if self._inbox is None else self._inbox.store_counts()
+        return iter(()) if counts is None else counted_samples(counts)
+
+    async def _metrics(self) -> bytes:
+        """Those of every vLLM server that answers."""
+        up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
+        texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
+        found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
+        return labelled(found).encode()
+
+    async def _start_servers(self, removals: FleetRemovals) -> None:
+        if not self.processes:
+            servers = {one.server: one for one in self._upstreams}
+            await asyncio.gather(*(self._until_up(one) for one in servers.values()))
+            for name, one in servers.items():
+                removals.up(name)
+                self._watching.append(asyncio.create_task(_follow(one, removals), name=f"watch {name}"))
+            return
+        for process in self.processes:
+            process.on_change = partial(_set_up, removals, process.name)
+        await asyncio.gather(*(process.start() for process in self.processes))
+
+    def _fleet_removals(self, fleet: Fleet) -> FleetRemovals:
+        """With what is pending from an earlier start. Servers that we start keep their names, others their URLs."""
+
+        def key_of(replica: Replica) -> str:
+            upstream = replica.upstream
+            return replica.name if self.processes else f"{upstream.url}{replica.name.removeprefix(upstream.server)}"
+
+        folder = self._settings.corpora.data_dir
+        return FleetRemovals(fleet, RemovalJournal(folder, [key_of(one) for one in fleet.replicas]), key_of)
+
+    async def _until_up(self, upstream: Upstream) -> None:
+        until_s = time.monotonic() + self._settings.fleet.start_timeout_s
+        while True:
+            try:
+                await upstream.text("/health")
+                return
+            except UpstreamLostError:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(_POLL_S)
+
+    def _process(self, number: int, inbox: ReportInbox) -> VllmProcess:
+        settings, fleet = self._settings, self._settings.fleet
+        secrets = settings.connector_environment()
+        name = f"replica-{number}"
+        environment = {VARIABLE: inbox.path, REPLICA: name, **secrets, **fleet.environments().get(number, {})}
+        config = settings.connector_config()
+        command = partial(self._flags.command, connector=config)
+        return VllmProcess(name, command, environment, fleet.start_timeout_s)
+
+    def _tokenizer(self) -> TextTokenizer:
+        if self._given_tokenizer is not None:
+            return self._given_tokenizer
+        flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
+        return load_tokenizer(self._flags.tokenizer, flags)
+
+    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> PromptPreparer:
+        settings, usual = self._settings, self._settings.requests
+        chooser = chooser_for(
+            self._flags.source,
+            method=usual.method,
+            quality=usual.quality,
+            reuse=settings.reuse,
+            dtype=self._flags.value("--dtype"),
+            adapter=self._flags.adapter,
+        )
+        return PromptPreparer(
+            tokenizer,
+            model=self.name,
+            most_tokens=most_tokens,
+            chooser=chooser,
+            usual_order=ChunkOrder.parse(usual.order or ""),
+            shadow=self.shadow,
+            conversations=settings.conversations,
+        )
+
+
+def _details(body: CompletionBody) -> ChatDetails:
+    """What a request says that templates read, beside its texts."""
+    if not isinstance(body, ChatBody):
+        return ChatDetails(body.model)
+    variables = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
+    exchanges = [[message.rendered for message in behind] for behind in body.question.exchanges]
+    return ChatDetails(body.model, variables, exchanges)
+
+
+async def _open_inbox(path: Path | None = None) -> ReportInbox:
+    inbox = ReportInbox(path)
+    await inbox.open()
+    return inbox
+
+
+async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:
+    """Note whether a server that somebody else runs is up."""
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        try:
+            await upstream.text("/health")
+            removals.up(upstream.server)
+        except UpstreamLostError as error:
+            logger.warning("%s", error)
+            removals.down(upstream.server)
+
+
+def _set_up(removals: FleetRemovals, name: str, up: bool) -> None:
+    (removals.up if up else removals.down)(name)

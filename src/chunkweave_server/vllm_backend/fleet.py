@@ -1,0 +1,350 @@
+"""The replicas: which are up, which one gets a request, how requests wait, and metrics of all."""
+
+import asyncio
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chunkweave.chunking.neutral import is_neutral
+from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
+from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
+from chunkweave.scheduling.queue import Waiting
+from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
+from chunkweave.scheduling.waiting import waiting_path
+from chunkweave.types import ChunkId
+from chunkweave_server.errors import HttpError
+from chunkweave_server.metrics import MetricSample
+from chunkweave_server.settings import Settings
+from chunkweave_server.vllm_backend.prepare import PreparedPrompt
+from chunkweave_server.vllm_backend.process import VllmProcess
+from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
+
+logger = logging.getLogger(__name__)
+
+
+_BURST_TOKENS = 4096
+"""Work of a tenant that asks seldom which goes before that of others, whoever's turn it is."""
+
+
+class NoReplicaError(HttpError):
+    """No replica answers now."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "no vLLM server is ready; try again", code="no_replica", retry_after_s=5)
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A request at the replica that computes it, its chunks in the order that suits that one.
+
+    `expected_tokens` of it are assumed to be cached there; `work_tokens` are those left, its answer's among them.
+    """
+
+    replica: "Replica"
+    prepared: PreparedPrompt
+    arranged: Arranged
+    expected_tokens: int
+    work_tokens: int
+    released: asyncio.Future[None]
+    tenant: str = ""
+    waiting: Waiting[int] | None = None
+    left: bool = False
+
+    @property
+    def prompt(self) -> Prompt:
+        """As it is computed."""
+        return self.arranged.prompt
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """Over what its exact prefix may grow; a conversation keeps whatever its next turn goes on from."""
+        return self.arranged.promotion if self.prepared.turn is None else None
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One vLLM server, or one data-parallel rank of it, as this server sees it.
+
+    `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
+    `handed_through` beside these.
+    """
+
+    name: str
+    upstream: Upstream
+    contents: ReplicaContents
+    arranger: Arranger
+    queue: FairQueue[int]
+    up: bool = False
+    running: int = 0
+    handed_through: int = 0
+    outstanding_tokens: int = 0
+    served: int = 0
+    placed: dict[int, Placed] = field(default_factory=dict)
+
+
+class Fleet:
+    """Routes requests and lets them wait. Belongs to one event loop.
+
+    Each replica has a queue of its own, since what is cached differs; whoever is in it is given to that replica, or
+    routed anew when it goes down. Tenants share the replicas by their weights: next is a request of the one whose
+    requests were given the fewest tokens of work.
+    """
+
+    def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
+        """All replicas are down until they are said to be `up`."""
+        self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
+        self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
+        self._weights = TenantWeights.parse(settings.batching.tenant_weight)
+        self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
+        self._numbers = itertools.count()
+        self.replicas = tuple(_replica(one, settings, self._time) for one in upstreams)
+        self.on_idle: Callable[[], None] | None = None
+        """Called when a request has left and nothing is under way."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether any replica is up."""
+        return any(replica.up for replica in self.replicas)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in all queues."""
+        return sum(len(replica.queue) for replica in self.replicas)
+
+    @property
+    def running(self) -> int:
+        """Requests that replicas were given and have not answered."""
+        return sum(replica.running for replica in self.replicas)
+
+    def up(self, server: str) -> None:
+        """The replicas of a server answer from now on; they hold nothing yet."""
+        for replica in self._of(server):
+            if not replica.up:
+                replica.contents.clear()
+                replica.up = True
+                self._release(replica)
+
+    def down(self, server: str) -> None:
+        """The replicas of a server answer no more: requests that wait for them fail, and are placed anew."""
+        for replica in self._of(server):
+            replica.up = False
+            for number, placed in list(replica.placed.items()):
+                if replica.queue.of(placed.tenant).remove(number) and not placed.released.done():
+                    placed.released.set_exception(UpstreamLostError(f"{server} is gone"))
+
+    def least_loaded(self, *, avoid: Replica | None = None) -> Replica:
+        """For what is handed through; `avoid` only if there is no other.
+
+        Raises:
+            NoReplicaError: none is up.
+        """
+        return min(self._up(), key=lambda one: (one is avoid, one.outstanding_tokens, one.handed_through, one.served))
+
+    async def place(
+        self,
+        prepared: PreparedPrompt,
+        *,
+        avoid: Replica | None = None,
+        like: Placed | None = None,
+        counted: bool = True,
+        tenant: str = "",
+    ) -> Placed:
+        """Route a request and wait for its turn; `leave` it.
+
+        `avoid` is taken only if there is no other. A request that was prefilled ahead goes where that was, in the same
+        order, if that replica is still up: `like` it. A speculative request is not `counted` by orderings.
+
+        Raises:
+            NoReplicaError: none is up.
+            QueueFullError: as many wait as may, and the tenant's share of them.
+            UpstreamLostError: the replica went down meanwhile: place it anew.
+        """
+        replicas = self._up()
+        if avoid is not None and len(replicas) > 1:
+            replicas = [one for one in replicas if one is not avoid]
+        waiting = Counter[str]()
+        for one in self.replicas:
+            waiting.update({other: one.queue.waiting(other) for other in one.queue.tenants})
+        self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
+        placed = self._choose(prepared, replicas, like)
+        placed.tenant = tenant
+        number = next(self._numbers)
+        replica = placed.replica
+        path, _ = _stored(placed.prompt)
+        replica.placed[number] = placed
+        replica.outstanding_tokens += placed.work_tokens
+        if counted:
+            replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
+        self._time.join(tenant)
+        queue = replica.queue.of(tenant)
+        placed.waiting = queue.submit(
+            number,
+            waiting_path(path, weaves=prepared.weaves, recomputed=prepared.choice.recomputed_share or 0.0),
+            len(placed.prompt),
+        )
+        self._release(replica)
+        try:
+            await placed.released
+        except BaseException:
+            self.leave(placed)
+            raise
+        return placed
+
+    def leave(self, placed: Placed, *, served: bool = False) -> None:
+        """A request has its answer, or will not get it here; a second time is harmless."""
+        if placed.left:
+            return
+        placed.left = True
+        replica = placed.replica
+        assert placed.waiting is not None, "it was submitted"
+        number = placed.waiting.request
+        del replica.placed[number]
+        replica.outstanding_tokens -= placed.work_tokens
+        replica.served += served
+        waited = replica.queue.of(placed.tenant).remove(number)
+        if not waited and placed.released.done() and not _failed(placed.released):
+            replica.running -= 1
+        if self._time.leave(placed.tenant):
+            for one in self.replicas:
+                one.queue.forget(placed.tenant)
+        self._release(replica)
+        if not self.running and not self.waiting and self.on_idle is not None:
+            self.on_idle()
+
+    def served(self, placed: Placed, *, cached_tokens: int | None) -> None:
+        """A replica has prefilled a request: from now on it holds its chunks.
+
+        If it found nothing where much was expected, it holds less than was assumed: its assumed contents are dropped.
+        None means that it has not reported what it found.
+        """
+        path, sizes = _stored(placed.prompt)
+        contents, weaves = placed.replica.contents, placed.prepared.weaves
+        if placed.expected_tokens > 0 and cached_tokens == 0:
+            contents.forget(path)
+        if not weaves and placed.promotion is not None and (kept := placed.promotion.kept) is not None:
+            head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
+            known = contents.tree.match(path).nodes - head
+            length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, known))
+            path, sizes = path[:length], sizes[:length]
+        contents.note(path, sizes, weaves=weaves)
+
+    def _choose(self, prepared: PreparedPrompt, replicas: Sequence[Replica], like: Placed | None) -> Placed:
+        options: dict[str, Placed] = {}
+        candidates: list[Candidate] = []
+        if like is not None and like.replica in replicas:
+            replicas = [like.replica]
+        for replica in replicas:
+            if like is not None and like.replica is replica:
+                arranged = like.arranged
+            else:
+                arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
+            path, sizes = _stored(arranged.prompt)
+            cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
+            work = len(arranged.prompt) - cached + prepared.room
+            released = asyncio.get_running_loop().create_future()
+            options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
+            # Every replica has the instruction and the neutral passages: they do not count for the route.
+            everywhere = sum(len(part) for part in arranged.prompt.parts if _stored_everywhere(part))
+            of_chunks = max(0, cached - everywhere)
+            candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
+        return options[self._routing.choose(len(prepared.prompt), candidates).name]
+
+    def _release(self, replica: Replica) -> None:
+        """Give a replica what it may have: of the tenant that was served least, the most cached first."""
+        while replica.up and replica.running < self._fleet.replica_requests:
+            waiting = replica.queue.pop()
+            if waiting is None:
+                return
+            placed = replica.placed[waiting.request]
+            if not placed.released.done():
+                replica.running += 1
+                self._time.charge(placed.tenant, placed.work_tokens)
+                placed.released.set_result(None)
+
+    def _up(self) -> list[Replica]:
+        found = [replica for replica in self.replicas if replica.up]
+        if not found:
+            raise NoReplicaError
+        return found
+
+    def _of(self, server: str) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.upstream.server == server]
+
+
+def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:
+    contents = ReplicaContents(settings.fleet.mirror_tokens)
+    queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
+    return Replica(upstream.name, upstream, contents, Arranger(settings.ordering, contents.tree), queue)
+
+
+def _stored_everywhere(part: PromptPart) -> bool:
+    return part.kind is PartKind.SYSTEM or (part.id is not None and is_neutral(part.id))
+
+
+def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
+    """Ids and sizes of the parts that a replica stores."""
+    stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
+    return [chunk for chunk, _ in stored], [size for _, size in stored]
+
+
+def _failed(future: "asyncio.Future[None]") -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>.*)\})?(?P<rest>\s.*)")
+
+
+def labelled(expositions: Mapping[str, str]) -> str:
+    """Prometheus texts by the name of their server, as one text with the label `replica`.
+
+    Samples of one metric stand together, behind its description, as the format wants it.
+    """
+    about: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in expositions.items():
+        family, seen = "", set[str]()
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                if family not in about or family in seen:
+                    about.setdefault(family, []).append(line)
+                    seen.add(family)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(_with_label(line, replica))
+    lines = [line for family in samples for line in (*about.get(family, ()), *samples[family])]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) -> Iterator[MetricSample]:
+    """What this server knows of its replicas."""
+    for name, meaning, number in (
+        ("running", "Requests given to vLLM servers.", fleet.running),
+        ("waiting", "Requests that wait for one here.", fleet.waiting),
+    ):
+        yield MetricSample(f"num_requests_{name}", meaning, {"": number})
+    for name, meaning, value in (
+        ("up", "Whether a vLLM server answers.", lambda one: one.up),
+        ("requests_running", "Requests given to a vLLM server.", lambda one: one.running),
+        ("requests_waiting", "Requests that wait for one here.", lambda one: len(one.queue)),
+        ("outstanding_tokens", "Tokens that it has still to compute, by estimate.", lambda one: one.outstanding_tokens),
+        ("mirror_tokens", "Tokens that its segment store is assumed to hold.", lambda one: one.contents.tokens),
+        ("requests", "Requests with documents that it answered.", lambda one: one.served),
+    ):
+        values = {one.name: float(value(one)) for one in fleet.replicas}
+        yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=name == "requests")
+    if restarts := {one.name: one.restarts for one in processes}:
+        yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
+    yield MetricSample("request_retries", "Requests that were given to a second server.", {"": retries}, counter=True)
+
+
+def _with_label(line: str, replica: str) -> str:
+    found = _SAMPLE.fullmatch(line)
+    if found is None:
+        return line
+    labels = ",".join(filter(None, (f'replica="{replica}"', found["labels"])))
+    return f"{found['name']}{{{labels}}}{found['rest']}"

@@ -1,0 +1,297 @@
+"""The plug-in's reports: where they arrive, and what they and this server report of an answer."""
+
+import asyncio
+import json
+import logging
+import re
+import shutil
+import socket
+import tempfile
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chunkweave.chunking.prompt import Prompt
+from chunkweave.errors import UsageError
+from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.planning.method_choice import FIELD
+from chunkweave.planning.plan import KVSource
+from chunkweave.types import Span, spans_of
+from chunkweave_server.vllm_backend.fleet import Placed
+
+logger = logging.getLogger(__name__)
+
+
+Report = Mapping[str, Any]
+"""What the plug-in says of one request (docs/vllm.md, the report)."""
+
+_OUR_ID = re.compile(r"[0-9a-f]{32}")
+_MOST_UNREAD = 4096
+_BUFFER_BYTES = 8 << 20
+
+
+class ReportInbox:
+    """A socket that vLLM's processes send reports to. Belongs to one event loop.
+
+    A report is found by the id that this server gave its request; vLLM puts its own around that. Reports that nobody
+    asks for are dropped, the oldest first.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """A socket at `path`; None makes one in a folder of its own."""
+        self._path = path
+        self._folder: Path | None = None
+        self._transport: asyncio.DatagramTransport | None = None
+        self._unread: OrderedDict[str, Report] = OrderedDict()
+        self._awaited: dict[str, asyncio.Future[Report]] = {}
+        self._stores: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def path(self) -> str:
+        """Of the socket; only this user can reach it."""
+        assert self._path is not None, "it is open"
+        return str(self._path)
+
+    async def open(self) -> None:
+        """Listen.
+
+        Raises:
+            UsageError: somebody listens at the path, something else is there, or no such folder.
+        """
+        if self._path is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="chunkweave-"))
+            self._path = self._folder / "reports"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        sock.setblocking(False)
+        try:
+            _remove_stale(self._path)
+            sock.bind(self.path)
+        except OSError as error:
+            sock.close()
+            raise UsageError(f"reports cannot be received at {self.path}: {error}") from error
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: _Receiver(self), sock=sock)
+
+    def close(self) -> None:
+        """Listen no more; a second time is harmless."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+            Path(self.path).unlink(missing_ok=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def report(self, request_id: str, timeout_s: float) -> Report | None:
+        """The report of a request that has ended; None if none comes in time."""
+        found = self._unread.pop(request_id, None)
+        if found is not None:
+            return found
+        future = self._awaited[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            logger.warning("no report of request %s came", request_id)
+            return None
+        finally:
+            del self._awaited[request_id]
+
+    def store_counts(self) -> Mapping[str, Any] | None:
+        """What all workers' stores count, together, as they said last; None if none said anything. From any thread."""
+        stores = tuple(self._stores.values())
+        return _together(stores) if stores else None
+
+    def take(self, data: bytes) -> None:
+        """A datagram came; what is none of ours is logged and gone."""
+        try:
+            message = json.loads(data)
+            if "store" in message:
+                self._stores[str(message["source"])] = dict(message["store"])
+                return
+            found = _OUR_ID.search(message["request_id"])
+            report = message["report"][FIELD]
+        except (ValueError, KeyError, TypeError):
+            logger.warning("a report that cannot be read: %r", data[:200])
+            return
+        if found is None or not isinstance(report, Mapping):
+            return
+        request_id = found.group()
+        if (future := self._awaited.get(request_id)) is not None:
+            if not future.done():
+                future.set_result(report)
+            return
+        self._unread[request_id] = report
+        if len(self._unread) > _MOST_UNREAD:
+            self._unread.popitem(last=False)
+
+
+def _together(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums, name by name; a tier is available if it is to all."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in counts for name in one):
+        values = [one[name] for one in counts if name in one]
+        if isinstance(values[0], Mapping):
+            found[name] = _together([value for value in values if isinstance(value, Mapping)])
+        else:
+            found[name] = min(values) if name == "available" else sum(values)
+    return found
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens at any more, as a server that was killed leaves it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+
+
+class _Receiver(asyncio.DatagramProtocol):
+    def __init__(self, inbox: ReportInbox) -> None:
+        self._inbox = inbox
+
+    def datagram_received(self, data: bytes, _addr: Any) -> None:
+        self._inbox.take(data)
+
+
+_UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flops", "flops_limit", "chunks")
+"""What our own engine says of a request and nobody outside vLLM knows."""
+
+
+_BY_PART = ("recomputed", "kv_sources")
+"""What the plug-in says of positions and parts; an answer has it chunk by chunk."""
+
+_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank")
+
+
+def _woven(report: Report) -> bool:
+    """Whether it is of a weave; else vLLM computed the request, and `why` says what kept it from being woven."""
+    return "reused_tokens" in report
+
+
+def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
+    """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
+
+    Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
+    requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
+    found of the same prompt are among those that it reuses.
+    """
+    if report is None or not _woven(report):
+        computed = report.get("computed_tokens") if report is not None else None
+        cached = local_tokens if computed is None else prompt_tokens - int(computed)
+        return cached, 0, 0, prompt_tokens - cached
+    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    prefix_exact, reused, recomputed, computed = (int(report[name]) for name in names)
+    return prefix_exact, reused, recomputed, computed
+
+
+def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
+    """Tokens of a prompt that were not computed for it: what was computed again is not cached."""
+    local = int(reported.get("local_tokens", 0)) if reported is not None else 0
+    return max(report.prefix_exact_tokens + report.reused_tokens, local)
+
+
+def reuse_report(
+    placed: Placed,
+    reported: Report | None,
+    usage: Mapping[str, Any],
+    *,
+    queue_s: float,
+    ttft_s: float,
+    decode_s: float,
+    new_tokens: int,
+) -> ReuseReport:
+    """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
+    choice, turn = placed.prepared.choice, placed.prepared.turn
+    prompt_tokens = len(placed.prompt)
+    details = usage.get("prompt_tokens_details") or {}
+    local_tokens = int(details.get("cached_tokens") or 0)
+    prefix_exact, reused, recomputed, computed = tokens_by_source(reported, prompt_tokens, local_tokens)
+    content = None if turn is None else turn.content
+    return ReuseReport(
+        method=str((reported or {}).get("method") or choice.method),
+        prompt_tokens=prompt_tokens,
+        prefix_exact_tokens=prefix_exact,
+        reused_tokens=reused,
+        recomputed_tokens=recomputed,
+        computed_tokens=computed,
+        recompute_fraction=float((reported or {}).get("recompute_fraction") or 0.0),
+        queue_s=queue_s,
+        lookup_s=0.0,
+        load_s=0.0,
+        weave_s=max(0.0, ttft_s - queue_s),
+        ttft_s=ttft_s,
+        decode_s=decode_s,
+        new_tokens=new_tokens,
+        prefill_flops=0.0,
+        full_prefill_flops=0.0,
+        why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
+        parameters={name: float(value) for name, value in ((reported or {}).get("parameters") or {}).items()}
+        or choice.parameters,
+        order=placed.arranged.ordering,
+        history_tokens=placed.prompt.turn_tokens if content is None else content.history_tokens,
+        chunks_not_sent=0 if content is None else len(content.not_sent),
+        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
+        turns_cut=0 if content is None else content.cut,
+        looked_up_tokens=sum(len(part) for part in placed.prompt.parts if part.id is not None),
+        hits=_hits(placed.prompt, reported, prefix_exact),
+        chunks=tuple(_chunks(placed, reported, prefix_exact)),
+    )
+
+
+def _chunks(placed: Placed, reported: Report | None, cached: int) -> Iterator[ChunkReport]:
+    """Each part that can be stored; its source is empty where the plug-in could not send it.
+
+    What vLLM found of a prompt that was not woven lies at its beginning.
+    """
+    prompt, ranks = placed.prompt, placed.arranged.ranks
+    told: Mapping[str, Sequence[Sequence[int]]]
+    if reported is None or not _woven(reported):
+        told = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+    else:
+        told = reported.get("kv_sources") or {}
+    recomputed = sorted((reported or {}).get("recomputed") or ())
+    for number, (part, span) in enumerate(zip(prompt.parts, prompt.spans(), strict=True)):
+        if part.id is None:
+            continue
+        inside = spans_of(recomputed[bisect_left(recomputed, span.start) : bisect_left(recomputed, span.stop)])
+        yield ChunkReport(
+            id=part.id,
+            source=part.source or str(part.kind),
+            kv_source=_source_of(span, told),
+            variant=None,
+            tier=None,
+            tokens=len(part),
+            recomputed_tokens=sum(map(len, inside)),
+            recomputed=inside,
+            rank=ranks.get(number),
+            start=span.start,
+        )
+
+
+def _source_of(part: Span, told: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    """The source of a part's last token: vLLM's blocks may end within it."""
+    found = (source for source, spans in told.items() for start, stop in spans if start < part.stop <= stop)
+    return str(next(found, ""))
+
+
+def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int]:
+    """Tokens of stored parts that were found, by tier; of a prompt that was not woven, vLLM's cache had the first."""
+    if reported is not None and _woven(reported):
+        return {str(tier): int(tokens) for tier, tokens in (reported.get("hits") or {}).items()}
+    stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
+    found = sum(max(0, min(span.stop, cached) - span.start) for span in stored)
+    return {"vllm": found} if found else {}
+
+
+def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
+    """The report in an answer: what the plug-in says but for lists of positions, and what the server knows."""
+    ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
+    also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _BY_PART}
+    chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]
+    return {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
