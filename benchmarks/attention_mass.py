@@ -30,11 +30,11 @@ from rich.progress import Progress
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.fusion.capture import evenly_spread
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import Prompt
 from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
 from chunkweave_lab.datasets import PromptMaker, bundled_examples, load_dataset

@@ -27,9 +27,9 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 if TYPE_CHECKING:
-    from chunkweave.chunking.prompt import Prompt
     from chunkweave.engine.engine import Engine
     from chunkweave.planning.method import ReuseMethod
+    from chunkweave.prompt.parts import Prompt
 
 BOUND = 0.30
 """A ratio may be so much worse, as a share of the kept one."""

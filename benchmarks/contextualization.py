@@ -35,7 +35,6 @@ from docs_tables import markdown_table
 from oracles import arguments_of, opened, settings_of
 from scipy.stats import spearmanr
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
@@ -43,6 +42,7 @@ from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import make_method, one_pass, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.planning.scores import FocusTracker, order_penalty, prefix_overlap
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry

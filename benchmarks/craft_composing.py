@@ -17,9 +17,9 @@ from typing import Any
 
 from docs_tables import markdown_table
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.types import ChunkId
 from chunkweave_lab.chunk_order import UnlimitedCache
 from chunkweave_lab.simulator.trace import Arrival, Part, key_of

@@ -29,12 +29,12 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import CODECS, Codec, SegmentKV, SegmentSource
 from chunkweave.models.loading import load_shape
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore

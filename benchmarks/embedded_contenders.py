@@ -20,10 +20,10 @@ import torch
 from server_process import peak_rss_bytes, serving
 from sustained_engines import FULL, TOP, FirstToken
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import StoreConfig
 from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.contenders import make_contenders
 from chunkweave_server.vllm_backend.process import SERVER
 

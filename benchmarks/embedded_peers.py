@@ -51,9 +51,9 @@ from peers import Model, environment, without_folder
 from peers_workload import Asked, Corpus, shuffled
 from rich.console import Console
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError
+from chunkweave.prompt.parts import Prompt
 from chunkweave.settings import GIB
 from chunkweave_lab.contenders import make_contenders
 from chunkweave_lab.datasets import load_dataset

@@ -30,9 +30,6 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.chunking.neutral import neutral_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
@@ -43,6 +40,9 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod, make_method, one_pass, prefer_neutral, reuse_every_hit
 from chunkweave.planning.plan import Plan
+from chunkweave.prompt.neutral import neutral_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import segment_id
 from chunkweave.types import Chunk, Geometry

@@ -1,6 +1,6 @@
 """Passages of chosen length that cost nothing to make, for benchmarks of time."""
 
-from chunkweave.chunking.tokenizer import TextTokenizer
+from chunkweave.prompt.tokenizer import TextTokenizer
 
 SENTENCE = "The carrier of day {day} leaves the quay of Skerrow at {hour}, with {day} carts of peat for the mill. "
 

@@ -52,13 +52,13 @@ from rich.console import Console
 from server_load_client import FAILURES, RefusedError, events
 from server_process import peak_rss_bytes, serving
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.chunking.template import template_for
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.cli.console import progress
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.planning.method import parameter_of
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.parts import PartKind, Prompt
+from chunkweave.prompt.template import template_for
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.settings import GIB
 from chunkweave.vllm.report_socket import VARIABLE
 from chunkweave_lab.contenders import make_contenders, value_of

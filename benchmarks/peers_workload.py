@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
 
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
 from chunkweave_lab.datasets import Example
 

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry

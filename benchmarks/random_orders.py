@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave_lab.cli.fidelity import PromptOptions
 from chunkweave_lab.decoding import answer_text, decode_greedily
 from chunkweave_lab.fidelity import FidelityConfig, Task, log_probabilities, make_tasks, negative_log_likelihood

@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import PartKind
 from chunkweave.settings import GIB
 from chunkweave.types import Chunk
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoConfig
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.fingerprint import fingerprint_shape
@@ -21,6 +20,7 @@ from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL = "full"

@@ -38,13 +38,13 @@ from docs_tables import command_block, markdown_table, update_page
 from recurring_requests import zipf_worlds
 from rich.console import Console
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.chunking.template import template_for
 from chunkweave.cli.console import progress
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.parts import PartKind, Prompt
+from chunkweave.prompt.template import template_for
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.settings import GIB
 from chunkweave_lab.dataset_formats import Example

@@ -20,11 +20,11 @@ import torch
 from docs_tables import command_block, markdown_table, update_page
 from rich.console import Console
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore

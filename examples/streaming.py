@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from chunkweave import Engine, Request, SamplingParams
-from chunkweave.chunking.documents import SplitConfig, split_text
+from chunkweave.prompt.documents import SplitConfig, split_text
 
 folder, file, question = sys.argv[1:4]
 engine = Engine.load(folder, method="cacheblend")

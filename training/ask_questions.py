@@ -23,7 +23,7 @@ import torch
 from paragraphs import Asked, Paragraph, names_and_numbers, read_paragraphs, squad_of, with_a_blank
 
 from chunkweave import Engine
-from chunkweave.chunking.documents import SplitConfig, split_text
+from chunkweave.prompt.documents import SplitConfig, split_text
 from chunkweave.types import Chunk
 from chunkweave_lab.adapt.distill import AdaptConfig, Distiller
 from chunkweave_lab.adapt.prompts import Group, PromptSizes, TrainingPrompt, digest_of_groups

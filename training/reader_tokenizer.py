@@ -17,7 +17,7 @@ from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from chunkweave.chunking.template import INSTRUCTION
+from chunkweave.prompt.template import INSTRUCTION
 from chunkweave_lab.worlds import wording
 from chunkweave_lab.worlds.questions import ask_about
 from chunkweave_lab.worlds.records import Split

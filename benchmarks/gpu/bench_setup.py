@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # a bare m
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier

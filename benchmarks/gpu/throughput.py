@@ -13,12 +13,12 @@ from typing import Any
 
 from bench_setup import Report, load_model, parser_of, prompt_of, runner_over, seconds, wait, warm
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig, ReuseConfig
 from chunkweave.engine.prefill import PrefillOptions
 from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import Prompt
 from chunkweave.tiers.device import DeviceTier
 
 BATCHES = (1, 4, 8)

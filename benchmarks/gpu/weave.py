@@ -25,13 +25,13 @@ from bench_setup import (
     warm,
 )
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig
 from chunkweave.engine.profiling import kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
+from chunkweave.prompt.parts import Prompt
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier

@@ -14,8 +14,8 @@ from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.ordering.ordering import Unordered, make_ordering
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.store.eviction import make_policy
+from chunkweave.store.prefix_trie import KnowledgeTree, PrefixTrie
 from chunkweave.store.tree_cache import TreeCache, TreeTier
-from chunkweave.trees.prefix_trie import KnowledgeTree, PrefixTrie
 from chunkweave.types import ChunkId
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import load_dataset

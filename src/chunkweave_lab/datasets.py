@@ -11,10 +11,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.documents import read_documents
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.documents import read_documents
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.retrieval.embedders import HashedNgramEmbedder
 from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError, install_extra
@@ -18,6 +17,7 @@ from chunkweave.models.attention import attend_masked, attention_weights, capped
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave.types import Span
 from chunkweave_lab.fidelity import FULL_REUSE, REFERENCE
 from chunkweave_lab.scores import mean_interval, ratio_interval

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn import functional
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions
@@ -24,6 +23,7 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.models.attention import attend_masked, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
+from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.contenders import make_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import PromptMaker

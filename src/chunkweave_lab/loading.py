@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.profiling import measure_throughput
 from chunkweave.engine.runner import Prefilled, Runner
@@ -20,6 +19,7 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, pipelined_s
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import LayerWork
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier

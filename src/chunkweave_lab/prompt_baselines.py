@@ -21,7 +21,6 @@ from typing import Protocol
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions
@@ -32,6 +31,7 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.records import segment_id
 from chunkweave.types import SegmentId
 from chunkweave_lab.contenders import PROMPT_BASELINES, label_of, value_of

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
+from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.contenders import make_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.decoding import answer_text, decode_greedily

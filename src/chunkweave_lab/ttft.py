@@ -8,7 +8,6 @@ from random import Random
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
@@ -16,6 +15,7 @@ from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
+from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.contenders import make_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import PromptMaker

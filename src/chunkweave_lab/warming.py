@@ -7,10 +7,10 @@ from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.records import segment_id
 from chunkweave_lab.datasets import alone_prompts
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
-from chunkweave.chunking.builder import PromptLimit
 from chunkweave.config import SamplingParams
 from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, NotRemovedError
+from chunkweave.prompt.builder import PromptLimit
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer

@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.engine.request import Request as EngineRequest
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk
 from chunkweave_server.auth import Tenant

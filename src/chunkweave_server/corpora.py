@@ -14,9 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.documents import SplitConfig
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import CorpusError, UsageError
+from chunkweave.prompt.documents import SplitConfig
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.growth import GrowthLimits

@@ -11,12 +11,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self
 
-from chunkweave.chunking.builder import PromptLimit
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
+from chunkweave.prompt.builder import PromptLimit
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.lease import TieredLease

@@ -14,8 +14,8 @@ from fastapi.security import HTTPBearer
 from starlette.types import Receive
 
 import chunkweave
-from chunkweave.chunking.documents import SplitConfig
 from chunkweave.errors import NotRemovedError
+from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange, RetrievedChunk
 from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k

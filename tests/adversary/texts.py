@@ -5,7 +5,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
 
 _WORD = re.compile(r"Ġ[a-z]{3,9}")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from chunkweave.chunking.prompt import chunk_id
 from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_file import DiskSegment, read_header
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.testing import toy_model
 from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
 from chunkweave_lab.decoding import decode_greedily

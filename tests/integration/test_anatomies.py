@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import FAMILIES
 from chunkweave.models.huggingface import _halves_turned, _WideAngles
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.testing import toy_model
 from chunkweave_lab.fidelity import log_probabilities
 from tests.integration.weaving import Bench, make_bench, make_prompt

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.errors import UsageError
 from chunkweave.fusion.capture import AttentionCapture, evenly_spread, woven_profile
 from chunkweave.models import attention_mass
 from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import KVSource, PartPlan
+from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, Span
 from tests.integration.attention_oracle import RULES, of_heads, weights_written_out

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
@@ -17,6 +16,7 @@ from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method, prefer_neutral, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore

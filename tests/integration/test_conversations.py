@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from chunkweave import Chunk, ConversationConfig, Engine, Request, SamplingParams, StoreConfig
-from chunkweave.chunking.prompt import PartKind, Prompt
-from chunkweave.chunking.template import template_for
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ConversationBusyError, ConversationEndedError, PromptTooLongError, UsageError
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.loading import LoadedModel
+from chunkweave.prompt.parts import PartKind, Prompt
+from chunkweave.prompt.template import template_for
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.testing import toy_model
 from tests.unit.chunking_tokenizers import bundled, chatml, llama, mistral, without_template
 

@@ -9,9 +9,9 @@ from random import Random
 import httpx
 import pytest
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.errors import ChunkweaveError
 from chunkweave.models.gguf import BUNDLED_READER, checkpoint_folder
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

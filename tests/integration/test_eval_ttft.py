@@ -1,9 +1,9 @@
 import pytest
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
+from chunkweave.prompt.parts import PartKind
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 from chunkweave_lab.dataset_formats import Example

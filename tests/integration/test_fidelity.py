@@ -9,9 +9,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from chunkweave import Chunk, Engine
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import Prompt
 from chunkweave.testing import toy_model
 from chunkweave_lab import fidelity, warming
 from chunkweave_lab.dataset_formats import Example

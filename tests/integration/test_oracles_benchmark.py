@@ -15,9 +15,9 @@ import drafts
 import oracles
 
 from chunkweave import Engine
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind
 from chunkweave.types import Chunk
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import bundled_examples

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.prefill import PlanSources
 from chunkweave.engine.stores import open_store
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import Geometry
 from tests.integration.segments import FINGERPRINT, make_segment

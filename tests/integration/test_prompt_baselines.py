@@ -8,10 +8,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave_lab.decoding import answer_text
 from chunkweave_lab.prompt_baselines import (
     MAP_INSTRUCTION,

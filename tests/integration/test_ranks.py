@@ -7,12 +7,12 @@ from threading import Barrier
 import pytest
 import torch
 
-from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.fusion.capture import AttentionCapture, FocusWatch, QuestionWatch
 from chunkweave.fusion.rows import measure
 from chunkweave.models.attention import ALONE, Ranks
 from chunkweave.planning.plan import Evidence, KVSource, PartPlan, StopUnfocused, Watch
+from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.types import PLAIN_SCORES, ChunkId, Geometry, Span
 
 TOKENS, HEADS, KV_HEADS, DIM = 24, 8, 4, 16

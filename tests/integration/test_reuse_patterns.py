@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.fusion.loop import PassRun
@@ -14,6 +13,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.base import DecoderLayers
 from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore

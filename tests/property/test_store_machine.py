@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import path_request_of
 from chunkweave.store.lease import Lease
 from chunkweave.store.records import SegmentRecord, segment_id

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import Prompt
-from chunkweave.chunking.template import rendered_exchange, template_with
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.template import rendered_exchange, template_with
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.types import Chunk
 from tests.chat_tools import TEMPLATE
 from tests.unit.chunking_tokenizers import control_ids, family

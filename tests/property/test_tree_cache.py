@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.eviction import known_policies, make_policy
 from chunkweave.store.index import RequestUse
 from chunkweave.store.level import Level

@@ -13,9 +13,9 @@ import torch
 from starlette.testclient import TestClient
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import Backend as BackendName
 from chunkweave.models.loading import bundled_tokenizer
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.testing import toy_model
 from chunkweave_server.app import create_app
 from chunkweave_server.auth import KeyRing, StoredKey, Tenant

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import chunkweave
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 
 ASSETS = Path(chunkweave.__file__).parent / "assets"
 

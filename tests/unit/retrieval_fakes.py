@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from chunkweave.chunking.documents import SplitConfig
+from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
 

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from chunkweave.chunking.documents import Document
 from chunkweave.errors import UsageError
+from chunkweave.prompt.documents import Document
 from chunkweave.types import Chunk
 from chunkweave_lab.adapt.prompts import (
     Group,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from chunkweave.chunking.tokenizer import TokenCache
 from chunkweave.metrics import ChunkReport
+from chunkweave.prompt.tokenizer import TokenCache
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId, Span

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.builder import PromptBuilder, PromptLimit
-from chunkweave.chunking.neutral import is_neutral, neutral_passages
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.chunking.template import PromptTemplate, plain_template, template_for
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TokenCache
 from chunkweave.errors import PromptTooLongError, UsageError
+from chunkweave.prompt.builder import PromptBuilder, PromptLimit
+from chunkweave.prompt.neutral import is_neutral, neutral_passages
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.template import PromptTemplate, plain_template, template_for
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer, TokenCache
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled, chatml, control_ids, llama, mistral, phi, qwen, without_template
 

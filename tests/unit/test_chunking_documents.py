@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.errors import DocumentError
+from chunkweave.prompt.documents import Document, read_documents
 from tests.unit.chunking_tokenizers import ASSETS
 
 

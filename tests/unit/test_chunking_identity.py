@@ -5,7 +5,7 @@ import hashlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import chunk_id
+from chunkweave.prompt.parts import chunk_id
 
 FIELDS = st.tuples(st.text("ab\0", max_size=4), st.text("ab\0", max_size=4), st.lists(st.integers(0, 300), max_size=4))
 

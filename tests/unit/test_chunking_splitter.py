@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.documents import SplitConfig, split_text
 from chunkweave.errors import UsageError
+from chunkweave.prompt.documents import SplitConfig, split_text
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled
 

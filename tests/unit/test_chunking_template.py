@@ -6,8 +6,9 @@ import unicodedata
 
 import pytest
 
-from chunkweave.chunking.rendering import Marks, folded
-from chunkweave.chunking.template import (
+from chunkweave.errors import UsageError
+from chunkweave.prompt.rendering import Marks, folded
+from chunkweave.prompt.template import (
     INSTRUCTION,
     PromptTemplate,
     chat_template,
@@ -16,8 +17,7 @@ from chunkweave.chunking.template import (
     template_for,
     template_with,
 )
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
-from chunkweave.errors import UsageError
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from tests.chat_tools import TEMPLATE, TOOL, called, said
 from tests.unit.chunking_tokenizers import bundled, chatml, family, llama, mistral, without_template
 
@@ -187,7 +187,7 @@ def test_a_template_that_leaves_out_what_a_tool_gave_is_refused() -> None:
 
 def test_marks_are_drawn_again_if_a_text_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = iter(["aa" * 16, "bb" * 16])
-    monkeypatch.setattr("chunkweave.chunking.rendering.secrets.token_hex", lambda _: next(keys))
+    monkeypatch.setattr("chunkweave.prompt.rendering.secrets.token_hex", lambda _: next(keys))
     marks = Marks.absent_from([{"content": ["AA" * 16]}])
     assert "BB" * 16 in marks.chunks
 

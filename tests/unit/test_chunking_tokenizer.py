@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UsageError
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from tests.unit.chunking_tokenizers import ASSETS, bundled, chatml, family, llama, mistral, without_template
 
 CONTROL_TEXTS = ["</s>", "<s>", "<|user|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>"]

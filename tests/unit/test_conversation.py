@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.config import ConversationConfig
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, PastTurn
 from chunkweave.conversation.turns import next_turn
@@ -17,6 +16,7 @@ from chunkweave.errors import (
     QueueFullError,
     UsageError,
 )
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.types import ChunkId, SegmentId
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UnknownMethodError
 from chunkweave.planning.adaptive_methods import LoadAwareMethod
@@ -23,6 +22,7 @@ from chunkweave.planning.cost import (
 )
 from chunkweave.planning.method import METHODS, make_method, without
 from chunkweave.planning.plan import Plan
+from chunkweave.prompt.parts import PartKind, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Span

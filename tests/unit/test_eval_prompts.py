@@ -1,9 +1,9 @@
 import pytest
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.prompt import PartKind
-from chunkweave.chunking.template import PromptTemplate
 from chunkweave.errors import UsageError
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.parts import PartKind
+from chunkweave.prompt.template import PromptTemplate
 from chunkweave.types import Chunk
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import PromptMaker, alone_prompts

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chunkweave.chunking.prompt import PartKind, PromptPart, chunk_id
 from chunkweave.cli.ask import explanation, strip_lines, token_strip, variant_words
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, Stop, describe_pass, explain_plan
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
+from chunkweave.prompt.parts import PartKind, PromptPart, chunk_id
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Span
 

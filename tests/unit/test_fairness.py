@@ -15,7 +15,7 @@ from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.planning.method_choice import MethodChoice, Why
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 EXACT = MethodChoice("prefix", ReuseConfig(), Why.EXACT)

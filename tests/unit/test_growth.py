@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 
-from chunkweave.chunking import documents as cutting
-from chunkweave.chunking.documents import SplitConfig, split_pieces, split_text
 from chunkweave.errors import UsageError
+from chunkweave.prompt import documents as cutting
+from chunkweave.prompt.documents import SplitConfig, split_pieces, split_text
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.retrieval.growth import GrowthLimits, document_bytes

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.trees.prefix_trie import KnowledgeTree, PathMatch
+from chunkweave.store.prefix_trie import KnowledgeTree, PathMatch
 
 TIERS = ("device", "host", "disk")
 paths = st.text("ab", min_size=1, max_size=4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from chunkweave.errors import UnknownMethodError
 from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.ordering.ordering import ORDERINGS, Unordered, make_ordering
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.store.prefix_trie import KnowledgeTree
 
 chunk_sets = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5, unique=True)
 paths = st.lists(st.text("abcdef", min_size=1, max_size=5), max_size=8)

@@ -9,9 +9,9 @@ from random import Random
 import httpx
 import pytest
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.template import template_for
 from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.template import template_for
 from chunkweave.types import Chunk
 from chunkweave_lab.datasets import Example
 from tests.unit.chunking_tokenizers import bundled

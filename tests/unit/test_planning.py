@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.method import METHODS, asks_again, make_method, needs_profiles, reads_question
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.trees.prefix_trie import PrefixWatch
+from chunkweave.store.prefix_trie import PrefixWatch
 
 paths = st.text("ab", max_size=4)
 

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import PrefixGrowingMethod
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.scheduling.queue import CacheAwareQueue, Waiting
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.store.prefix_trie import KnowledgeTree
 
 PROMPT_TOKENS = 10
 paths = st.text("ab", min_size=1, max_size=4)

@@ -124,7 +124,7 @@ def test_the_cost_reaches_only_policies_that_ask_for_one():
 
 
 def test_a_lookup_is_told_as_the_path_that_it_asked_for():
-    from chunkweave.chunking.prompt import PartKind, PromptPart
+    from chunkweave.prompt.parts import PartKind, PromptPart
     from chunkweave.store.index import PartLookup, PromptLookup
     from chunkweave.store.records import segment_id
     from chunkweave.types import Span

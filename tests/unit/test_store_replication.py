@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord

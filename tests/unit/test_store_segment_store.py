@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.eviction import PathRequest
 from chunkweave.store.index import StoreFollower
 from chunkweave.store.policies.lru import LRUPolicy
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
-from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 

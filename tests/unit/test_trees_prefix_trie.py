@@ -3,7 +3,7 @@
 import pytest
 
 from chunkweave.errors import StoreError
-from chunkweave.trees.prefix_trie import PrefixTrie
+from chunkweave.store.prefix_trie import PrefixTrie
 
 
 def _trie(*paths: str) -> PrefixTrie[str, str]:

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.chunking.neutral import neutral_id
-from chunkweave.chunking.prompt import PartKind, chunk_id
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
 from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
+from chunkweave.prompt.neutral import neutral_id
+from chunkweave.prompt.parts import PartKind, chunk_id
 from chunkweave.types import Span
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse, promotion_params, to_params
 

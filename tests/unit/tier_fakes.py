@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.eviction import PathRequest
 from chunkweave.store.index import RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id

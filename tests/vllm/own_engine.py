@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave.vllm.request import Defaults, chosen, parse
 from tests.integration.weaving import Bench, make_bench
 from tests.vllm.checkpoints import BOS

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chunkweave import Chunk, Engine, StoreConfig
-from chunkweave.chunking.prompt import PartKind, Prompt
+from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.tiers.disk import DiskTier
 from tests.integration.redis_server import Server
 from tests.vllm.answering import Process

@@ -239,7 +239,7 @@ def _opened(
     folder: Path, embedder: str | None, index: str | None, chunk_tokens: int | None, overlap_tokens: int | None
 ) -> "Corpus":
     """The corpus in the folder, or a new one; what is asked for has to be what a corpus was made with."""
-    from chunkweave.chunking.documents import SplitConfig
+    from chunkweave.prompt.documents import SplitConfig
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.embedders import HASHED_NGRAMS, make_embedder, usual_embedder
     from chunkweave.retrieval.indexes import IndexConfig, IndexKind

@@ -17,7 +17,6 @@ import typer
 from rich.markup import escape
 from typer.models import OptionInfo
 
-from chunkweave.chunking.documents import Document, read_documents
 from chunkweave.cli.console import progress, status, stderr
 from chunkweave.config import (
     CaptureConfig,
@@ -36,6 +35,7 @@ from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, mo
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.plugins import plugin_names
+from chunkweave.prompt.documents import Document, read_documents
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
@@ -486,14 +486,14 @@ class DocumentOptions:
             DocumentError: one is not there, or cannot be read and is not to be left out.
             UsageError: no chunk can have the tokens asked for.
         """
-        from chunkweave.chunking.documents import SplitConfig
+        from chunkweave.prompt.documents import SplitConfig
 
         SplitConfig(self.chunk_tokens, self.overlap_tokens)  # refused now, not after the model is loaded
         return read_documents(paths, on_error="skip" if self.skip_bad_docs else "raise")
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents in order, bounded in the engine's own tokens."""
-        from chunkweave.chunking.documents import SplitConfig, split_text
+        from chunkweave.prompt.documents import SplitConfig, split_text
 
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
         return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]

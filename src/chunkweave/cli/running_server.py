@@ -12,10 +12,10 @@ from urllib.request import Request, urlopen
 import typer
 from rich.table import Table
 
-from chunkweave.chunking.documents import read_documents
 from chunkweave.cli import console
 from chunkweave.cli.console import Json, Output, size
 from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.prompt.documents import read_documents
 
 KEY_VARIABLE = "CHUNKWEAVE_API_KEY"
 _QUICK_S, _LONG_S = 10.0, 3600.0

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from chunkweave.chunking.prompt import PromptPart
 from chunkweave.config import ConversationConfig
 from chunkweave.errors import (
     ConversationBusyError,
@@ -17,6 +16,7 @@ from chunkweave.errors import (
     QueueFullError,
     UsageError,
 )
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import SegmentId
 
 Key = tuple[str, str]

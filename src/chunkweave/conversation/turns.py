@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chunkweave.chunking.builder import PromptBuilder, PromptLimit
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.builder import PromptBuilder, PromptLimit
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.types import ChunkId, SegmentId

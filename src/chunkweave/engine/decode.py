@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.engine.request import Answer, Durations, make_report
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.outcome import explain_plan
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry
 

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Self, TypedDict, Unpack
 from uuid import uuid4
 
-from chunkweave.chunking.builder import PromptBuilder
-from chunkweave.chunking.neutral import neutral_passages
-from chunkweave.chunking.prompt import Prompt
-from chunkweave.chunking.template import PromptTemplate, template_for
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
@@ -29,6 +25,10 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_orderi
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.neutral import neutral_passages
+from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id

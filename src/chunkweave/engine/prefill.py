@@ -11,7 +11,6 @@ from typing import Self
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.loop import LoopTimes, PassRun
@@ -23,6 +22,7 @@ from chunkweave.planning.cost import CostModel, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.lease import TieredLease
 from chunkweave.store.records import SegmentRecord, segment_id

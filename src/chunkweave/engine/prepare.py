@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from chunkweave.chunking.builder import PromptBuilder, PromptLimit
-from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.config import ReuseConfig, SamplingParams
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.request import Request
@@ -20,6 +18,8 @@ from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingM
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import Kept, MethodChoice, MethodChooser, MethodRequest, Why
+from chunkweave.prompt.builder import PromptBuilder, PromptLimit
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk, SegmentId
 

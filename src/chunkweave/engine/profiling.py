@@ -8,13 +8,13 @@ from statistics import median
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.prefill import (
     LayeredPass,
@@ -34,6 +33,7 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, preload_depth
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import Plan
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LayerLoader, LoadOrder

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import Prefilled, PrefillOptions
@@ -14,6 +13,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave.engine.scheduler import BlockPool
 from chunkweave.planning.methods.full import FullPrefill
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
 from chunkweave.store.index import look_up
 

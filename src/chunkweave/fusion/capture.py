@@ -7,7 +7,6 @@ from math import ceil
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.memory import segment_memory
 from chunkweave.kv.segment import SegmentKV, SegmentSource
@@ -15,6 +14,7 @@ from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
 from chunkweave.models.attention_mass import AttentionMeter
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId, Geometry, ScoreRule
 

@@ -23,7 +23,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.config import Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
@@ -33,6 +32,7 @@ from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
 from chunkweave.models.weights import check_int8, keep_weights
 from chunkweave.planning.cost import known_shape
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,10 +7,10 @@ from itertools import accumulate
 from threading import Lock
 from typing import Generic, TypeVar
 
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, Unordered, make_ordering
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 KeyT = TypeVar("KeyT", bound=Hashable)

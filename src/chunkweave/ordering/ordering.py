@@ -13,7 +13,7 @@ from chunkweave.errors import UsageError
 from chunkweave.ordering import orderings
 from chunkweave.plugins import plugin, plugin_names
 from chunkweave.settings import SERVERS, Place, configuration, setting
-from chunkweave.trees.prefix_trie import TreePlace
+from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
 

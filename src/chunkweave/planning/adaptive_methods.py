@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.cost import CostModel, LoadingChoice, ratio_that_hides
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import ChunkId, Geometry, SegmentId
 

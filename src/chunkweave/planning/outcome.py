@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.planning.plan import KVSource, Pass, Plan
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry, SegmentId, Span
 

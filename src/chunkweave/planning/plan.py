@@ -12,10 +12,10 @@ from enum import StrEnum
 from itertools import compress, pairwise
 from math import ceil
 
-from chunkweave.chunking.prompt import PromptPart
 from chunkweave.config import Combine, FocusReading
 from chunkweave.errors import UsageError
 from chunkweave.planning.scores import FOCUS_WINDOW
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import Scattered, SegmentId, Span, joined
 
 

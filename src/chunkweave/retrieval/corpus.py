@@ -11,9 +11,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.chunking.documents import SplitConfig, split_pieces
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
+from chunkweave.prompt.documents import SplitConfig, split_pieces
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder

@@ -9,8 +9,8 @@ from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from chunkweave.chunking.documents import TEXT_SUFFIXES, decoded_text, read_documents
 from chunkweave.errors import DocumentError, DuplicateDocumentError, EmptyDocumentError
+from chunkweave.prompt.documents import TEXT_SUFFIXES, decoded_text, read_documents
 
 logger = logging.getLogger(__name__)
 

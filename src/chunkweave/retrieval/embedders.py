@@ -19,8 +19,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.chunking.rendering import folded
 from chunkweave.errors import UsageError, install_extra
+from chunkweave.prompt.rendering import folded
 
 logger = logging.getLogger(__name__)
 

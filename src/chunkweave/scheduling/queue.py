@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.settings import SERVERS, Place, Unit, configuration, setting
-from chunkweave.trees.prefix_trie import PrefixWatch
+from chunkweave.store.prefix_trie import PrefixWatch
 from chunkweave.types import ChunkId
 
 RequestT = TypeVar("RequestT", bound=Hashable)

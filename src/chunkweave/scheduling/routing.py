@@ -11,7 +11,7 @@ from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
 from chunkweave.scheduling.waiting import WEAVES, Listener, Path, share_reused
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 TIER = "replica"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from chunkweave.trees.prefix_trie import KnowledgeTree
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 Path = tuple[ChunkId, ...]

@@ -7,11 +7,11 @@ from itertools import islice
 from threading import Lock
 from types import MappingProxyType
 
-from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
+from chunkweave.store.prefix_trie import KnowledgeTree, PrefixTrie, TrieNode
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.trees.prefix_trie import KnowledgeTree, PrefixTrie, TrieNode
 from chunkweave.types import ChunkId, SegmentId, Span
 
 

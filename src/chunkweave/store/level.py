@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
-from chunkweave.chunking.prompt import PromptPart
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
 from chunkweave.store.tier_store import SegmentStore

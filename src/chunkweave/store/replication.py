@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 from typing import Generic
 
 from chunkweave.store.level import Level
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import segment_id
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.writer import Write
-from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 EVERY = 100

@@ -8,16 +8,16 @@ from dataclasses import replace
 from threading import Condition, RLock
 from typing import Generic
 
-from chunkweave.chunking.prompt import Prompt, PromptPart
 from chunkweave.errors import StoreError, UsageError
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.index import PromptLookup, SegmentIndex, StoreFollower, look_up
 from chunkweave.store.lease import Claim, Claims, Lease, Pins
 from chunkweave.store.policies.lru import LRUPolicy
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.tier import DescribedPayload, PayloadT, SharedTier, Tier
-from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from functools import partial
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.store.eviction import EvictionPolicy, PathRequest
 from chunkweave.store.index import SegmentIndex
+from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.trees.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId, SegmentId
 
 

@@ -14,8 +14,6 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from chunkweave.chunking.prompt import PartKind, PromptPart
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer
 from chunkweave.errors import UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
@@ -23,6 +21,8 @@ from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.huggingface import sliding_windows
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
+from chunkweave.prompt.parts import PartKind, PromptPart
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.architectures import (
     ARCHITECTURES,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from chunkweave.chunking.prompt import chunk_id
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import checked_whole, refuse_unknown_keys
+from chunkweave.prompt.parts import chunk_id
 from chunkweave.types import ChunkId
 from chunkweave.vllm.request import chunk_salt
 

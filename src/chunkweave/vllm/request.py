@@ -7,8 +7,6 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from chunkweave.chunking.neutral import neutral_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
@@ -26,6 +24,8 @@ from chunkweave.planning.method_choice import (
     checked_whole,
     refuse_unknown_keys,
 )
+from chunkweave.prompt.neutral import neutral_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.types import ChunkId, Context, Span
 
 

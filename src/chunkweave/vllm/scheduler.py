@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.adapter_keys import AdapterKeys

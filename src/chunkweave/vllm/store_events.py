@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from chunkweave.chunking.prompt import Prompt
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import StoreChanges
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.removal import Removed

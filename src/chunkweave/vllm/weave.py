@@ -12,7 +12,6 @@ from math import inf
 
 import torch
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.prefill import parts_to_keep, segments_of
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
@@ -21,6 +20,7 @@ from chunkweave.fusion.rows import ActiveRows, flags_of
 from chunkweave.kv.request_cache import Placement, before_rope
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of

@@ -11,7 +11,6 @@ from math import inf
 
 import torch
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.engine.prefill import PlanSources, Prefetch
 from chunkweave.engine.stores import open_store, store_counts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
@@ -20,6 +19,7 @@ from chunkweave.planning.cost import stored_cost_model, too_slow
 from chunkweave.planning.method import ReuseMethod, make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import BlockSegment, HostMemory, host_memory_for, streams_of

@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from chunkweave.chunking.builder import PromptBuilder
 from chunkweave.errors import UsageError
 from chunkweave.models.fingerprint import content_hash
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel
+from chunkweave.prompt.builder import PromptBuilder
 from chunkweave_lab.adapt.prompts import PromptSizes, TrainingPrompt, TrainingPrompts
 from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
 

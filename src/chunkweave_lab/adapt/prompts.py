@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from chunkweave.chunking.documents import Document, SplitConfig, split_text
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
+from chunkweave.prompt.documents import Document, SplitConfig, split_text
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import sentence_questions

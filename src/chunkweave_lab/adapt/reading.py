@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from chunkweave.chunking.prompt import PartKind, PromptPart
 from chunkweave.models.attention import attend_masked, seen_keys
 from chunkweave.models.base import LayerwiseModel
+from chunkweave.prompt.parts import PartKind, PromptPart
 
 
 class Reading(StrEnum):

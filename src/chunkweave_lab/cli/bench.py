@@ -25,8 +25,8 @@ from chunkweave_lab.results import BenchmarkResult, check_writable, peak_rss_byt
 from chunkweave_lab.summaries import TtftRow, TtftSample, summarize
 
 if TYPE_CHECKING:
-    from chunkweave.chunking.prompt import Prompt
     from chunkweave.engine.engine import Engine
+    from chunkweave.prompt.parts import Prompt
     from chunkweave_lab.loading import LoadingConfig, LoadingRow
     from chunkweave_lab.ttft import TtftConfig, Workload
 

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.neutral import neutral_passages
-from chunkweave.chunking.prompt import PromptPart
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import QueueFullError
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.prompt.neutral import neutral_passages
+from chunkweave.prompt.parts import PromptPart
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkweave.chunking.neutral import is_neutral
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.prompt.neutral import is_neutral
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing

@@ -8,12 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.builder import PromptBuilder, PromptLimit
-from chunkweave.chunking.neutral import is_neutral
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart
-from chunkweave.chunking.rendering import Messages, Rendered
-from chunkweave.chunking.template import rendered_exchange, template_for, template_with
-from chunkweave.chunking.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
@@ -26,6 +20,12 @@ from chunkweave.ordering.arrangement import Promotion
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
+from chunkweave.prompt.builder import PromptBuilder, PromptLimit
+from chunkweave.prompt.neutral import is_neutral
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.rendering import Messages, Rendered
+from chunkweave.prompt.template import rendered_exchange, template_for, template_with
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk
 from chunkweave.vllm.request import promotion_params, to_params

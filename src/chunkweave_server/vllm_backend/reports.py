@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkweave.chunking.prompt import Prompt
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt
 from chunkweave.types import Span, spans_of
 from chunkweave_server.vllm_backend.fleet import Placed
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from chunkweave.ordering.ordering import Unordered
-from chunkweave.trees.prefix_trie import TreePlace
+from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from chunkweave.ordering.ordering import Unordered
 from chunkweave.ordering.orderings.frequency import by_frequency
-from chunkweave.trees.prefix_trie import TreePlace
+from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
 MOST_NODES = 100

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import ceil, inf
 from random import Random
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import LEAST_CCI, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Scattered

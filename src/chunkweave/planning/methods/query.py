@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import ceil
 from statistics import fmean
 
-from chunkweave.chunking.prompt import PartKind
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
@@ -17,6 +16,7 @@ from chunkweave.planning.method import (
     stale_spans,
 )
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, TopBy, Watch
+from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import Geometry, Span, joined

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from chunkweave.chunking.neutral import neutral_id
-from chunkweave.chunking.prompt import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.chunking.rendering import Rendered
-from chunkweave.chunking.template import PromptTemplate
-from chunkweave.chunking.tokenizer import TextTokenizer, TokenCache
 from chunkweave.errors import PromptTooLongError, UsageError
+from chunkweave.prompt.neutral import neutral_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.rendering import Rendered
+from chunkweave.prompt.template import PromptTemplate
+from chunkweave.prompt.tokenizer import TextTokenizer, TokenCache
 from chunkweave.types import Chunk, ChunkId
 
 _USUAL_CHARACTERS = 8

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
+from chunkweave.prompt.tokenizer import TextTokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat as templates read them."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunkweave.chunking.rendering import Marks, Messages, Rendered, rendered_chat
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import UsageError
+from chunkweave.prompt.rendering import Marks, Messages, Rendered, rendered_chat
+from chunkweave.prompt.tokenizer import TextTokenizer
 
 INSTRUCTION = (
     "Answer the question from the passages below. Be short and exact. "

@@ -9,8 +9,8 @@ from typing import Literal, Self
 
 from semantic_text_splitter import TextSplitter
 
-from chunkweave.chunking.tokenizer import TextTokenizer
 from chunkweave.errors import DocumentError, UsageError
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
 
 logger = logging.getLogger(__name__)
