@@ -17,7 +17,6 @@ from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.stores import open_store
 from chunkweave.errors import ConversationEndedError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
@@ -37,6 +36,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
+from chunkweave.weaving.stores import open_store
 
 
 class EngineOptions(TypedDict, total=False):
