@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.request import Request
+from chunkweave.conversation.request import Request
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.retrieval.corpus import RetrievedChunk

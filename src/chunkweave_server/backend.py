@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chunkweave.engine.request import Request as EngineRequest
+from chunkweave.conversation.request import Request as EngineRequest
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.prompt.tokenizer import TextTokenizer

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
-from chunkweave.engine.request import Request
+from chunkweave.conversation.request import Request
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord

@@ -32,8 +32,8 @@ from chunkweave.types import Chunk, Span
 from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
+    from chunkweave.conversation.request import Answer, Request
     from chunkweave.engine.engine import Engine
-    from chunkweave.engine.request import Answer, Request
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
 
 
@@ -88,7 +88,7 @@ def ask(
         raise UsageError("--speculate needs --corpus, and cannot be had with --precompute or --html")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
-    from chunkweave.engine.request import Request
+    from chunkweave.conversation.request import Request
 
     with model.open(**engine_options) as engine:
         chunks = documents.chunks(engine, read)

@@ -15,9 +15,9 @@ from chunkweave.store.store import TieredStore
 from chunkweave.types import ChunkId, SegmentId
 
 if TYPE_CHECKING:  # the server reads turns without torch
+    from chunkweave.conversation.request import Request
     from chunkweave.engine.decode import DecodeState
     from chunkweave.engine.prefill import Prefilled
-    from chunkweave.engine.request import Request
     from chunkweave.kv.segment import SegmentSource
 
 

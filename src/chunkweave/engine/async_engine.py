@@ -14,9 +14,10 @@ from functools import partial
 from math import isfinite
 from typing import Any, Self, TypeVar, Unpack
 
+from chunkweave.conversation.request import Answer, Request, StreamEvent
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Deliver, Request, RequestState, StreamEvent
+from chunkweave.engine.request import Deliver, RequestState
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest

@@ -8,10 +8,12 @@ from functools import partial
 
 import torch
 
+from chunkweave.conversation.report import Durations
+from chunkweave.conversation.request import StreamEvent
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
-from chunkweave.engine.request import Durations, RequestState, RequestStatus, StreamEvent
+from chunkweave.engine.request import RequestState, RequestStatus
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import BatchingStats, Scheduler
 from chunkweave.engine.shadow import ShadowChecks

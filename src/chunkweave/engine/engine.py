@@ -10,10 +10,11 @@ from uuid import uuid4
 
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.registry import Conversations, ConversationState
+from chunkweave.conversation.request import Answer, Request, StreamEvent
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
-from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
+from chunkweave.engine.request import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store

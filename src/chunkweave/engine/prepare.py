@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chunkweave.config import ReuseConfig, SamplingParams
+from chunkweave.conversation.request import Request
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
-from chunkweave.engine.request import Request
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.models.loading import LoadedModel

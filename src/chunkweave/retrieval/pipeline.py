@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any, Unpack
 
 from chunkweave.config import SamplingParams
+from chunkweave.conversation.request import Answer, Request, StreamEvent
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Request, StreamEvent
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder

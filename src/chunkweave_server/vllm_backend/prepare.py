@@ -10,8 +10,8 @@ from typing import Any
 
 from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
+from chunkweave.conversation.request import Request
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
-from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import models_folder
