@@ -34,7 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave.config import ConversationConfig, SamplingParams
-from chunkweave.conversation.request import Answer
+from chunkweave.conversation.answer import Answer
 from chunkweave.engine.engine import Engine
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json

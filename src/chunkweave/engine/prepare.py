@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chunkweave.config import ReuseConfig, SamplingParams
-from chunkweave.conversation.request import Request
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
@@ -20,6 +19,7 @@ from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import Kept, MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk, SegmentId
 

@@ -1,4 +1,4 @@
-"""A request of a batching engine, and what it goes through from its arrival to its end. Imports no torch."""
+"""A request of the step loop, from its arrival to its end. Imports no torch."""
 
 from collections.abc import Callable
 from contextvars import Context, copy_context
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from chunkweave.conversation.request import StreamEvent
+from chunkweave.conversation.answer import StreamEvent
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
 from chunkweave.scheduling.queue import Waiting
@@ -14,7 +14,7 @@ from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.store.index import RequestUse
 from chunkweave.types import ChunkId
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch
     from chunkweave.engine.decode import DecodeState
     from chunkweave.engine.prefill import Prefetch, PrefillJob
     from chunkweave.engine.prepare import PreparedRequest

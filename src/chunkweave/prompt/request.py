@@ -1,11 +1,9 @@
-"""What is asked, and what comes back: the records of both, whichever backend answers."""
+"""What is asked: one question over chunks, as every backend takes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chunkweave.config import SamplingParams
-from chunkweave.metrics import ReuseReport
-from chunkweave.planning.outcome import PlanExplanation
 from chunkweave.types import Chunk
 
 
@@ -38,39 +36,3 @@ class Request:
     turn: int | None = None
     tenant: str = ""
     history: Sequence[tuple[str, str]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it.
-
-    `explanation` is the plan part by part, with the reasons for it.
-
-    >>> from chunkweave import Chunk, Engine
-    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
-    >>> with Engine.load("reader") as engine:
-    ...     answer = engine.generate("Who leads the Selmond Choir?", [choir])
-    >>> answer.text.strip(), answer.finish_reason
-    ('Otto Gunmark', 'stop')
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    report: ReuseReport
-    explanation: PlanExplanation
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """A piece of an answer as it comes; the last event has the whole `answer` (and the rest of the text).
-
-    >>> from chunkweave import Engine, Request
-    >>> with Engine.load("reader") as engine:
-    ...     events = list(engine.stream(Request("Who leads the choir?", ["The choir is led by Otto Gunmark."])))
-    >>> "".join(event.text for event in events) == events[-1].answer.text
-    True
-    """
-
-    text: str
-    answer: Answer | None = None
