@@ -100,7 +100,8 @@ OTHER_MEANING = {
 
 def commands(group: Any = None, before: str = "") -> Iterator[tuple[str, click.Command]]:
     group = group or typer.main.get_command(app)
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from commands(command, f"{before}{name} ")
         else:
