@@ -23,8 +23,7 @@ from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
 from chunkweave.prompt.parts import Prompt
-from chunkweave.store.index import PromptLookup, RequestUse
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import PromptLookup, RequestUse, TieredLease
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
