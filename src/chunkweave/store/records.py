@@ -8,7 +8,7 @@ from functools import cached_property
 from math import exp, isfinite
 from typing import Self
 
-from chunkweave.prompt.neutral import is_neutral
+from chunkweave.prompt.parts import is_neutral
 from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
