@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any, Unpack
 
 from chunkweave.config import SamplingParams
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder
