@@ -8,10 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
+from chunkweave.conversation.registry import Conversations
+from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.errors import QueueFullError
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.neutral import neutral_passages
 from chunkweave.prompt.parts import PromptPart
+from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -27,13 +32,7 @@ from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, VllmAnsw
 from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
-from chunkweave_server.vllm_backend.prepare import (
-    ChatDetails,
-    PreparedPrompt,
-    PromptPreparer,
-    chooser_for,
-    load_tokenizer,
-)
+from chunkweave_server.vllm_backend.prepare import ChatDetails, ChatPrompts, chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
 from chunkweave_server.vllm_backend.removal import FleetRemovals, VllmCache
 from chunkweave_server.vllm_backend.removal_journal import Removal, RemovalJournal
@@ -125,6 +124,7 @@ class VllmBackend:
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        self._chats = ChatPrompts(preparer.builder, self.name)
         self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
         self.fleet = fleet
         return BackendParts(
@@ -163,10 +163,10 @@ class VllmBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread; the answer finds its replica when it is read."""
-        preparer = self.context.preparer
+        preparer, build = self.context.preparer, partial(self._chats.build, _details(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
-            lambda: preparer.prepare(submission.request, submission.method_request, _details(submission.body)),
+            lambda: preparer.prepare(submission.request, submission.method_request, build=build),
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
@@ -190,15 +190,15 @@ class VllmBackend:
         Raises:
             ChunkweaveError, HttpError: one is too long, or vLLM did not answer; those before it are computed.
         """
-        tokens, preparer = self._settings.capture.neutral_tokens, self.context.preparer
         for chunk in chunks:
-            prepare = partial(preparer.prepare_beforehand, chunk, self._passages, tokens, cache_salt=salt)
+            prepare = partial(self.context.preparer.prepare_beforehand, chunk, cache_salt=salt)
             prepared = await self._threads.run(tenant, prepare)
+            assert prepared is not None, "without a store nothing is known to be stored"
             body = {"model": self.name, **({"cache_salt": salt} if salt else {})}
             await self._compute(prepared, body, tenant)
         return len(chunks)
 
-    async def _compute(self, prepared: PreparedPrompt, body: Mapping[str, Any], tenant: str) -> None:
+    async def _compute(self, prepared: PreparedRequest, body: Mapping[str, Any], tenant: str) -> None:
         """Have a prompt computed, on another replica if one goes, and once there is room in the queues."""
         while True:
             try:
@@ -216,11 +216,11 @@ class VllmBackend:
         preparer, parts = self.context.preparer, list[PromptPart]()
         for start in range(0, len(texts), _AT_A_TIME):
             some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
-            parts += await self._threads.run(tenant, partial(preparer.chunk_parts, some, cache_salt=salt))
+            parts += await self._threads.run(tenant, partial(preparer.storable_parts, some, cache_salt=salt))
         if not parts:
             return 0
         chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
-        removal = Removal(salt, chunks, tuple(preparer.tokenizer.start_ids))
+        removal = Removal(salt, chunks, tuple(preparer.builder.tokenizer.start_ids))
         ids = frozenset(part.id for part in parts if part.id is not None)
         return await to_its_end(self._removals.remove(removal, ids))
 
@@ -280,11 +280,11 @@ class VllmBackend:
             chat |= {"tools": body.tools, **choice}
         return chat
 
-    def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
+    def _upstream_body(self, body: CompletionBody, prepared: PreparedRequest) -> dict[str, Any]:
         given = body.passed_on
         stops = set(given.get("stop_token_ids") or ())
         if not given.get("ignore_eos"):
-            stops |= self.context.preparer.tokenizer.stop_ids
+            stops |= self.context.preparer.builder.tokenizer.stop_ids
         upstream: dict[str, Any] = {
             **given,
             "model": body.model or self.name,
@@ -368,8 +368,9 @@ class VllmBackend:
         flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
         return load_tokenizer(self._flags.tokenizer, flags)
 
-    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> PromptPreparer:
+    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> RequestPreparer:
         settings, usual = self._settings, self._settings.requests
+        builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{self.name}")
         chooser = chooser_for(
             self._flags.source,
             method=usual.method,
@@ -378,14 +379,15 @@ class VllmBackend:
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )
-        return PromptPreparer(
-            tokenizer,
-            model=self.name,
-            most_tokens=most_tokens,
-            chooser=chooser,
-            usual_order=ChunkOrder.parse(usual.order or ""),
+        return RequestPreparer(
+            builder,
+            chooser,
+            TurnBuilder(builder, Conversations(settings.conversations), most_tokens),
+            most_tokens,
+            passages=self._passages,
+            neutral_tokens=settings.capture.neutral_tokens,
+            order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
-            conversations=settings.conversations,
         )
 
 
