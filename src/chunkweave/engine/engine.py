@@ -18,7 +18,6 @@ from chunkweave.engine.core import BatchingCore, CoreParts
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.stores import open_store
 from chunkweave.errors import ConversationEndedError, UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
@@ -39,6 +38,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
+from chunkweave.weaving.stores import open_store
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:  # they import torch
     from chunkweave.engine.decode import DecodeState
-    from chunkweave.engine.prefill import Prefetch, PrefillJob
+    from chunkweave.engine.prefill import PrefillJob
+    from chunkweave.weaving.sources import Prefetch
 
 Deliver = Callable[[StreamEvent | Exception], None]
 """Takes each event of a request as it comes; the last one has the answer, or is the reason why there is none."""
