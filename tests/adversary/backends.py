@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from chunkweave.types import Chunk
-from chunkweave_server.auth import Tenant
+from chunkweave_server.tenants import Tenant
 from chunkweave_server.vllm_backend.prepare import PromptPreparer
 from tests.adversary.arena import Arena
 from tests.adversary.servers import ADMIN, VICTIM, Reply, Server
