@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
     from chunkweave.engine.engine import Conversation, Engine
-    from chunkweave.engine.request import Answer, Request, StreamEvent
+    from chunkweave.engine.request import Answer, StreamEvent
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
+    from chunkweave.prompt.request import Request
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
@@ -63,7 +64,7 @@ _HOMES = {
     "OrderingConfig": "chunkweave.ordering.ordering",
     "RagAnswer": "chunkweave.retrieval.pipeline",
     "RagPipeline": "chunkweave.retrieval.pipeline",
-    "Request": "chunkweave.engine.request",
+    "Request": "chunkweave.prompt.request",
     "ReuseConfig": "chunkweave.config",
     "ReuseReport": "chunkweave.metrics",
     "SamplingParams": "chunkweave.config",

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
+from chunkweave.prompt.request import Request
 from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer

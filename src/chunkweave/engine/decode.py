@@ -112,7 +112,9 @@ class DecodeState:
         self.prefilled = prefilled
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self.history = () if prepared.turn is None else history_after(prefilled, prepared.turn)
+        woven = {capture.part.span for capture in prefilled.woven}
+        prompt, plan, turn = prefilled.prompt, prefilled.plan, prepared.turn
+        self.history = () if turn is None else history_after(prompt, plan, turn, woven)
         """Of a conversation, what its next turn goes on from, but for this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)

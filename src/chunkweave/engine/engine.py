@@ -13,7 +13,8 @@ from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
-from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
+from chunkweave.engine.request import Answer, StreamEvent
+from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.engine.stores import open_store
@@ -28,6 +29,7 @@ from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.neutral import neutral_passages
 from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
@@ -238,7 +240,7 @@ class Engine:
             self.runner,
             self._chooser,
             Arranger(ordering, store.tree, order=usual_order),
-            TurnBuilder(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
+            TurnBuilder(self.builder, self.conversations, loaded.model.geometry.max_positions),
             passages,
             self.shadow,
         )

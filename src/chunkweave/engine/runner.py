@@ -28,12 +28,14 @@ from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
-from chunkweave.models.attention import SdpaAttention, make_attention
+from chunkweave.models.attention import SdpaAttention
 from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.planning.cost import CostModel, preload_depth
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import Plan
-from chunkweave.prompt.parts import Prompt
+from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
@@ -301,6 +303,16 @@ class Runner:
             new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, owner=owner)
             woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
             return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
+
+    def store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
+        """Store the KV of a conversation's turn, its question and the answer, which the cache has kept."""
+        assert said.id is not None, "a turn has an id"
+        exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
+        kv, context = prefilled.cache.segment(len(said)), prefilled.prompt.contexts()[-1]
+        record = SegmentRecord.of(
+            said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes, owner=prefilled.owner
+        )
+        self.store.insert(record, kv)
 
     def store_computed(self, job: PrefillJob) -> int:
         """Store the parts that a job had computed whole when it was given up; returns how many the store took."""

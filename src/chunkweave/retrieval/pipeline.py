@@ -11,11 +11,12 @@ from typing import Any, Unpack
 from chunkweave.config import SamplingParams
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Request, StreamEvent
+from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.method_choice import MethodOptions
+from chunkweave.prompt.request import Request
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrieverCorpus

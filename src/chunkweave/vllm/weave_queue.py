@@ -19,7 +19,7 @@ from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
-from chunkweave.vllm.scheduler import NotWoven, WeaveOrder
+from chunkweave.vllm.orders import NotWoven, WeaveOrder
 from chunkweave.vllm.weave import WeaveJob
 
 AHEAD = 4

@@ -27,20 +27,12 @@ from chunkweave.tiers.preload import Gone, LayerLoader
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
+from chunkweave.vllm.orders import AskedOrder, Holdings, NotWoven, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.read_ahead import ReadAhead
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.scheduler import (
-    AskedOrder,
-    Holdings,
-    NotWoven,
-    SaveOrder,
-    StepOrders,
-    StepResults,
-    WeaveOrder,
-)
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
