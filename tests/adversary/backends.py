@@ -8,7 +8,7 @@ from typing import Any
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.template import template_for
 from chunkweave.types import Chunk
-from chunkweave_server.auth import Tenant
+from chunkweave_server.tenants import Tenant
 from tests.adversary.arena import Arena
 from tests.adversary.servers import ADMIN, VICTIM, Reply, Server
 from tests.adversary.texts import QUESTIONS, reader_tokenizer, text

@@ -228,7 +228,10 @@ def test_the_rank_that_has_a_requests_chunks_is_told_to_vllm(vllm):
         first, second = vllm.ranks[:2]
         assert {first, second} == {"0", "1"}
         assert vllm.ranks[2:] == [second, first, first]
-        assert {one["name"] for one in front.service.backend.stats()["replicas"]} == {"upstream-0.0", "upstream-0.1"}
+        assert {one["name"] for one in front.service.backend.cache.stats()["replicas"]} == {
+            "upstream-0.0",
+            "upstream-0.1",
+        }
         metrics = front.get("/metrics").text
         assert 'replica="upstream-0.1"' in metrics
         assert metrics.count("vllm:requests{") == 1, "its server's, once"
