@@ -10,7 +10,7 @@ from sys import maxsize
 from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
-from chunkweave.settings import SERVERS, Place, Unit, configuration, setting
+from chunkweave.settings import SERVERS, Place, configuration, setting
 from chunkweave.store.prefix_trie import PrefixWatch
 from chunkweave.types import ChunkId
 
@@ -362,7 +362,6 @@ class BatchingConfig:
     step_time_s: float | None = setting(
         0.1,
         "How long prefills may hold a request that decodes, to the end of a layer; none: for a step of any length.",
-        unit=Unit.SECONDS,
         above=0,
     )
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
@@ -387,15 +386,10 @@ class BatchingConfig:
         least=0,
     )
     deadline_s: float | None = setting(
-        None,
-        "Longest time that a request may take; none: any.",
-        unit=Unit.SECONDS,
-        places=SERVERS,
-        defaults=_DEADLINE,
-        above=0,
+        None, "Longest time that a request may take; none: any.", places=SERVERS, defaults=_DEADLINE, above=0
     )
     queue_timeout_s: float | None = setting(
-        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, above=0
+        None, "Longest time that a request may wait before it is begun; none: any.", above=0
     )
     max_prompt_tokens: int | None = setting(
         None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", least=1
@@ -406,7 +400,7 @@ class BatchingConfig:
     prefetch_requests: int = setting(
         2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", least=0
     )
-    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, least=0)
+    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", least=0)
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
