@@ -14,10 +14,10 @@ from typing import Any, Self
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
-from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.prompt.builder import PromptLimit
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.lease import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId

@@ -9,7 +9,7 @@ from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.retrieval.speculation import SpeculationCounts
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.answering import Answering
 from chunkweave_server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave_server.backend import Backend, BackendParts, Stage

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from chunkweave.errors import RequestAbortedError
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 
 ResultT = TypeVar("ResultT")
 

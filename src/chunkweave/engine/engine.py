@@ -30,7 +30,7 @@ from chunkweave.prompt.neutral import neutral_passages
 from chunkweave.prompt.parts import Prompt
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable

@@ -13,7 +13,7 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.neutral import neutral_passages
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
