@@ -9,11 +9,11 @@ from typing import Self, TypedDict, Unpack
 from uuid import uuid4
 
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
-from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from chunkweave.engine.request import StreamEvent
+from chunkweave.conversation.answer import StreamEvent
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
 from chunkweave.scheduling.queue import FairQueue, StoredPrefixes, VirtualTime, Waiting, waiting_path
