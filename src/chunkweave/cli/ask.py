@@ -80,7 +80,7 @@ def ask(
     if html is not None:
         check_writable(html)
     sampling = SamplingParams(max_new_tokens, temperature)
-    engine_options = how.options(store=store, ordering=stand.config())
+    engine_options = how.options(store=store, ordering=stand.ordering)
     order = stand.said()
     paths, asked = _documents_first(documents.docs or [], questions)
     if (corpus is not None and paths) or (corpus is None and top_k is not None):

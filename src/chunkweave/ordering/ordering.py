@@ -84,6 +84,9 @@ class OrderingConfig:
         least=1,
     )
 
+    def __post_init__(self) -> None:
+        make_ordering(self.ordering)
+
 
 @dataclass(frozen=True, slots=True)
 class Unordered:
