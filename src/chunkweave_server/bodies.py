@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from chunkweave_server.errors import HttpError, place_of
 from chunkweave_server.requests import Body
-from chunkweave_server.tenants import Slot, TenantLimits
+from chunkweave_server.tenants import TenantLimits
 from chunkweave_server.threads import TenantThreads
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def validated(kind: type[BodyT], fields: Any) -> BodyT:
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
 
 
-def place_of_tenant(request: Request) -> Slot:
+def place_of_tenant(request: Request) -> ExitStack:
     """One of its tenant's places for a request.
 
     Raises:

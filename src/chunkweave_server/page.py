@@ -14,7 +14,7 @@ import chunkweave
 from chunkweave.metrics import ReuseReport
 from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_of_kinds
 from chunkweave.page.render import STATIC
-from chunkweave.page.views import KINDS, kind_tokens, share_of_tiers
+from chunkweave.page.views import share_of_tiers
 from chunkweave.planning.method import METHODS, parameter_of
 from chunkweave_server.bodies import validated
 from chunkweave_server.errors import HttpError
@@ -103,7 +103,7 @@ async def live(parts: ReadyParts, tenant: OfTenant, since: str = "") -> Response
 
 def _column(report: ReuseReport) -> list[Bar]:
     at, bars = 0.0, []
-    for kind, tokens in zip(KINDS, kind_tokens(report), strict=True):
+    for kind, tokens in report.tokens_by_source.items():
         share = tokens / report.prompt_tokens
         bars.append(Bar(at, share, kind, f"{report.method}: {tokens} tokens {kind}"))
         at += share
