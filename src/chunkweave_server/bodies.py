@@ -26,7 +26,6 @@ from chunkweave_server.threads import TenantThreads
 
 logger = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=Body)
 ResultT = TypeVar("ResultT")
 
 NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
@@ -159,19 +158,6 @@ def _encodable(text: str) -> bool:
         return False
 
 
-def validated(kind: type[BodyT], fields: Any) -> BodyT:
-    """A body of that kind.
-
-    Raises:
-        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
-
-
 def place_of_tenant(request: Request) -> ExitStack:
     """One of its tenant's places for a request.
 
@@ -255,8 +241,19 @@ class ReadRequest(Request):
 
 
 def _read(kind: type[Body], raw: bytes) -> Body:
+    """A valid body of that kind.
+
+    Raises:
+        HttpError: 400, it is no JSON, or has too many values.
+        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
+    """
     refuse_costly(raw, kind.most_values)
-    return validated(kind, parsed_json(raw))
+    fields = parsed_json(raw)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
 
 
 def _is_json(request: Request) -> bool:
