@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+    from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
     from chunkweave.engine.engine import Conversation, Engine
-    from chunkweave.engine.request import Answer, StreamEvent
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
@@ -49,7 +49,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "chunkweave.engine.request",
+    "Answer": "chunkweave.conversation.answer",
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
@@ -69,7 +69,7 @@ _HOMES = {
     "ReuseReport": "chunkweave.metrics",
     "SamplingParams": "chunkweave.config",
     "StoreConfig": "chunkweave.config",
-    "StreamEvent": "chunkweave.engine.request",
+    "StreamEvent": "chunkweave.conversation.answer",
 }
 
 

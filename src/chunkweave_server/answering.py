@@ -12,8 +12,8 @@ from chunkweave.config import SamplingParams
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.request import Request
-from chunkweave.retrieval.corpus import RetrievedChunk
 from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
 from chunkweave_server.backend import AnswerEnd, Backend, BackendAnswer, BackendParts, Event, Submission

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from chunkweave import Chunk, StoreConfig
-from chunkweave.engine.stores import open_store
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.weaving.stores import open_store
 from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import RequestMeta
 from chunkweave_server.requests import ChatBody

@@ -32,8 +32,8 @@ from chunkweave.types import Chunk, Span
 from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
+    from chunkweave.conversation.answer import Answer
     from chunkweave.engine.engine import Engine
-    from chunkweave.engine.request import Answer
     from chunkweave.prompt.request import Request
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
 

@@ -14,9 +14,9 @@ from functools import partial
 from math import isfinite
 from typing import Any, Self, TypeVar, Unpack
 
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, StreamEvent
 from chunkweave.engine.request_state import Deliver, RequestState
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError

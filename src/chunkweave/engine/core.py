@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 
+from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.report import Durations
 from chunkweave.conversation.turns import TurnUnderWay
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
-from chunkweave.engine.request import Durations, StreamEvent
 from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import BatchingStats, Scheduler

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from chunkweave.engine.request import StreamEvent
+from chunkweave.conversation.answer import StreamEvent
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
 from chunkweave.scheduling.queue import Waiting
@@ -16,8 +16,9 @@ from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:  # they import torch
     from chunkweave.engine.decode import DecodeState
-    from chunkweave.engine.prefill import Prefetch, PrefillJob
+    from chunkweave.engine.prefill import PrefillJob
     from chunkweave.engine.prepare import PreparedRequest
+    from chunkweave.weaving.sources import Prefetch
 
 Deliver = Callable[[StreamEvent | Exception], None]
 """Takes each event of a request as it comes; the last one has the answer, or is the reason why there is none."""

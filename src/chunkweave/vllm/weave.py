@@ -14,8 +14,7 @@ from math import inf
 import torch
 
 from chunkweave.config import CaptureConfig
-from chunkweave.engine.prefill import parts_to_keep, segments_of
-from chunkweave.fusion.capture import AttentionCapture, PartCapture
+from chunkweave.fusion.capture import AttentionCapture
 from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, flags_of
 from chunkweave.kv.request_cache import Placement, Rotate, before_rope
@@ -29,6 +28,7 @@ from chunkweave.vllm.orders import PLACED_PER_COMPUTED
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.rotation import BEFORE_ROPE
 from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.weaving.storing import new_captures, parts_to_keep, segments_of
 
 START = -1
 """In place of a layer's number: what a pass started with."""
@@ -383,11 +383,9 @@ class CapturedParts:
         woven_fraction = config.woven_fraction if before is None else None
         sources = before_rope(placements, layers.rotations.inverse, layers.device)
         parts = parts_to_keep(prompt, plan, sources, store, woven_fraction=woven_fraction)
-        self.captures = tuple(
-            PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
-            for part, origin in parts
-            if part.span.start >= first and (before is None or part.span.start < before)
-        )
+        stop = plan.prompt_tokens if before is None else before
+        here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
+        self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)
         self.attention: AttentionCapture | None = None
         if self.captures and before is None:
             self.attention = AttentionCapture(

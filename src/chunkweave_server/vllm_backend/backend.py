@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.ordering.ordering import ChunkOrder
-from chunkweave.prompt.neutral import neutral_passages
+from chunkweave.prompt.parts import neutral_passages
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
