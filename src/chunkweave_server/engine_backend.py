@@ -13,10 +13,9 @@ from typing import Any, Self
 
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
-from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
-from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
-from chunkweave.prompt.builder import PromptLimit
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
@@ -188,7 +187,6 @@ class EngineCache:
         self._batching = batching
         self._threads = threads
         self._budget_bytes = budget_bytes
-        self._most_tokens = engine.loaded.model.geometry.max_positions
         self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
@@ -249,16 +247,9 @@ class EngineCache:
         found: dict[ChunkId, None] = {}
         for start in range(0, len(chunks), _AT_A_TIME):
             some = chunks[start : start + _AT_A_TIME]
-            found |= dict.fromkeys(await self._threads.run(tenant, partial(self._ids_of, some, salt)))
+            work = partial(self._engine.preparer.storable_parts, some, cache_salt=salt)
+            found |= dict.fromkeys(part.id for part in await self._threads.run(tenant, work) if part.id is not None)
         return list(found)
-
-    def _ids_of(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
-        ids = []
-        for chunk in chunks:
-            with suppress(PromptTooLongError):
-                limit = PromptLimit(self._most_tokens)
-                ids.append(self._engine.builder.chunk_part(chunk, cache_salt=salt, limit=limit).id)
-        return [one for one in ids if one is not None]
 
     def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
         with self._pinning:

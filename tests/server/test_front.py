@@ -251,7 +251,7 @@ def with_tools(tmp_path):
 
 
 def rendered(front, sent) -> str:
-    tokenizer = front.service.backend.context.preparer.tokenizer
+    tokenizer = front.service.backend.context.preparer.builder.tokenizer
     return tokenizer._tokenizer.decode(sent["prompt"])
 
 
@@ -337,7 +337,9 @@ def test_what_tools_said_stands_behind_the_question(with_tools):
         '</s>\n<|assistant|>\n<tool_call>{"name": "get_time", "arguments": {"town": "Halvik</s>"}}</tool_call></s>\n'
         "<|user|>\n<said>Noon.</s></said></s>\n<|assistant|>\n"
     )
-    stops = vllm.seen[0]["prompt"].count(front.service.backend.context.preparer.tokenizer._tokenizer.eos_token_id)
+    stops = vllm.seen[0]["prompt"].count(
+        front.service.backend.context.preparer.builder.tokenizer._tokenizer.eos_token_id
+    )
     assert stops == text.count("</s>") - 2, "what a tool says ends no turn"
 
     more = [{"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And in Lune?"}]

@@ -8,8 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
+from chunkweave.conversation.registry import Conversations
+from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.parts import neutral_passages
+from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
@@ -24,13 +29,7 @@ from chunkweave_server.vllm_backend.cache import VllmCache
 from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
-from chunkweave_server.vllm_backend.prepare import (
-    ChatDetails,
-    PreparedPrompt,
-    PromptPreparer,
-    chooser_for,
-    load_tokenizer,
-)
+from chunkweave_server.vllm_backend.prepare import ChatDetails, ChatPrompts, chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
 from chunkweave_server.vllm_backend.removal import FleetRemovals, RemovalJournal
 from chunkweave_server.vllm_backend.reports import ReportInbox
@@ -100,8 +99,7 @@ class VllmBackend:
         self._threads = threads
         settings = self._settings.fleet
         source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
-        capture = self._settings.capture
-        passages = neutral_passages(capture.neutral_file, Path(source))
+        passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
         if settings.upstream:
             urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
             if settings.report_socket is not None:
@@ -120,17 +118,11 @@ class VllmBackend:
             self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
         shadowing = self._settings.shadow
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
-        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
+        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        self._chats = ChatPrompts(preparer.builder, self.name)
         self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
-        self.cache = VllmCache(
-            self.context,
-            removals,
-            threads,
-            model=self.name,
-            passages=passages,
-            neutral_tokens=capture.neutral_tokens,
-        )
+        self.cache = VllmCache(self.context, removals, threads, model=self.name)
         self.fleet = fleet
         return BackendParts(
             tokenizer,
@@ -157,10 +149,10 @@ class VllmBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread; the answer finds its replica when it is read."""
-        preparer = self.context.preparer
+        preparer, build = self.context.preparer, partial(self._chats.build, _details(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
-            lambda: preparer.prepare(submission.request, submission.method_request, _details(submission.body)),
+            lambda: preparer.prepare(submission.request, submission.method_request, build=build),
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
@@ -228,11 +220,11 @@ class VllmBackend:
             chat |= {"tools": body.tools, **choice}
         return chat
 
-    def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
+    def _upstream_body(self, body: CompletionBody, prepared: PreparedRequest) -> dict[str, Any]:
         given = body.passed_on
         stops = set(given.get("stop_token_ids") or ())
         if not given.get("ignore_eos"):
-            stops |= self.context.preparer.tokenizer.stop_ids
+            stops |= self.context.preparer.builder.tokenizer.stop_ids
         upstream: dict[str, Any] = {
             **given,
             "model": body.model or self.name,
@@ -304,8 +296,9 @@ class VllmBackend:
         flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
         return load_tokenizer(self._flags.tokenizer, flags)
 
-    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> PromptPreparer:
+    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int, passages: tuple[str, ...]) -> RequestPreparer:
         settings, usual = self._settings, self._settings.requests
+        builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{self.name}")
         chooser = chooser_for(
             self._flags.source,
             method=usual.method,
@@ -314,14 +307,15 @@ class VllmBackend:
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )
-        return PromptPreparer(
-            tokenizer,
-            model=self.name,
-            most_tokens=most_tokens,
-            chooser=chooser,
-            usual_order=ChunkOrder.parse(usual.order or ""),
+        return RequestPreparer(
+            builder,
+            chooser,
+            TurnBuilder(builder, Conversations(settings.conversations), most_tokens),
+            most_tokens,
+            passages=passages,
+            neutral_tokens=settings.capture.neutral_tokens,
+            order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
-            conversations=settings.conversations,
         )
 
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.errors import QueueFullError
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
 from chunkweave_server.threads import TenantThreads, to_its_end
 from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, compute_ahead
-from chunkweave_server.vllm_backend.prepare import PreparedPrompt
 from chunkweave_server.vllm_backend.removal import EVERYTHING, FleetRemovals, Removal
 from chunkweave_server.vllm_backend.upstream import UpstreamLostError
 
@@ -25,23 +25,11 @@ class VllmCache:
 
     pins = False
 
-    def __init__(
-        self,
-        context: AnswerContext,
-        removals: FleetRemovals,
-        threads: TenantThreads,
-        *,
-        model: str,
-        passages: Sequence[str],
-        neutral_tokens: int,
-    ) -> None:
-        """Chunks are computed behind `neutral_tokens` of neutral `passages`."""
+    def __init__(self, context: AnswerContext, removals: FleetRemovals, threads: TenantThreads, *, model: str) -> None:
         self._context = context
         self._removals = removals
         self._threads = threads
         self._model = model
-        self._passages = passages
-        self._neutral_tokens = neutral_tokens
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Have chunks computed, one after the other and each as a request of one token; returns how many.
@@ -51,12 +39,13 @@ class VllmCache:
         """
         preparer, body = self._context.preparer, {"model": self._model, **({"cache_salt": salt} if salt else {})}
         for chunk in chunks:
-            given = (chunk, self._passages, self._neutral_tokens)
-            prepare = partial(preparer.prepare_beforehand, *given, cache_salt=salt)
-            await self._compute(await self._threads.run(tenant, prepare), body, tenant)
+            prepare = partial(preparer.prepare_beforehand, chunk, cache_salt=salt)
+            prepared = await self._threads.run(tenant, prepare)
+            assert prepared is not None, "a preparer without a store takes nothing for stored"
+            await self._compute(prepared, body, tenant)
         return len(chunks)
 
-    async def _compute(self, prepared: PreparedPrompt, body: Mapping[str, Any], tenant: str) -> None:
+    async def _compute(self, prepared: PreparedRequest, body: Mapping[str, Any], tenant: str) -> None:
         """Have a prompt computed, on another replica if one goes, and once there is room in the queues."""
         while True:
             try:
@@ -79,11 +68,11 @@ class VllmCache:
         preparer, parts = self._context.preparer, list[PromptPart]()
         for start in range(0, len(texts), _AT_A_TIME):
             some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
-            parts += await self._threads.run(tenant, partial(preparer.chunk_parts, some, cache_salt=salt))
+            parts += await self._threads.run(tenant, partial(preparer.storable_parts, some, cache_salt=salt))
         if not parts:
             return 0
         chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
-        removal = Removal(salt, chunks, tuple(preparer.tokenizer.start_ids))
+        removal = Removal(salt, chunks, tuple(preparer.builder.tokenizer.start_ids))
         ids = frozenset(part.id for part in parts if part.id is not None)
         return await to_its_end(self._removals.remove(removal, ids))
 
