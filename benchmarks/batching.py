@@ -30,7 +30,8 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Answer, AsyncEngine, BatchingConfig, Chunk, Engine, Request, SamplingParams
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 
 PASSAGE = "The ferry of day {day} leaves the harbour at seven, at noon and at six, and carries {day} carts of peat. "
 HEADS = ["running at once", "tokens/s", "of one at a time", "token every", "TTFT", "steps"]

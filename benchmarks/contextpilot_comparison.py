@@ -29,7 +29,8 @@ from ordering_overhead import requests as zipf_requests
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.cli.console import status
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, status, write_json
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import Unordered, make_ordering
 from chunkweave_lab.chunk_order import (
@@ -41,7 +42,6 @@ from chunkweave_lab.chunk_order import (
     replay_arranged,
     saving_bound,
 )
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import Arrival, Part
 
 OURS = ("original", "frequency", "tree-greedy")

@@ -19,9 +19,10 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.retrieval.embedders import make_embedder
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 RANKS = (1, 3, 6)
 

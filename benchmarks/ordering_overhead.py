@@ -23,12 +23,13 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.ordering.arrangement import AccessTable, Arranger
 from chunkweave.ordering.ordering import ORDERINGS, ChunkOrder, OrderingConfig, Unordered, make_ordering
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM = ChunkId("system")
 TOKENS = 128

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 GEOMETRY = Geometry(24, 896, 14, 2, 64, 4864, 151_936, 32_768)
 """Of Qwen2.5 0.5B."""

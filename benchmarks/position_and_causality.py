@@ -23,11 +23,11 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.engine.engine import Engine
 from chunkweave.kv.request_cache import RequestCache, Rotate
 from chunkweave_lab.quality import QualityConfig, measure_quality
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.summaries import QualitySample, summarize_quality
 from chunkweave_lab.worlds.world import world_examples
 

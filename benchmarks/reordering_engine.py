@@ -33,9 +33,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseReport, SamplingParams, StoreConfig
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.models.loading import LoadedModel, load_shape
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.workloads import Corpus, draw_requests, exponent_for
 
 REORDER_HEADS = ["memory", "requests/s", "TTFT in order", "reordered", "ratio", "token hits in order", "reordered"]

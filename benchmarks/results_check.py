@@ -27,8 +27,9 @@ from typing import Any
 from docs_figures import FigureError, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
+from chunkweave.calibration.results import commit, machine
+from chunkweave.cli.console import to_json
 from chunkweave.errors import DocumentError
-from chunkweave_lab.results import commit, machine, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("command", "commit", "machine")

@@ -32,12 +32,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.retrieval.embedders import make_embedder
 from chunkweave.retrieval.faiss_indexes import new_faiss_index
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind, SearchStage, VectorIndex
 from chunkweave_lab.chunk_order import overlap_of, replay
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import Arrival, Part
 from chunkweave_lab.simulator.workloads import bundled_token_count
 

@@ -28,13 +28,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.planning.cost import analytic_cost, known_shape
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import TraceRequest, build_trace, poisson_times
 from chunkweave_lab.simulator.workloads import draw_requests, mmlu_like
 

@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult, peak_rss_bytes
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.retrieval.faiss_indexes import FaissIndex
 from chunkweave.retrieval.indexes import SearchStage, timed_stages
-from chunkweave_lab.results import BenchmarkResult, check_writable, peak_rss_bytes, write_json
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,11 @@ from rich.progress import track
 from rich.table import Table
 from sustained_engines import FULL, FirstToken, Query, Sizes, opened
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.simulation import bounds_of
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace
 from chunkweave_server.vllm_backend.prepare import load_tokenizer

@@ -38,7 +38,10 @@ from docs_tables import command_block, markdown_table, update_page
 from recurring_requests import zipf_worlds
 from rich.console import Console
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import f1, mean_interval
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
@@ -47,9 +50,6 @@ from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.prompt.template import template_for
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.settings import GIB
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
-from chunkweave_lab.scores import f1, mean_interval
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
 from chunkweave_server.vllm_backend.process import VllmFlags
 

@@ -37,9 +37,9 @@ from typing import Any
 from docs_tables import markdown_table, update_page
 from rich.console import Console
 
-from chunkweave.cli.console import progress
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
-from chunkweave_lab.scores import median_interval
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import median_interval
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave_server.vllm_backend.process import VllmFlags
 
 BURST = 8

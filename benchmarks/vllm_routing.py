@@ -33,11 +33,12 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
 from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32
 

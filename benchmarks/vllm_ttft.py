@@ -35,12 +35,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
 from chunkweave.planning.outcome import LayerWork, prefill_flops
 from chunkweave.types import Geometry
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL, PREFIX_CACHING = "full", "prefix caching"

@@ -34,6 +34,9 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Engine
+from chunkweave.calibration.questions import bundled_examples
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.config import AttentionKernel, Weights
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.memory import keep_freed_memory
@@ -43,8 +46,6 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.datasets import bundled_examples
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.ttft import (
     HF_REFERENCE,
     REFERENCE,

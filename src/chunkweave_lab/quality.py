@@ -4,20 +4,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.fidelity import answer_text, decode_greedily
+from chunkweave.calibration.prompts import Warmth, company_of, prefill_and_store
+from chunkweave.calibration.questions import Example
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.engine import Engine
+from chunkweave.engine.engine import Engine, Progress
 from chunkweave.engine.request import Durations, make_report
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.decoding import answer_text, decode_greedily
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
-from chunkweave_lab.scores import best_scores
-from chunkweave_lab.summaries import QualitySample
-from chunkweave_lab.ttft import Progress
-from chunkweave_lab.warming import Warmth, company_of, prefill_and_store
+from chunkweave_lab.summaries import QualitySample, best_scores
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""

@@ -8,6 +8,9 @@ from random import Random
 
 import torch
 
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
+from chunkweave.calibration.questions import Example
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request import Durations, make_report
@@ -16,11 +19,7 @@ from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import PromptMaker
 from chunkweave_lab.summaries import TtftSample
-from chunkweave_lab.warming import Warmth, company_of, prefill_and_store
 
 REFERENCE = "full"
 """What speed-ups are measured against; always among the contenders."""
