@@ -37,8 +37,8 @@ from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.calibration.summaries import mean_interval
 from chunkweave.cli.console import check_writable, write_json
 from chunkweave.config import ConversationConfig, SamplingParams
+from chunkweave.conversation.answer import Answer
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave_lab.summaries import best_scores
 from chunkweave_lab.worlds.questions import sample_request

@@ -2,12 +2,15 @@
 
     python benchmarks/results_check.py            # what `make results-check` runs
     python benchmarks/results_check.py --update   # first write all generated tables anew
+    python benchmarks/results_check.py --changed weaving    # this code changed: its results are of an earlier state
+    python benchmarks/results_check.py --same weaving       # it changed, and gives the same numbers
     python benchmarks/results_check.py --stamp "make prove-faults"     # the head of a result that is text
 
 Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
 the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
 named on a page, and what pages name is there. Tables on pages and in docs/results/tables-*.md: made anew from their
-files, they are the same (docs_tables). Numbers in the text: they are those of the files that the section names
+files, they are the same (docs_tables). The code that a result measured is what it was, or the result is listed as one
+of an earlier state (computations). Numbers in the text: they are those of the files that claims.toml names
 (docs_figures).
 
 What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
@@ -18,13 +21,14 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from docs_figures import FigureError, sections
+from computations import computation_problems, note_change
+from docs_figures import Claims, FigureError, read_claims, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
 from chunkweave.calibration.results import commit, machine
@@ -64,10 +68,10 @@ class Repository:
 
     @cache  # noqa: B019
     def has(self, name: str, path: str, pattern: str = "") -> bool:
-        """Whether a commit (empty: the files as they are) has a file, or a folder of files one of which matches."""
+        """Whether a commit (empty: the files as they are) has a file, or folders with a file that matches."""
         if not name:
-            found = self.root / path
-            files = [found] if found.is_file() else sorted(found.rglob("*.py"))
+            found = sorted(self.root.glob(path))
+            files = [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]
             return any(re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
         if not pattern:
             return self._git("cat-file", "-e", f"{name}:{path}") is not None
@@ -109,14 +113,14 @@ def _draws(result: Mapping[str, Any], picture: Path) -> bool:
 
 
 def program_of(command: str) -> tuple[str, str]:
-    """The file or folder that has to be there for a command, and a pattern that it has to match (empty: none)."""
+    """What has to be there for a command (a file, or folders by pattern) and match an expression (empty: none)."""
     if script := re.search(r"\bbenchmarks/\S+\.py\b", command):
         return script[0], ""
     if target := re.match(r"make ([\w-]+)", command):
         return "Makefile", f"^{target[1]}:"
     if words := re.search(r"\bchunkweave ((?:bench )?[a-z]+)", command):
         name = words[1].split()[-1]
-        return "src/chunkweave/cli", rf"def {name}\(|[\"']{name}[\"']"
+        return "src/*/cli*", rf"def {name}\(|[\"']{name}[\"']"
     raise DocumentError(f"no known program in the command {command!r}")
 
 
@@ -147,7 +151,7 @@ def origin_problems(origin: Mapping[str, Any], repository: Repository) -> Iterat
         yield f"its commit {name[:8]} has no {program}{' with this command' if pattern else ''}"
 
 
-def page_problems(page: Path, results: Path) -> Iterator[str]:
+def page_problems(page: Path, results: Path, claims: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Tables, numbers and names of files on one page that are not what they should be."""
     text = page.read_text(encoding="utf-8")
     for named in sorted(set(re.findall(r"\bresults/([\w.-]+\.(?:json|txt|png))", text))):
@@ -163,7 +167,7 @@ def page_problems(page: Path, results: Path) -> Iterator[str]:
         except (DocumentError, LookupError, TypeError, ValueError) as error:
             yield f"the table {marked.name!r} cannot be made from {' and '.join(marked.sources)}: {error!r}"
     try:
-        for section in sections(page, results):
+        for section in sections(page, results, claims):
             yield from (f"{section.title!r}: {problem}" for problem in section.problems())
     except (FigureError, DocumentError) as error:
         yield str(error)
@@ -186,14 +190,23 @@ class Found:
 def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Check everything below `root`, say what is found, and return how many problems there are."""
     repository, folder = Repository(root), root / "docs" / "results"
-    pages = pages_of(root)
-    files = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.suffix != ".md")
-    found = check_files(files, allowed, repository)
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    pages = {page.relative_to(root).as_posix(): page for page in pages_of(root)}
+    files = sorted(path for path in folder.iterdir() if path.name[0] != "." and path.suffix not in (".md", ".toml"))
+    results, unreadable = read_results(files)
+    found = check_files(files, results, allowed, repository)
+    problems, notes = computation_problems(root, folder, results)
+    found.problems.extend([*unreadable, *problems])
+    try:
+        claims = read_claims(folder / "claims.toml")
+    except FigureError as error:
+        claims = {}
+        found.problems.append(str(error))
+    texts = "\n".join([*(page.read_text(encoding="utf-8") for page in pages.values()), *_lines(claims)])
     found.problems.extend(f"{path.name}: is named on no page" for path in files if not _is_named(path, texts))
-    for page in pages:
-        found.problems.extend(f"{page.relative_to(root)}: {one}" for one in page_problems(page, folder))
-    for one in (*found.allowed, *found.problems):
+    found.problems.extend(f"claims.toml: there is no page {name}" for name in claims.keys() - pages.keys())
+    for name, page in pages.items():
+        found.problems.extend(f"{name}: {one}" for one in page_problems(page, folder, claims.get(name, {})))
+    for one in (*found.allowed, *notes, *found.problems):
         say(one)
     if repository.why_no_history:
         say(f"{repository.why_no_history}: commits were not looked up")
@@ -202,16 +215,26 @@ def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) ->
     return len(found.problems)
 
 
-def check_files(files: Sequence[Path], allowed: Mapping[str, str], repository: Repository) -> Found:
-    """Where files come from."""
-    found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
-    results = {}
+def read_results(files: Iterable[Path]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The results among `files` that are JSON, by name, and what is wrong with those that cannot be read."""
+    results, unreadable = {}, []
     for path in files:
         if path.suffix == ".json":
             try:
                 results[path.name] = read_result(path)
             except DocumentError as error:
-                found.problems.append(str(error))
+                unreadable.append(str(error))
+    return results, unreadable
+
+
+def check_files(
+    files: Sequence[Path],
+    results: Mapping[str, Mapping[str, Any]],
+    allowed: Mapping[str, str],
+    repository: Repository,
+) -> Found:
+    """Where files come from."""
+    found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
     for path in files:
         if path.suffix == ".json" and path.name not in results:
             continue
@@ -228,8 +251,14 @@ def check_files(files: Sequence[Path], allowed: Mapping[str, str], repository: R
 
 
 def _is_named(path: Path, texts: str) -> bool:
-    """Whether pages name a file, or a line of figures its stem."""
+    """Whether pages name a file, or a claim its stem."""
     return re.search(rf"\b{re.escape(path.name)}|[= ]{re.escape(path.stem)}: ", texts) is not None
+
+
+def _lines(claims: Claims) -> Iterator[str]:
+    for sections_of_page in claims.values():
+        for lines in sections_of_page.values():
+            yield from lines
 
 
 def main() -> None:
@@ -237,7 +266,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the tables of all pages anew first")
     parser.add_argument("--stamp", metavar="COMMAND", help="print the head of a text file that this command writes")
+    parser.add_argument("--changed", metavar="FAMILY", help="list its results as of an earlier state of the code")
+    parser.add_argument("--same", metavar="FAMILY", help="its changed code gives the same numbers")
     arguments = parser.parse_args()
+    if name := arguments.changed or arguments.same:
+        folder = ROOT / "docs" / "results"
+        note_change(ROOT, folder, read_results(folder.glob("*.json"))[0], name, same=bool(arguments.same))
     if arguments.stamp:
         print(f"command: {arguments.stamp}\ncommit: {commit()}\nmachine: {' '.join(to_json(machine()).split())}\n")
         return

@@ -38,9 +38,9 @@ from chunkweave import AsyncEngine, AsyncRagPipeline, Chunk, Engine, RagAnswer, 
 from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli.console import check_writable, write_json
 from chunkweave.models.loading import load_shape
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss
 from chunkweave.retrieval.indexes import Hits, timed_stages
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 
 WITH, WITHOUT = "speculation", "without"
 LIST_HEADS = ["search ratio", "search", "not overlapped: with", "without", "less by", "TTFT with", "without", "sooner"]

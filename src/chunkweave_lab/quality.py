@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from chunkweave.calibration.contenders import make_contenders
-from chunkweave.calibration.fidelity import answer_text, decode_greedily
+from chunkweave.calibration.fidelity import answer_text, decode_greedily, measured_report
 from chunkweave.calibration.prompts import Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine, Progress
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
@@ -151,7 +150,5 @@ def _answers(
         prefilled.append(engine.runner.prefill(prompt, method, new_tokens=room, capture=False))
         times.append(time.perf_counter() - started)
     texts = [answer_text(engine, one.token_ids) for one in decode_greedily(engine, prefilled, room)]
-    geometry = engine.loaded.model.geometry
     for label, one, ttft_s, text in zip(contenders, prefilled, times, texts, strict=True):
-        report = make_report(one, geometry, Durations(ttft_s, 0.0, 0.0), 0)
-        yield GreedyAnswer(index, label, text, replace(report, chunks=()))
+        yield GreedyAnswer(index, label, text, measured_report(engine, one, ttft_s))

@@ -12,8 +12,9 @@ from chunkweave.calibration.contenders import make_contenders
 from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel

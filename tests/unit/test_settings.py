@@ -146,24 +146,16 @@ def test_constructors_take_text_and_the_name_without_unit(name: str):
         kind(**{name: "much"})
 
 
-@pytest.mark.parametrize("name", [name for name, (_, one) in ALL.items() if set(one.old) - {one.attribute}])
-def test_old_spellings_still_work_and_name_the_new_one(name: str):
-    kind, one = ALL[name]
-    value = value_of(one)
-    for old in set(one.old) - {one.attribute}:  # of Python, others are of flags, files and variables alone
-        with pytest.warns(DeprecationWarning, match=name):
-            made = kind(**{old: value})
-        assert made == kind(**{one.attribute: value})
-        with pytest.warns(DeprecationWarning, match=one.attribute):
-            assert getattr(made, old) == value
-
-
 def test_an_unknown_name_is_no_argument():
     kind, _ = ALL["policy"]
     with pytest.raises(TypeError, match="colour"):
         kind(colour="red")
-    with pytest.raises(AttributeError, match="colour"):
-        kind().colour  # noqa: B018 - it is the access that is tested
+
+
+def test_no_option_is_hidden():
+    """A hidden option would be a second name of something."""
+    hidden = [(name, one.opts) for name, command in COMMANDS.items() for one in command.params if one.hidden]
+    assert hidden == []
 
 
 def test_every_setting_of_the_commands_is_an_option_of_some():
