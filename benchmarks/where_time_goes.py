@@ -34,6 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Engine
+from chunkweave.calibration.fidelity import REFERENCE
 from chunkweave.calibration.questions import bundled_examples
 from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli.console import check_writable, write_json
@@ -47,14 +48,7 @@ from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.ttft import (
-    HF_REFERENCE,
-    REFERENCE,
-    TtftConfig,
-    company_of,
-    first_tokens,
-    make_workload,
-)
+from chunkweave_lab.ttft import HF_REFERENCE, TtftConfig, company_of, first_tokens, make_workload
 
 METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
 DECODING = (1, 8)
