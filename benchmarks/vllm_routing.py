@@ -35,9 +35,8 @@ from rich.table import Table
 
 from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli.console import check_writable, write_json
-from chunkweave.scheduling.queue import CacheAwareQueue
+from chunkweave.scheduling.queue import CacheAwareQueue, waiting_path
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
-from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32
