@@ -29,6 +29,8 @@ from rich.progress import Progress
 from rich.table import Table
 from scipy.stats import spearmanr
 
+from chunkweave.calibration.prompts import PromptMaker
+from chunkweave.calibration.questions import bundled_examples
 from chunkweave.config import CaptureConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.fusion.capture import evenly_spread
@@ -36,7 +38,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
 from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
-from chunkweave_lab.datasets import PromptMaker, bundled_examples, load_dataset
+from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.worlds.world import world_examples
 
 OFF = CaptureConfig(profile=False)

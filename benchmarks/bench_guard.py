@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from docs_tables import command_block, markdown_table, read_result
 from rich.console import Console
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.errors import ChunkweaveError
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
@@ -89,7 +89,7 @@ def measured() -> dict[str, list[float]]:
     import torch
 
     from chunkweave import Engine
-    from chunkweave_lab.datasets import bundled_examples
+    from chunkweave.calibration.questions import bundled_examples
     from chunkweave_lab.ttft import TtftConfig, make_workload, measure
 
     torch.set_num_threads(1)

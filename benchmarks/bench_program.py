@@ -11,7 +11,8 @@ from docs_tables import update_page
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, write_json
 
 _PLACES = ("out", "update_docs")
 

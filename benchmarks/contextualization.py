@@ -35,7 +35,11 @@ from docs_tables import markdown_table
 from oracles import arguments_of, opened, settings_of
 from scipy.stats import spearmanr
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.fidelity import Task, prepare
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import mean_interval
+from chunkweave.cli.console import progress, write_json
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.models.base import LayerwiseModel
@@ -47,10 +51,6 @@ from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
 from chunkweave_lab.deviation import kv_deviation, question_attention
-from chunkweave_lab.fidelity import Task, prepare
-from chunkweave_lab.results import BenchmarkResult, write_json
-from chunkweave_lab.scores import mean_interval
-from chunkweave_lab.warming import Warmth
 
 GROUPS = ("scores", "growing")
 SCORES = ("CCI", "1 - beta", "gamma", "1 - beta'", "CCI (1 - beta')")

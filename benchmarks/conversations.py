@@ -33,12 +33,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import mean_interval
+from chunkweave.cli.console import check_writable, write_json
 from chunkweave.config import ConversationConfig, SamplingParams
 from chunkweave.conversation.answer import Answer
 from chunkweave.engine.engine import Engine
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
-from chunkweave_lab.scores import best_scores, mean_interval
+from chunkweave_lab.summaries import best_scores
 from chunkweave_lab.worlds.questions import sample_request
 from chunkweave_lab.worlds.records import QuestionKind, Request, Split, World
 from chunkweave_lab.worlds.world import generate_world

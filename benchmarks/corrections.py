@@ -21,6 +21,7 @@ from docs_tables import markdown_table
 from oracles import CALIBRATED, Bench, Judged, Measure, arguments_of, at_budget, calibrated, left_cells, opened, show
 from torch.nn import functional
 
+from chunkweave.calibration.fidelity import Task
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.kv.request_cache import RequestCache
@@ -30,7 +31,6 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave_lab.deviation import reused_positions
-from chunkweave_lab.fidelity import Task
 
 GROUPS = ("scores", "maps")
 WAYS = ("alone", "neutral")

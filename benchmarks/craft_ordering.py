@@ -33,13 +33,13 @@ from docs_tables import command_block, markdown_table
 from recurring_requests import dataset_requests, zipf_worlds
 from rich.console import Console
 
+from chunkweave.calibration.questions import Example
 from chunkweave.cli.console import progress
 from chunkweave.config import ReuseConfig
 from chunkweave.models.loading import load_folder, load_shape
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
 from chunkweave_lab.chunk_order import ORACLE, ReplayConfig, overlap_of, replay, saving_bound
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.simulator.trace import Arrival, Part, poisson_times
 from chunkweave_lab.simulator.workloads import QUESTION_TOKENS, Corpus, bundled_token_count, draw_requests
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.summaries import mean_interval
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.loading import LoadedModel
 from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.scores import best_scores, mean_interval
+from chunkweave_lab.summaries import best_scores
 
 FULL = "full"
 

@@ -37,10 +37,11 @@ from server_load_client import FAILURES, RefusedError, events
 from server_process import resident_bytes, serving
 from world_corpus import make_corpus
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import percentile
+from chunkweave.cli.console import write_json
 from chunkweave.errors import ChunkweaveError
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, write_json
-from chunkweave_lab.summaries import percentile
 
 PARTS = 10
 """Of the day, a row each."""

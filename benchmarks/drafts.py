@@ -31,13 +31,12 @@ from oracles import (
     show,
 )
 
+from chunkweave.calibration.fidelity import Task, decode_greedily
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.decoding import decode_greedily
 from chunkweave_lab.deviation import reused_positions
-from chunkweave_lab.fidelity import Task
 
 GROUPS = ("drafts",)
 WAYS = ("alone", "neutral")

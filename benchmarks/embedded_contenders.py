@@ -20,11 +20,11 @@ import torch
 from server_process import peak_rss_bytes, serving
 from sustained_engines import FULL, TOP, FirstToken
 
+from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import StoreConfig
 from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
 from chunkweave_server.vllm_backend.process import SERVER
 
 TRANSFORMERS, LLAMA, LLAMA_SHIFTING, VLLM, OWN = "transformers", "llama.cpp", "llama.cpp:cache-reuse", "vllm", "own"

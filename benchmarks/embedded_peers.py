@@ -51,13 +51,13 @@ from peers import Model, environment, without_folder
 from peers_workload import Asked, Corpus, shuffled
 from rich.console import Console
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.errors import ChunkweaveError
 from chunkweave.prompt.parts import Prompt
 from chunkweave.settings import GIB
-from chunkweave_lab.contenders import make_contenders
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 PEERS = (TRANSFORMERS, LLAMA, f"{LLAMA}:cache-reuse", VLLM)
 CONTENDERS = (

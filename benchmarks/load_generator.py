@@ -13,8 +13,8 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from chunkweave.calibration.summaries import percentile
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave_lab.summaries import percentile
 
 Ask = Callable[[int], AsyncIterator[int]]
 """Makes request number n (from 0) and yields the number of new tokens whenever some have come."""

@@ -30,7 +30,14 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.fidelity import Task, decode_greedily, divergence, log_probabilities, make_tasks
+from chunkweave.calibration.prompts import Warmth, prefill_and_store
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.results import BenchmarkResult, QuestionLog
+from chunkweave.calibration.summaries import mean_interval, ratio_interval
+from chunkweave.cli.calibrate import PromptOptions
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
@@ -45,15 +52,9 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import segment_id
 from chunkweave.types import Chunk, Geometry
-from chunkweave_lab.cli.fidelity import PromptOptions, measured_with
-from chunkweave_lab.contenders import make_contenders
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.decoding import decode_greedily
+from chunkweave_lab.cli.fidelity import measured_with
 from chunkweave_lab.deviation import kv_deviation, question_attention, reused_positions
-from chunkweave_lab.fidelity import FidelityConfig, Task, divergence, log_probabilities, make_tasks
-from chunkweave_lab.results import BenchmarkResult, QuestionLog, check_writable, write_json
-from chunkweave_lab.scores import mean_interval, ratio_interval
-from chunkweave_lab.warming import Warmth, prefill_and_store
+from chunkweave_lab.fidelity import FidelityConfig
 
 WAYS = ("alone", "instruction", "neutral")
 BUDGETS = (0.05, 0.15)

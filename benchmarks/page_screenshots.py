@@ -15,7 +15,7 @@ from random import Random
 import httpx
 from playwright.sync_api import Page, expect, sync_playwright
 
-from chunkweave_lab.dataset_formats import Example
+from chunkweave.calibration.questions import Example
 from chunkweave_lab.datasets import load_dataset
 
 REQUESTS, AT_ONCE, PASSAGES = 30, 4, 6

@@ -52,7 +52,10 @@ from rich.console import Console
 from server_load_client import FAILURES, RefusedError, events
 from server_process import peak_rss_bytes, serving
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.contenders import make_contenders, value_of
+from chunkweave.calibration.results import BenchmarkResult, commit
+from chunkweave.calibration.summaries import percentile
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.planning.method import parameter_of
 from chunkweave.prompt.builder import PromptBuilder
@@ -61,10 +64,7 @@ from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.settings import GIB
 from chunkweave.vllm.report_socket import VARIABLE
-from chunkweave_lab.contenders import make_contenders, value_of
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, commit, write_json
-from chunkweave_lab.summaries import percentile
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
 from chunkweave_server.vllm_backend.process import CONNECTOR, SERVER
 from chunkweave_server.vllm_backend.reports import ReportInbox, tokens_by_source

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import UsageError
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
-from chunkweave_lab.datasets import Example
 
 COLD, WARM, SHUFFLED, CONVERSATIONS = WORKLOADS = ("cold", "warm", "shuffled", "conversations")
 _WARM_UP = 2

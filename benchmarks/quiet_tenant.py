@@ -45,9 +45,10 @@ from server_load_client import FAILURES, Asker, RefusedError, events
 from server_process import api_keys, serving
 from tenant_timing import SENTENCES, text_of
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import percentile
+from chunkweave.cli.console import check_writable, to_json, write_json
 from chunkweave.errors import UsageError
-from chunkweave_lab.results import BenchmarkResult, check_writable, to_json, write_json
-from chunkweave_lab.summaries import percentile
 
 MOST = {"ttft": 2.2, "total": 2.5}
 """How many times as long as alone the p99 of the first token, and of the whole answer, may take."""

@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
 
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import write_json
 from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 from chunkweave.settings import GIB
-from chunkweave_lab.results import BenchmarkResult, write_json
 from chunkweave_lab.simulator.trace import Arrival, Trace, build_trace
 from chunkweave_lab.simulator.workloads import SourceConfig, open_source
 

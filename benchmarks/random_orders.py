@@ -18,15 +18,22 @@ from typing import Any
 
 import torch
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.fidelity import (
+    Task,
+    answer_text,
+    decode_greedily,
+    log_probabilities,
+    make_tasks,
+    negative_log_likelihood,
+)
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.calibration.summaries import f1, mean_interval, rouge_l
+from chunkweave.cli.calibrate import PromptOptions
+from chunkweave.cli.console import check_writable, progress, write_json
 from chunkweave.engine.engine import Engine
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt
-from chunkweave_lab.cli.fidelity import PromptOptions
-from chunkweave_lab.decoding import answer_text, decode_greedily
-from chunkweave_lab.fidelity import FidelityConfig, Task, log_probabilities, make_tasks, negative_log_likelihood
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
-from chunkweave_lab.scores import f1, mean_interval, rouge_l
+from chunkweave_lab.fidelity import FidelityConfig
 
 MEASURES = ("nll", "f1", "rouge_l")
 """Of the first right answer, of the free answer, and of that against the answer in the given order."""

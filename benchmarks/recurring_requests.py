@@ -3,7 +3,7 @@
 from pathlib import Path
 from random import Random
 
-from chunkweave_lab.dataset_formats import Example
+from chunkweave.calibration.questions import Example
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.workloads import recurring
 from chunkweave_lab.worlds.world import world_requests

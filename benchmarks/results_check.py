@@ -31,8 +31,9 @@ from computations import computation_problems, note_change
 from docs_figures import Claims, FigureError, read_claims, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
+from chunkweave.calibration.results import commit, machine
+from chunkweave.cli.console import to_json
 from chunkweave.errors import DocumentError
-from chunkweave_lab.results import commit, machine, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("command", "commit", "machine")

@@ -67,15 +67,9 @@ from server_load_workload import (
 )
 from server_process import serving
 
+from chunkweave.calibration.results import BenchmarkResult, commit, refuse_other_settings
+from chunkweave.cli.console import check_writable, to_json, write_json
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave_lab.results import (
-    BenchmarkResult,
-    check_writable,
-    commit,
-    refuse_other_settings,
-    to_json,
-    write_json,
-)
 
 METHODS = ["full", "prefix", "cacheblend", "cachecraft"]
 ORDERS = ["fixed", "free"]

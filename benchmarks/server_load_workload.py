@@ -15,14 +15,13 @@ from load_generator import poisson_arrivals
 from recurring_requests import world_questions
 from world_corpus import make_corpus
 
+from chunkweave.calibration.questions import Example, bundled_corpus, digest_of
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import digest_of, load_dataset
+from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.workloads import recurring
-from chunkweave_lab.worlds.world import bundled_corpus
 
 CORPUS = "load"
 """The name of the server's corpus that a data set's passages are in."""

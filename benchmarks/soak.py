@@ -21,8 +21,9 @@ from server_process import resident_bytes
 from server_thread import ServerThread
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import to_json, write_json
 from chunkweave.testing import toy_model
-from chunkweave_lab.results import BenchmarkResult, to_json, write_json
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from chunkweave.calibration.results import peak_rss_bytes
 from chunkweave.retrieval.faiss_indexes import FaissIndex
 from chunkweave.retrieval.indexes import SearchStage, timed_stages
-from chunkweave_lab.results import peak_rss_bytes
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from chunkweave.calibration.questions import bundled_corpus
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled
@@ -36,7 +37,6 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind
 from chunkweave.settings import GIB
 from chunkweave.types import Chunk
-from chunkweave_lab.worlds.world import bundled_corpus
 
 REFERENCE = "prefix"
 

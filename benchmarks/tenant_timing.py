@@ -29,9 +29,9 @@ from docs_tables import markdown_table
 from scipy.stats import ks_2samp
 from server_process import api_keys, serving
 
-from chunkweave.cli.console import progress
+from chunkweave.calibration.results import BenchmarkResult
+from chunkweave.cli.console import check_writable, progress, to_json, write_json
 from chunkweave.errors import ChunkweaveError
-from chunkweave_lab.results import BenchmarkResult, check_writable, to_json, write_json
 
 WARM_UP = 6
 LEAST_P = 0.01

@@ -36,6 +36,8 @@ from docs_tables import command_block, markdown_table
 from recurring_requests import zipf_worlds
 from rich.console import Console
 
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.summaries import f1, mean_interval
 from chunkweave.cli.console import progress
 from chunkweave.models.loading import shape_config
 from chunkweave.ordering.arrangement import Arranger
@@ -45,8 +47,6 @@ from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.prompt.template import template_for
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.settings import GIB
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.scores import f1, mean_interval
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
 from chunkweave_server.vllm_backend.process import VllmFlags
 

@@ -36,8 +36,8 @@ from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 
+from chunkweave.calibration.summaries import median_interval
 from chunkweave.cli.console import progress
-from chunkweave_lab.scores import median_interval
 from chunkweave_server.vllm_backend.process import VllmFlags
 
 BURST = 8

@@ -33,6 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave import Engine
+from chunkweave.calibration.questions import bundled_examples
 from chunkweave.config import AttentionKernel, Weights
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache, keep_freed_memory
@@ -42,7 +43,6 @@ from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.datasets import bundled_examples
 from chunkweave_lab.ttft import (
     HF_REFERENCE,
     REFERENCE,

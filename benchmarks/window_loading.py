@@ -19,6 +19,7 @@ from bench_program import parse, settings, write
 from docs_tables import command_block, markdown_table
 from rich.console import Console
 
+from chunkweave.calibration.prompts import alone_prompts
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
@@ -28,7 +29,7 @@ from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier
-from chunkweave_lab.datasets import alone_prompts, load_dataset
+from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.ttft import TtftConfig, make_workload
 
 REUSE = "full-reuse"

@@ -6,11 +6,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from chunkweave.calibration.questions import PASSAGES_FILE, QUESTIONS_FILE, Corpus, Example
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.worlds.questions import sample_request
 from chunkweave_lab.worlds.records import QuestionKind, Split
-from chunkweave_lab.worlds.world import PASSAGES_FILE, QUESTIONS_FILE, Corpus, generate_world
+from chunkweave_lab.worlds.world import generate_world
 
 _CHUNKS = 6
 _KINDS = (

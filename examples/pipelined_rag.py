@@ -6,7 +6,7 @@ Run: python examples/pipelined_rag.py
 import asyncio
 
 from chunkweave import AsyncEngine, AsyncRagPipeline, Corpus, CorpusDocument, Engine, SamplingParams
-from chunkweave_lab.worlds.world import bundled_corpus
+from chunkweave.calibration.questions import bundled_corpus
 
 
 async def main() -> None:

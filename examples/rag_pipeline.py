@@ -7,7 +7,7 @@ import sys
 from tempfile import mkdtemp
 
 from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline, SamplingParams
-from chunkweave_lab.worlds.world import bundled_corpus
+from chunkweave.calibration.questions import bundled_corpus
 
 folder = sys.argv[1] if len(sys.argv) > 1 else mkdtemp()
 engine = Engine.load("reader")

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # a bare m
 
 import torch
 
+from chunkweave.calibration.results import commit, machine, versions
 from chunkweave.config import ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import SegmentSource
@@ -26,7 +27,6 @@ from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave_lab.results import commit, machine, versions
 
 FINGERPRINT = "gpu-benchmark"
 _ROOM = 1 << 40

@@ -26,7 +26,7 @@ from bench_setup import (
 )
 
 from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig
-from chunkweave.engine.profiling import kv_bytes_per_token
+from chunkweave.engine.profiling import drop_page_cache, kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
@@ -35,7 +35,6 @@ from chunkweave.prompt.parts import Prompt
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
-from chunkweave_lab.results import drop_page_cache
 
 CHUNK_TOKENS = 512
 

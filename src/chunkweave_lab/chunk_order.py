@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.ordering.arrangement import AccessTable
 from chunkweave.ordering.ordering import Unordered, make_ordering
@@ -16,7 +17,6 @@ from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.prefix_trie import KnowledgeTree, PrefixTrie
 from chunkweave.types import ChunkId
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.trace import Arrival, Part, PathRecords, key_of, read_trace
 from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier

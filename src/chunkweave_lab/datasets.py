@@ -1,37 +1,90 @@
-"""Questions with their passages: data sets from files, the bundled one, and prompts of a given size out of them."""
+"""Data sets: generated worlds, and files in the formats in which they are published."""
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import as_file, files
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
+from chunkweave.calibration.questions import (
+    Example,
+    chunk_of,
+    json_lines,
+    own_format,
+    read_entry,
+    read_text,
+    some,
+    text_of,
+    texts_of,
+)
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.prompt.builder import PromptBuilder
-from chunkweave.prompt.documents import read_documents
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.retrieval.embedders import HashedNgramEmbedder
-from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import PASSAGES, Example, Reader, musique, own_format, reader_of, text_of, texts_of
+from chunkweave_lab.worlds.records import QuestionKind
+from chunkweave_lab.worlds.world import world_examples
 
-_Read = TypeVar("_Read")
+WORLDS = "worlds"
+"""The data set that is generated instead of read."""
 
-SQUAD_CHUNKS = PASSAGES
-"""Passages given to a SQuAD question: its own paragraph and others."""
+PASSAGES = 10
+"""Passages of a question whose data set has more or leaves the number open: as many as MuSiQue's prepared sets have."""
+
+SUMMARIZE = "Write a summary of all the passages."
+SUMMARIZE_DIALOGUE = "Summarize the dialogue in a sentence or two."
 
 
-def load_dataset(path: Path, *, squad_chunks: int = SQUAD_CHUNKS, seed: int = 0) -> list[Example]:
+Entry = Mapping[str, Any]
+Reader = Callable[[Entry], Example]
+
+
+def read_dataset(name: Path, *, count: int, chunks: int, seed: int) -> list[Example]:
+    """The questions of a data set, as the command line names it: those of a file, or `count` of `worlds`.
+
+    `chunks` passages come with a generated question and with one of SQuAD.
+
+    Raises:
+        DocumentError: the file cannot be read, or holds no question that is known.
+        UsageError: no such question can be generated.
+    """
+    if name == Path(WORLDS) and not name.exists():
+        return generated_examples(count, chunks, seed=seed)
+    return load_dataset(name, squad_chunks=chunks, seed=seed)
+
+
+def generated_examples(
+    count: int, chunks: int, *, seed: int, kinds: tuple[str, ...] = (), worlds: int = 0
+) -> list[Example]:
+    """Questions of the data set `worlds`.
+
+    Raises:
+        UsageError: there is no such kind, or none over so many passages.
+    """
+    known = {str(kind): kind for kind in QuestionKind}
+    refuse_unknown(kinds, known)
+    wanted = tuple(known[kind] for kind in kinds)
+    try:
+        return world_examples(count, chunks, seed=seed, kinds=wanted, worlds=worlds)
+    except ValueError as error:
+        raise UsageError(f"no such questions over {chunks} passages: {error}") from error
+
+
+def refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
+    """Find out whether all kinds of question exist.
+
+    Raises:
+        UsageError: one does not.
+    """
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UsageError(f"unknown kind of question {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
+
+
+def load_dataset(path: Path, *, squad_chunks: int = PASSAGES, seed: int = 0) -> list[Example]:
     """Read a data set, JSON or JSON lines; the format is found by looking at each entry's fields.
 
     - SQuAD 1.1 JSON: `{data: [{title, paragraphs: [{context, qas}]}]}`; a question's chunks are its paragraph and
       `squad_chunks - 1` others, drawn and shuffled with `seed`.
-    - Lists or lines of entries as `chunkweave_lab.dataset_formats` describes them: MuSiQue, HotpotQA, 2WikiMQA,
+    - Lists or lines of entries in a format of `_READERS`: MuSiQue, HotpotQA, 2WikiMQA,
       Natural Questions and TriviaQA with passages, SAMSum, Multi-News, LongBench, MTRAG; or our own `{question, chunks,
       answers}`.
 
@@ -47,20 +100,6 @@ def load_dataset(path: Path, *, squad_chunks: int = SQUAD_CHUNKS, seed: int = 0)
     if not examples:
         raise DocumentError(f"{path} holds no question")
     return examples
-
-
-def read_text(path: Path, kind: str) -> str:
-    """A UTF-8 file as text.
-
-    Raises:
-        DocumentError: it cannot be read; the message names it as a `kind`.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
-    except OSError as error:
-        raise DocumentError(f"cannot read the {kind} {path}: {error.strerror or error}") from error
 
 
 def _json(path: Path, text: str, squad_chunks: int, seed: int) -> list[Example]:
@@ -85,39 +124,6 @@ def _jsonl(path: Path, text: str) -> Iterator[Example]:
 
 def _example(where: str, data: object, otherwise: Reader) -> Example:
     return read_entry(where, data, lambda entry: reader_of(entry, otherwise)(entry))
-
-
-def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """The values of JSON lines, each with its place for error messages: `FILE:LINE`. Blank lines are left out.
-
-    Raises:
-        DocumentError: a line is not JSON.
-    """
-    # Not splitlines(): JSON strings may hold line separators such as U+2028 as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DocumentError(f"{path}:{number}: not JSON: {error.msg}") from error
-        yield f"{path}:{number}", data
-
-
-def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]) -> _Read:
-    """One entry through its format's reader.
-
-    Raises:
-        DocumentError: it is no object, or the reader refuses it; the message begins with `where`.
-    """
-    if not isinstance(data, dict):
-        raise DocumentError(f"{where}: not an object but {type(data).__name__}")
-    try:
-        return read(data)
-    except KeyError as error:
-        raise DocumentError(f"{where}: no {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DocumentError(f"{where}: {error}") from error
 
 
 def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> list[Example]:
@@ -157,180 +163,108 @@ def _list(where: str, data: object, key: str) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class BundledQuestion:
-    """A question over the bundled documents, the answers that count as right, the documents that hold them."""
-
-    text: str
-    answers: tuple[str, ...]
-    sources: tuple[str, ...]
+def reader_of(entry: Entry, otherwise: Reader) -> Reader:
+    """The reader of an entry's format, by the fields that it has; `otherwise` if that is none of these."""
+    return next((read for fields, read in _READERS if fields <= entry.keys()), otherwise)
 
 
-HARBOUR, VALLEY = "documents", "valley"
-"""Folders of bundled documents: long ones whose questions take two, and short ones for the demo's small model."""
+def musique(entry: Entry) -> Example:
+    """`{question, answers, ctxs: [{title, text}]}`, as CacheBlend's authors prepared MuSiQue, 2WikiMQA and SAMSum."""
+    return Example(text_of(entry["question"], "question"), _passages(entry["ctxs"]), texts_of(entry["answers"]))
 
 
-def bundled_documents(which: str = HARBOUR) -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
-    """(name, text) of every bundled document of a folder, and the questions about them."""
-    with as_file(files("chunkweave") / "assets" / which) as folder:
-        documents = [(document.name, document.text) for document in read_documents([folder])]
-        entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-    questions = [
-        BundledQuestion(entry["question"], tuple(entry["answers"]), tuple(entry["sources"])) for entry in entries
+def multi_hop(entry: Entry) -> Example:
+    """HotpotQA and 2WikiMQA: `{question, answer, type, context: [[title, [sentence]]], supporting_facts}`.
+
+    As Hugging Face has them, `context` is `{title: [...], sentences: [[...]]}`.
+    """
+    context = entry["context"]
+    pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+    passages = [{"title": title, "text": " ".join(map(str.strip, sentences))} for title, sentences in pairs]
+    answers = (text_of(entry["answer"], "answer"),)
+    return Example(text_of(entry["question"], "question"), _passages(passages), answers, str(entry.get("type") or ""))
+
+
+def retrieved(entry: Entry) -> Example:
+    """Natural Questions and TriviaQA with passages of Wikipedia, as dense passage retrieval was trained with.
+
+    `{question, answers, positive_ctxs, hard_negative_ctxs, negative_ctxs}`: a passage that answers among others that
+    do not, the hard ones first, in an order that depends on the question alone.
+    """
+    question = text_of(entry["question"], "question")
+    right, wrong = entry["positive_ctxs"], [*entry.get("hard_negative_ctxs", ()), *entry.get("negative_ctxs", ())]
+    passages = [*right[:1], *wrong][:PASSAGES]
+    Random(question).shuffle(passages)
+    return Example(question, _passages(passages), texts_of(entry["answers"]))
+
+
+def dialogue(entry: Entry) -> Example:
+    """SAMSum: `{id, dialogue, summary}`."""
+    return Example(SUMMARIZE_DIALOGUE, (chunk_of(entry["dialogue"], str(entry.get("id") or ""), 0),), _one(entry))
+
+
+def articles(entry: Entry) -> Example:
+    """Multi-News: `{document, summary}`, the articles separated by `|||||`."""
+    texts = [text.strip() for text in text_of(entry["document"], "document").split("|||||")]
+    return Example(SUMMARIZE, some(_numbered(filter(None, texts))), _one(entry))
+
+
+def long_bench(entry: Entry) -> Example:
+    """LongBench: `{input, context, answers, dataset}`, the passages of a context begin with `Passage N:`.
+
+    A context without any is one chunk. Where there is no input, a summary is asked for.
+    """
+    texts = [text.strip() for text in _PASSAGE.split(text_of(entry["context"], "context"))]
+    question = str(entry["input"]).strip() or SUMMARIZE
+    kind = str(entry.get("dataset") or "")
+    return Example(question, some(_numbered(filter(None, texts))), texts_of(entry["answers"]), kind)
+
+
+def conversation(entry: Entry) -> Example:
+    """MTRAG's tasks: `{input: [{speaker, text}], contexts: [{document_id, text}], targets: [{text}]}`.
+
+    The question is the last one; what was said before is left out.
+    """
+    asked = [text_of(turn["text"], "question") for turn in entry["input"] if turn["speaker"] == "user"]
+    if not asked:
+        raise ValueError("nobody asks")
+    chunks = [
+        chunk_of(one["text"], str(one.get("document_id") or ""), place) for place, one in enumerate(entry["contexts"])
     ]
-    return documents, questions
+    return Example(asked[-1], some(tuple(chunks)), texts_of([one["text"] for one in entry["targets"]]))
 
 
-def bundled_examples(count: int, *, seed: int = 0, which: str = HARBOUR) -> list[Example]:
-    """A folder's questions in turn, each over all its documents in an order of its own, until there are `count`."""
-    documents, questions = bundled_documents(which)
-    chunks = [Chunk(text, name) for name, text in documents]
-    rng = Random(seed)
-    chosen = [questions[i % len(questions)] for i in range(count)]
-    return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in chosen]
+_PASSAGE = re.compile(r"(?m)^Passage \d+:\n")
+
+_READERS: tuple[tuple[set[str], Reader], ...] = (
+    ({"ctxs"}, musique),
+    ({"positive_ctxs"}, retrieved),
+    ({"context", "supporting_facts"}, multi_hop),
+    ({"context", "input"}, long_bench),
+    ({"contexts", "targets"}, conversation),
+    ({"dialogue", "summary"}, dialogue),
+    ({"document", "summary"}, articles),
+    ({"chunks"}, own_format),
+)
 
 
-def digest_of(examples: Sequence[Example]) -> str:
-    """BLAKE2b-128 of the questions, their chunks and answers, in order: 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for example in examples:
-        for text in (example.question, *(chunk.text for chunk in example.chunks), *example.answers):
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+def _one(entry: Entry) -> tuple[str, ...]:
+    return (text_of(entry["summary"], "summary"),)
 
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_SENTENCE_WORDS = range(10, 41)
-"""Words of a sentence that is asked for: enough that its beginning tells which one is meant."""
-
-
-def document_examples(
-    chunks: Sequence[Chunk], *, chunks_each: int, count: int, seed: int, questions: Sequence[str] = ()
-) -> list[Example]:
-    """Questions over one's own documents, each with the chunks that are nearest to it, shuffled with `seed`.
-
-    Without `questions`, `count` sentences are drawn: the beginning of one is given, and how it goes on is the answer
-    that counts as right; its chunk is among those given. Nearest is by the bundled embedder (hashed n-grams).
-
-    Raises:
-        UsageError: there are too few chunks, or too few sentences of 10 to 40 words.
-    """
-    if len(chunks) < chunks_each:
-        raise UsageError(f"the documents make {len(chunks)} chunks, but {chunks_each} a prompt are asked for")
-    rng = Random(seed)
-    asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
-    asked += [] if questions else _sentences(chunks, count, rng)
-    embedder = HashedNgramEmbedder()
-    index = FlatIndex(embedder.dimension)
-    index.add(embedder.embed_documents([chunk.text for chunk in chunks]))
-    examples = []
-    for question, answer, own in asked:
-        near = [int(row) for row in index.search(embedder.embed_query(question), chunks_each).rows]
-        if own is not None and own not in near:
-            near[-1] = own
-        rng.shuffle(near)
-        answers = (answer,) if answer else ()
-        examples.append(Example(question, tuple(chunks[row] for row in near), answers))
-    return examples
-
-
-def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
-    """For each sentence of 10 to 40 words a question that gives its first half, and the second half."""
-    for sentence in _SENTENCE_END.split(text):
-        words = sentence.split()
-        if len(words) in _SENTENCE_WORDS:
-            half = len(words) // 2
-            beginning = " ".join(words[:half])
-            yield f'How does this sentence of the passages go on: "{beginning} ..."', " ".join(words[half:])
-
-
-def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
-    """`count` questions for sentences, the rest of each sentence, and the place of its chunk."""
-    whole = [(*asked, place) for place, chunk in enumerate(chunks) for asked in sentence_questions(chunk.text)]
-    if len(whole) < count:
-        raise UsageError(
-            f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are to be asked for; give more "
-            "documents, fewer questions, or questions of your own"
+def _passages(passages: Iterable[Entry]) -> tuple[Chunk, ...]:
+    """Chunks of `{title, text}`: a title is the first line and the source."""
+    return some(
+        tuple(
+            chunk_of(_titled(str(one.get("title") or ""), one["text"]), str(one.get("title") or ""), place)
+            for place, one in enumerate(passages)
         )
-    yield from rng.sample(whole, count)
+    )
 
 
-class PromptMaker:
-    """Builds the prompts of a benchmark over one data set.
-
-    A passage becomes the same chunk in every question that has it: its tokens, then those of the passages that
-    follow it in the data set while it is short, cut at `chunk_tokens`. `chunk_tokens=0` leaves passages as they are.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        builder: PromptBuilder,
-        fingerprint: str,
-        *,
-        chunks: int,
-        chunk_tokens: int,
-        instruction: str | None = None,
-    ) -> None:
-        """Take over a data set; `instruction=None` is the template's own.
-
-        Raises:
-            UsageError: `chunks` or `chunk_tokens` is negative, or the data set has fewer distinct passages than
-                `chunks`.
-        """
-        if chunks < 1 or chunk_tokens < 0:
-            raise UsageError(f"chunks must be at least 1 and chunk_tokens not negative: {chunks}, {chunk_tokens}")
-        self._builder = builder
-        self._fingerprint = fingerprint
-        self._chunks = chunks
-        self._chunk_tokens = chunk_tokens
-        self._instruction = instruction
-        self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
-        self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
-        if len(self._passages) < chunks:
-            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
-
-    def prompt(self, example: Example) -> Prompt:
-        """START, SYSTEM, the configured number of chunks, QUESTION.
-
-        The example's own passages come first; where it has too few, those that follow in the data set.
-
-        Raises:
-            UsageError: the data set's text is shorter than one chunk.
-        """
-        parts = list(self._builder.build(example.question, system=self._instruction).parts)
-        question = parts.pop()
-        return Prompt((*parts, *(self._chunk_part(chunk) for chunk in self._chosen(example)), question))
-
-    def _chosen(self, example: Example) -> list[Chunk]:
-        own = {chunk.text: chunk for chunk in example.chunks}
-        others = (chunk for chunk in self._from(example.chunks[-1]) if chunk.text not in own)
-        return list(islice(chain(own.values(), others), self._chunks))
-
-    def _chunk_part(self, chunk: Chunk) -> PromptPart:
-        if not self._chunk_tokens:
-            return self._builder.chunk_part(chunk)
-        token_ids: list[int] = []
-        for passage in self._from(chunk):
-            token_ids += self._builder.chunk_part(passage).token_ids
-            if len(token_ids) >= self._chunk_tokens:
-                cut = tuple(token_ids[: self._chunk_tokens])
-                return PromptPart(PartKind.CHUNK, cut, chunk_id(self._fingerprint, "", cut), chunk.source)
-        raise UsageError(f"the data set has {len(token_ids)} tokens of text, less than a chunk of {self._chunk_tokens}")
-
-    def _from(self, chunk: Chunk) -> list[Chunk]:
-        """All passages once, beginning with `chunk`, around the end of the data set."""
-        place = self._places[chunk.text]
-        return self._passages[place:] + self._passages[:place]
+def _numbered(texts: Iterable[str]) -> tuple[Chunk, ...]:
+    return tuple(chunk_of(text, "", place) for place, text in enumerate(texts))
 
 
-def alone_prompts(prompt: Prompt, *, behind_instruction: bool = False) -> list[Prompt]:
-    """For each stored part of `prompt` the prompt that computes it alone: after START, with nothing before it.
-
-    With `behind_instruction` a chunk comes after START and SYSTEM.
-    """
-    start = tuple(part for part in prompt.parts if part.kind is PartKind.START)
-    stored = {part.id: part for part in prompt.parts if part.id is not None}
-    system = [part for part in stored.values() if part.kind is PartKind.SYSTEM] if behind_instruction else []
-    return [Prompt((*start, *(() if part in system else system), part)) for part in stored.values()]
+def _titled(title: str, text: object) -> object:
+    return f"{title}\n{text}" if title and isinstance(text, str) else text

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from chunkweave.engine.engine import Engine
+from chunkweave.calibration.fidelity import FULL_REUSE, REFERENCE
+from chunkweave.calibration.prompts import Warmth, company_of
+from chunkweave.calibration.summaries import mean_interval, ratio_interval
+from chunkweave.engine.engine import Engine, Progress
 from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError, install_extra
 from chunkweave.models.attention import attend_masked, attention_weights, capped, seen_keys
@@ -19,10 +22,6 @@ from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.types import Span
-from chunkweave_lab.fidelity import FULL_REUSE, REFERENCE
-from chunkweave_lab.scores import mean_interval, ratio_interval
-from chunkweave_lab.ttft import Progress
-from chunkweave_lab.warming import Warmth, company_of
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3)
 """Shares of the reused tokens that are recomputed for Figure 6."""

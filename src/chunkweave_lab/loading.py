@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from chunkweave.calibration.prompts import alone_prompts
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.profiling import measure_throughput
+from chunkweave.engine.profiling import drop_page_cache, measure_throughput
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -29,8 +30,6 @@ from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import SegmentId
-from chunkweave_lab.datasets import alone_prompts
-from chunkweave_lab.results import drop_page_cache
 
 QUOTIENTS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MEMORY, PREFETCH = "memory", "layer-wise + prefetch"

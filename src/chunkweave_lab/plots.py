@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from chunkweave.calibration.summaries import FidelityRow
 from chunkweave.errors import UsageError, install_extra
-from chunkweave_lab.summaries import FidelityRow, QualityRow, TtftRow
+from chunkweave_lab.summaries import QualityRow, TtftRow
 
 
 def require_matplotlib() -> None:

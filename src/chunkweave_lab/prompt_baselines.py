@@ -21,6 +21,9 @@ from typing import Protocol
 
 import torch
 
+from chunkweave.calibration.contenders import label_of, value_of
+from chunkweave.calibration.fidelity import Decoded, answer_text, decode_greedily
+from chunkweave.calibration.summaries import normalize
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions
@@ -34,9 +37,7 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.records import segment_id
 from chunkweave.types import SegmentId
-from chunkweave_lab.contenders import PROMPT_BASELINES, label_of, value_of
-from chunkweave_lab.decoding import Decoded, answer_text, decode_greedily
-from chunkweave_lab.scores import normalize
+from chunkweave_lab.summaries import PROMPT_BASELINES
 from chunkweave_lab.worlds.records import NOT_STATED
 
 MAP_INSTRUCTION = (

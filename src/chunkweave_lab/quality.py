@@ -2,23 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.fidelity import answer_text, decode_greedily, measured_report
+from chunkweave.calibration.prompts import Warmth, company_of, prefill_and_store
+from chunkweave.calibration.questions import Example
 from chunkweave.config import ReuseConfig
-from chunkweave.conversation.report import Durations
-from chunkweave.engine.decode import make_report
-from chunkweave.engine.engine import Engine
+from chunkweave.engine.engine import Engine, Progress
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.decoding import answer_text, decode_greedily
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
-from chunkweave_lab.scores import best_scores
-from chunkweave_lab.summaries import QualitySample
-from chunkweave_lab.ttft import Progress
-from chunkweave_lab.warming import Warmth, company_of, prefill_and_store
+from chunkweave_lab.summaries import QualitySample, best_scores
 
 TOGETHER = 16
 """Most contenders whose caches of one question are held, and decoded, at the same time."""
@@ -28,8 +24,8 @@ TOGETHER = 16
 class QualityConfig:
     """Contenders are every method at every value of its parameter: ratios, alphas or none.
 
-    A method may carry settings after colons and a value of its own: see `eval.contenders`. Prompt baselines may be
-    among the methods.
+    A method may carry settings after colons and a value of its own: see `calibration.contenders`. Prompt baselines may
+    be among the methods.
     """
 
     methods: tuple[str, ...] = ("full", "prefix", "full-reuse", "cacheblend", "epic", "random")
@@ -60,16 +56,6 @@ class QualityConfig:
         return split_baselines(self.methods, self.ratios)[1]
 
 
-@dataclass(frozen=True, slots=True)
-class GreedyAnswer:
-    """One contender's answer to one question, and its report."""
-
-    question: int
-    contender: str
-    text: str
-    report: ReuseReport
-
-
 def measure_quality(
     engine: Engine,
     examples: Sequence[Example],
@@ -88,54 +74,20 @@ def measure_quality(
         UnknownMethodError: a method does not exist.
         PromptTooLongError: a question's prompt does not fit the model's context.
     """
-    wanted = config.contenders()
-    by_question = [{} if skip(index) else wanted for index in range(len(examples) - config.warm.queries)]
-    answers = answer_questions(
-        engine, examples, by_question, config.warm, config.max_new_tokens, progress, baselines=config.baselines()
-    )
-    for answer in answers:
-        example = examples[config.warm.queries + answer.question]
-        scores = best_scores(answer.text, example.answers)
-        yield QualitySample(answer.question, example.kind, answer.contender, answer.text, scores, answer.report)
-
-
-def answer_questions(
-    engine: Engine,
-    examples: Sequence[Example],
-    contenders: Sequence[Mapping[str, ReuseMethod]],
-    warm: Warmth,
-    max_new_tokens: int,
-    progress: Progress | None = None,
-    *,
-    baselines: Mapping[str, PromptBaseline] | None = None,
-) -> Iterator[GreedyAnswer]:
-    """Warm the store with the first examples, then answer each of the rest with its own contenders.
-
-    As `measure_quality`, without scores. `contenders` has one mapping a measured question; questions without any cost
-    nothing. All others have the `baselines` too, behind their contenders.
-
-    Raises:
-        PromptTooLongError: a question's prompt does not fit the model's context.
-    """
-    earlier, measured = examples[: warm.queries], examples[warm.queries :]
-    baselines = baselines or {}
+    contenders, baselines = config.contenders(), config.baselines()
+    earlier, measured = examples[: config.warm.queries], examples[config.warm.queries :]
     for example in earlier:
         prefill_and_store(engine, _prompt(engine, example))
         for baseline in baselines.values():
             baseline.warm(engine, _prompt(engine, example))
-    for index, (example, wanted) in enumerate(zip(measured, contenders, strict=True)):
-        if wanted:
+    for index, example in enumerate(measured):
+        if not skip(index):
+            company = [_prompt(engine, other) for other in company_of(measured, index)]
             prompt = _prompt(engine, example)
-            warm.prepare(engine, prompt, [_prompt(engine, other) for other in company_of(measured, index)])
-            labels = list(wanted)
-            for first in range(0, len(labels), TOGETHER):
-                some = {label: wanted[label] for label in labels[first : first + TOGETHER]}
-                yield from _answers(engine, index, prompt, some, max_new_tokens)
-            for label, baseline in baselines.items():
-                if not warm.queries:
-                    baseline.warm(engine, prompt)
-                answer = baseline.answer(engine, prompt, max_new_tokens)
-                yield GreedyAnswer(index, label, answer.text, answer.report)
+            config.warm.prepare(engine, prompt, company)
+            for label, text, report in _answers(engine, prompt, contenders, baselines, config):
+                scores = best_scores(text, example.answers)
+                yield QualitySample(index, example.kind, label, text, scores, report)
         if progress is not None:
             progress(index + 1, len(measured))
 
@@ -145,16 +97,27 @@ def _prompt(engine: Engine, example: Example) -> Prompt:
 
 
 def _answers(
-    engine: Engine, index: int, prompt: Prompt, contenders: Mapping[str, ReuseMethod], max_new_tokens: int
-) -> Iterator[GreedyAnswer]:
-    prefilled, times = [], []
-    room = min(max_new_tokens, engine.runner.room_for_new_tokens(prompt))
-    for method in contenders.values():
-        started = time.perf_counter()
-        prefilled.append(engine.runner.prefill(prompt, method, new_tokens=room, capture=False))
-        times.append(time.perf_counter() - started)
-    texts = [answer_text(engine, one.token_ids) for one in decode_greedily(engine, prefilled, room)]
-    geometry = engine.loaded.model.geometry
-    for label, one, ttft_s, text in zip(contenders, prefilled, times, texts, strict=True):
-        report = make_report(one, geometry, Durations(ttft_s, 0.0, 0.0), 0)
-        yield GreedyAnswer(index, label, text, replace(report, chunks=()))
+    engine: Engine,
+    prompt: Prompt,
+    contenders: Mapping[str, ReuseMethod],
+    baselines: Mapping[str, PromptBaseline],
+    config: QualityConfig,
+) -> Iterator[tuple[str, str, ReuseReport]]:
+    """Each contender's row, answer and report, `TOGETHER` decoded at a time, then each baseline's."""
+    labels = list(contenders)
+    room = min(config.max_new_tokens, engine.runner.room_for_new_tokens(prompt))
+    for first in range(0, len(labels), TOGETHER):
+        some = labels[first : first + TOGETHER]
+        prefilled, times = [], []
+        for label in some:
+            started = time.perf_counter()
+            prefilled.append(engine.runner.prefill(prompt, contenders[label], new_tokens=room, capture=False))
+            times.append(time.perf_counter() - started)
+        texts = [answer_text(engine, one.token_ids) for one in decode_greedily(engine, prefilled, room)]
+        for label, one, ttft_s, text in zip(some, prefilled, times, texts, strict=True):
+            yield label, text, measured_report(engine, one, ttft_s)
+    for label, baseline in baselines.items():
+        if not config.warm.queries:
+            baseline.warm(engine, prompt)
+        answer = baseline.answer(engine, prompt, config.max_new_tokens)
+        yield label, answer.text, answer.report

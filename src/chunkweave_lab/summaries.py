@@ -1,20 +1,50 @@
-"""What the samples of benchmarks say: one row a contender. Imports no torch."""
+"""How right answers are, and what the samples of benchmarks say: one row a contender. Imports no torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from chunkweave.calibration.summaries import f1, mean_interval, normalize, percentile, rouge_l
 from chunkweave.metrics import ReuseReport
-from chunkweave_lab.contenders import PROMPT_BASELINES
-from chunkweave_lab.scores import Interval, has_rouge, mean_interval, median_interval, ratio_interval, rouge_l
+
+PROMPT_BASELINES = ("map-reduce", "map-rerank", "compress")
+"""Contenders that change the prompt and reuse no KV of chunks: `prompt_baselines` makes them."""
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
 """Kinds of question whose answer takes more than one passage."""
 
 NOT_WORSE = -0.02
-"""A contender is "not worse" if the paired interval of its F1 minus full's ends above this (DESIGN §8)."""
+"""A contender is "not worse" if the paired interval of its F1 minus full's ends above this."""
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 if both are the same after normalization, else 0."""
+    return float(normalize(prediction) == normalize(answer))
+
+
+def jaccard(prediction: str, answer: str) -> float:
+    """Words in both over words in either, as sets.
+
+    >>> jaccard("old harbour", "harbour bell")
+    0.3333333333333333
+    """
+    predicted, wanted = set(normalize(prediction).split()), set(normalize(answer).split())
+    return len(predicted & wanted) / len(predicted | wanted) if predicted | wanted else 1.0
+
+
+SCORES: dict[str, Callable[[str, str], float]] = {
+    "f1": f1,
+    "exact_match": exact_match,
+    "rouge_l": rouge_l,
+    "jaccard": jaccard,
+}
+
+
+def best_scores(prediction: str, answers: Sequence[str]) -> dict[str, float]:
+    """Every score of `prediction` against the answer that it is best for; `answers` is not empty."""
+    return {name: max(score(prediction, answer) for answer in answers) for name, score in SCORES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +127,7 @@ def _quality_row(
     ends: tuple[float | None, float | None],
 ) -> QualityRow:
     samples = list(own.values())
-    f1 = mean_interval([sample.scores["f1"] for sample in samples])
+    own_f1 = mean_interval([sample.scores["f1"] for sample in samples])
     lead = mean_interval([own[q].scores["f1"] - full[q].scores["f1"] for q in own if q in full])
     crossing = crossing_f1(samples)
     by_kind: dict[str, list[float]] = defaultdict(list)
@@ -106,9 +136,9 @@ def _quality_row(
     return QualityRow(
         method=name,
         questions=len(samples),
-        f1=f1.mean,
-        f1_low=f1.low,
-        f1_high=f1.high,
+        f1=own_f1.mean,
+        f1_low=own_f1.low,
+        f1_high=own_f1.high,
         exact_match=fmean(sample.scores["exact_match"] for sample in samples),
         rouge_l=fmean(sample.scores["rouge_l"] for sample in samples),
         rouge_l_of_full=fmean(rouge_l(own[q].text, full[q].text) for q in own if q in full),
@@ -205,19 +235,6 @@ def summarize(samples: Sequence[TtftSample], *, reference: str = "full") -> list
     return rows
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of all values lie, linear between neighbours.
-
-    >>> percentile([4.0, 1.0, 2.0], 0.25)
-    1.5
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def _ttft_row(method: str, samples: Sequence[TtftSample], full: dict[int, TtftSample]) -> TtftRow:
     times = [sample.ttft_s for sample in samples]
     ratios = [full[sample.question].ttft_s / sample.ttft_s for sample in samples]
@@ -246,167 +263,3 @@ def _averages(
     reports: Sequence[ReuseReport], average: Callable[[Iterable[float]], float], names: Sequence[str]
 ) -> dict[str, float]:
     return {name: average(getattr(report, name) for report in reports) for name in names} if reports else {}
-
-
-@dataclass(frozen=True, slots=True)
-class FidelitySample:
-    """One contender on one question, beside full prefill.
-
-    `kl` has the divergence of its next-token distribution from full prefill's, D_KL(full || contender) in nats, and
-    `agrees` whether both expect the same token most, at each position of full prefill's continuation; both are empty
-    where the prompt is another one. `answer_nll` is in nats a token of the first right answer. `identical` says whether
-    the continuation came out as full prefill's when it was decoded freely, `text` what it says, and `f1` what that is
-    worth.
-    """
-
-    kl: tuple[float, ...]
-    agrees: tuple[bool, ...]
-    answer_nll: float | None
-    identical: bool | None
-    f1: float | None
-    ttft_s: float
-    flops_limit: float
-    recompute_fraction: float | None
-    prompt_tokens: int
-    text: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able, numbers as exact as they are worth."""
-        rounded = {"kl": [float(f"{kl:.4g}") for kl in self.kl], "agrees": [int(agrees) for agrees in self.agrees]}
-        return {**asdict(self), **rounded}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "FidelitySample":
-        """What `as_dict` gave."""
-        agrees = tuple(bool(agrees) for agrees in data["agrees"])
-        return cls(**{**data, "kl": tuple(data["kl"]), "agrees": agrees})
-
-
-@dataclass(frozen=True, slots=True)
-class FidelityRow:
-    """One contender over all questions; a value is None where it is not defined.
-
-    `kl` and `agreement` are means over questions of the mean over positions, `kl_p90` is over all positions.
-    `kl_of_full_reuse` is the mean divergence over that of full KV reuse: what is left of its error. `speedup` is the
-    median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full` and
-    `f1_minus_full` are paired by question, so are their intervals, and those of all others resample questions too:
-    2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l_of_full` is ROUGE-L of the free answers against full
-    prefill's own, as Cache-Craft §5.2 has it, where rouge-score is installed. `value` is what its parameter was set to,
-    if it was fitted.
-    """
-
-    method: str
-    questions: int
-    kl: float | None = None
-    kl_low: float | None = None
-    kl_high: float | None = None
-    kl_p90: float | None = None
-    kl_of_full_reuse: float | None = None
-    kl_of_full_reuse_low: float | None = None
-    kl_of_full_reuse_high: float | None = None
-    agreement: float | None = None
-    agreement_low: float | None = None
-    agreement_high: float | None = None
-    identical: float | None = None
-    decoded: int = 0
-    answer_nll: float | None = None
-    answer_nll_minus_full: float | None = None
-    answer_nll_minus_full_low: float | None = None
-    answer_nll_minus_full_high: float | None = None
-    f1: float | None = None
-    f1_minus_full: float | None = None
-    f1_minus_full_low: float | None = None
-    f1_minus_full_high: float | None = None
-    rouge_l_of_full: float | None = None
-    rouge_l_of_full_low: float | None = None
-    rouge_l_of_full_high: float | None = None
-    speedup: float | None = None
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    flops_limit: float | None = None
-    limit_share: float | None = None
-    ttft_s: float | None = None
-    recompute_fraction: float | None = None
-    prompt_tokens: float | None = None
-    value: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
-
-def summarize_fidelity(
-    samples: Sequence[Mapping[str, FidelitySample]],
-    values: Mapping[str, float | None] | None = None,
-    *,
-    reference: str = "full",
-    reused: str = "full-reuse",
-) -> list[FidelityRow]:
-    """One row a contender, in the order of the first question's; some are on fewer questions.
-
-    `values` has the fitted parameters by row; contenders that have none (None) get a row without anything measured.
-    `reference` is the full prefill that the others are compared with, `reused` the full reuse whose error is all.
-    """
-    fitted = values or {}
-    judges = reference, reused
-    measured = [_fidelity_row(label, samples, judges, fitted.get(label)) for label in (samples[0] if samples else ())]
-    return [*measured, *(FidelityRow(label, 0) for label, value in fitted.items() if value is None)]
-
-
-def _fidelity_row(
-    label: str, samples: Sequence[Mapping[str, FidelitySample]], judges: tuple[str, str], value: float | None
-) -> FidelityRow:
-    reference, all_reused = judges
-    found = [one for one in samples if label in one]
-    own, full = [one[label] for one in found], [one[reference] for one in found]
-    pairs = list(zip(own, full, strict=True))
-    compared = [one for one in own if one.kl]
-    reused = [fmean(one[all_reused].kl) for one in found if one[label].kl]
-    divergences = [fmean(one.kl) for one in compared]
-    kl = mean_interval(divergences) if compared else None
-    left = ratio_interval(divergences, reused) if compared and any(reused) else None
-    agreement = mean_interval([fmean(one.agrees) for one in compared]) if compared else None
-    identical = [one.identical for one in own if one.identical is not None]
-    nll = [(a.answer_nll, b.answer_nll) for a, b in pairs if a.answer_nll is not None and b.answer_nll is not None]
-    nll_lead = mean_interval([a - b for a, b in nll]) if nll else None
-    f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
-    f1_lead = mean_interval([a - b for a, b in f1]) if f1 else None
-    texts = [(a.text, b.text) for a, b in pairs if a.text is not None and b.text is not None]
-    rouge = mean_interval([rouge_l(a, b) for a, b in texts]) if texts and has_rouge() else None
-    speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
-    limit = median(one.flops_limit for one in own)
-    fractions = [one.recompute_fraction for one in own if one.recompute_fraction is not None]
-    return FidelityRow(
-        label,
-        len(own),
-        *_ends(kl),
-        percentile([kl for one in compared for kl in one.kl], 0.9) if compared else None,
-        *_ends(left),
-        *_ends(agreement),
-        identical=fmean(identical) if identical else None,
-        decoded=len(identical),
-        answer_nll=fmean(a for a, _ in nll) if nll else None,
-        answer_nll_minus_full=nll_lead.mean if nll_lead else None,
-        answer_nll_minus_full_low=nll_lead.low if nll_lead else None,
-        answer_nll_minus_full_high=nll_lead.high if nll_lead else None,
-        f1=fmean(a for a, _ in f1) if f1 else None,
-        f1_minus_full=f1_lead.mean if f1_lead else None,
-        f1_minus_full_low=f1_lead.low if f1_lead else None,
-        f1_minus_full_high=f1_lead.high if f1_lead else None,
-        rouge_l_of_full=rouge.mean if rouge else None,
-        rouge_l_of_full_low=rouge.low if rouge else None,
-        rouge_l_of_full_high=rouge.high if rouge else None,
-        speedup=speedup.mean,
-        speedup_low=speedup.low,
-        speedup_high=speedup.high,
-        flops_limit=limit,
-        limit_share=speedup.mean / limit,
-        ttft_s=median(one.ttft_s for one in own),
-        recompute_fraction=fmean(fractions) if fractions else None,
-        prompt_tokens=fmean(one.prompt_tokens for one in own),
-        value=value,
-    )
-
-
-def _ends(interval: Interval | None) -> tuple[float | None, float | None, float | None]:
-    return (None, None, None) if interval is None else (interval.mean, interval.low, interval.high)

@@ -8,36 +8,28 @@ from random import Random
 
 import torch
 
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.fidelity import REFERENCE, measured_report, woven_prefill
+from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
+from chunkweave.calibration.questions import Example
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
-from chunkweave.conversation.report import Durations
-from chunkweave.engine.decode import make_report
-from chunkweave.engine.engine import Engine
-from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.engine.engine import Engine, Progress
+from chunkweave.engine.runner import Prefilled
 from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import PromptMaker
 from chunkweave_lab.summaries import TtftSample
-from chunkweave_lab.warming import Warmth, company_of, prefill_and_store
-
-REFERENCE = "full"
-"""What speed-ups are measured against; always among the contenders."""
 
 HF_REFERENCE = "hf-forward"
 """The row of the Hugging Face forward on the same ids: shows that `full` is no straw man."""
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total) after every measured or warming step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TtftConfig:
     """What is measured: contenders, the size of the prompts, how the store is warmed, how many questions.
 
-    `methods` are specifications as `eval.contenders` has them, at every value of their parameter unless they name one.
+    `methods` are written as `calibration.contenders` says, at every value of their parameter unless they name one.
     """
 
     methods: tuple[str, ...] = ("prefix", "full-reuse", "cacheblend")
@@ -78,17 +70,6 @@ class Workload:
 
 Contender = Callable[[Prompt], Prefilled | None]
 """Brings a prompt to its first token and waits for it; returns what a report can be made of, if anything."""
-
-
-def woven_prefill(runner: Runner, method: ReuseMethod, *, new_tokens: int = 0) -> Contender:
-    """A reuse method on our own layer loop, with room for `new_tokens`. Nothing is captured, so nothing is stored."""
-
-    def first_token(prompt: Prompt) -> Prefilled:
-        prefilled = runner.prefill(prompt, method, new_tokens=new_tokens, capture=False)
-        prefilled.logits.argmax().item()
-        return prefilled
-
-    return first_token
 
 
 def hugging_face_forward(model: HuggingFaceModel) -> Contender:
@@ -182,5 +163,4 @@ def _sample(engine: Engine, index: int, name: str, contender: Contender, prompt:
     ttft_s = time.perf_counter() - started
     if prefilled is None:
         return TtftSample(index, name, ttft_s, None)
-    report = make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0)
-    return TtftSample(index, name, ttft_s, report)
+    return TtftSample(index, name, ttft_s, measured_report(engine, prefilled, ttft_s))

@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from chunkweave.calibration.fidelity import decode_greedily, log_probabilities, woven_prefill
+from chunkweave.calibration.prompts import Warmth
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -13,10 +15,6 @@ from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.testing import toy_model
 from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
-from chunkweave_lab.decoding import decode_greedily
-from chunkweave_lab.fidelity import log_probabilities
-from chunkweave_lab.ttft import woven_prefill
-from chunkweave_lab.warming import Warmth
 
 TOLERANCE = 1e-4
 CHUNKS = [f"{name} lives at number {i}, behind the old mill on the road to Aldwick." for i, name in enumerate("ABCD")]

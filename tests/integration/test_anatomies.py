@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from chunkweave.calibration.fidelity import log_probabilities
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import FAMILIES
 from chunkweave.models.huggingface import _halves_turned, _WideAngles
@@ -11,7 +12,6 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.testing import toy_model
-from chunkweave_lab.fidelity import log_probabilities
 from tests.integration.weaving import Bench, make_bench, make_prompt
 
 WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")

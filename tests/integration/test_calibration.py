@@ -2,14 +2,23 @@
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.calibration import measurement
+from chunkweave.calibration.fidelity import make_tasks
+from chunkweave.calibration.measurement import CalibrationConfig, Origin, make_record, measure
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.questions import Example, dataset_examples
+from chunkweave.calibration.summaries import FidelitySample
+from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration import (
     BOUNDS,
     CALIBRATION_FILE,
@@ -21,12 +30,6 @@ from chunkweave.planning.calibration import (
     stored_calibration,
 )
 from chunkweave.testing import toy_model
-from chunkweave_lab import calibration
-from chunkweave_lab.calibration import CalibrationConfig, Origin, make_record, measure
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.fidelity import make_tasks
-from chunkweave_lab.summaries import FidelitySample
-from chunkweave_lab.warming import Warmth
 from tests.integration.command_line import invoke
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
@@ -305,7 +308,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
 
 def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch):
     folder, data = checkpoint
-    real = calibration.measure
+    real = measurement.measure
 
     def interrupted(*arguments, **options):
         for place, groups in enumerate(real(*arguments, **options)):
@@ -313,12 +316,12 @@ def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch
                 raise KeyboardInterrupt
             yield groups
 
-    monkeypatch.setattr(calibration, "measure", interrupted)
+    monkeypatch.setattr(measurement, "measure", interrupted)
     first = invoke(*calibrate_arguments(folder, data))
     assert first.exit_code == 130
     assert "goes on from here" in first.stderr
     assert not (folder / CALIBRATION_FILE).exists()
-    monkeypatch.setattr(calibration, "measure", real)
+    monkeypatch.setattr(measurement, "measure", real)
     other = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.5"))
     assert other.exit_code == 2
     assert "other settings (groups); delete it, or name another file" in " ".join(other.stderr.split())
@@ -387,3 +390,56 @@ def test_calibrate_refuses_what_it_cannot_do(more, code, said):
     done = invoke("calibrate", "--questions", 1, "--methods", "epic", *more)
     assert done.exit_code == code, done.output
     assert said in " ".join(done.stderr.split())
+
+
+APART = """
+import sys
+from chunkweave.cli.app import app
+try:
+    app(sys.argv[1:])
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print([name for name in sys.modules if name.startswith(("chunkweave_server", "chunkweave_lab"))])
+"""
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["measuring", "a dry run over documents"])
+def test_calibrate_loads_neither_the_server_nor_the_laboratory(checkpoint, tmp_path, documents):
+    folder, data = checkpoint
+    arguments = list(map(str, calibrate_arguments(folder, data)))
+    if documents:
+        document = tmp_path / "d.md"
+        document.write_text(
+            " ".join(
+                f"Harbour number {year} was founded by whalers in the spring of {year}." for year in range(1700, 1900)
+            )
+        )
+        at = arguments.index("--dataset")
+        arguments[at : at + 2] = ["--dry-run", "--docs", str(document), "--chunk-tokens", "64"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(str(__import__("chunkweave").__file__)).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", APART, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert (folder / CALIBRATION_FILE).exists() != documents
+
+
+def test_a_data_set_that_the_library_cannot_read_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("chunkweave.calibration.questions.entry_points", lambda **_: ())
+    with pytest.raises(UsageError, match="what reads worlds is not installed: pip install"):
+        dataset_examples(Path("worlds"), count=1, chunks=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"question": "Why?"}, {"question": "Why?", "ctxs": [{"text": "So."}], "answers": []}]
+)
+def test_any_line_of_another_format_makes_the_file_another_readers(tmp_path, entry):
+    file = tmp_path / "mixed.jsonl"
+    own = {"question": "Why?", "chunks": ["So."]}
+    file.write_text(json.dumps(own) + "\n" + json.dumps(entry), encoding="utf-8")
+    if "ctxs" in entry:
+        assert len(dataset_examples(file, count=1, chunks=1, seed=0)) == 2
+    else:
+        with pytest.raises(DocumentError, match=r"mixed.jsonl:2: no 'chunks'"):
+            dataset_examples(file, count=1, chunks=1, seed=0)

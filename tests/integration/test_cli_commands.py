@@ -9,12 +9,11 @@ import pytest
 
 import chunkweave
 from chunkweave import Engine
+from chunkweave.calibration.questions import HARBOUR, VALLEY, bundled_corpus, bundled_documents, bundled_examples
 from chunkweave.cli import demo as demo_module
 from chunkweave.errors import ModelError
 from chunkweave.models.gguf import smollm2_file
 from chunkweave_lab import ttft
-from chunkweave_lab.datasets import HARBOUR, VALLEY, bundled_documents, bundled_examples
-from chunkweave_lab.worlds.world import bundled_corpus
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.calibration.questions import Example
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
 from chunkweave_lab.chunk_order import UnlimitedCache
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.simulator.trace import Arrival, Part
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

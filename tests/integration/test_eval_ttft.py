@@ -1,14 +1,14 @@
 import pytest
 
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.questions import Example
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.prompt.parts import PartKind
 from chunkweave.testing import toy_model
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.ttft import TtftConfig, first_tokens, make_workload, measure
-from chunkweave_lab.warming import Warmth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,30 +9,25 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from chunkweave import Chunk, Engine
+from chunkweave.calibration import fidelity, prompts
+from chunkweave.calibration.fidelity import (
+    REFERENCE,
+    SLICED,
+    decode_greedily,
+    log_probabilities,
+    make_tasks,
+    negative_log_likelihood,
+    prepare,
+)
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.questions import Example, document_examples
+from chunkweave.calibration.results import QuestionLog
+from chunkweave.calibration.summaries import FidelitySample, summarize_fidelity
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
 from chunkweave.testing import toy_model
-from chunkweave_lab import fidelity, warming
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import document_examples
-from chunkweave_lab.decoding import decode_greedily
-from chunkweave_lab.fidelity import (
-    REFERENCE,
-    SLICED,
-    Base,
-    FidelityConfig,
-    judges_of,
-    log_probabilities,
-    make_tasks,
-    measure_fidelity,
-    negative_log_likelihood,
-    prepare,
-)
-from chunkweave_lab.fitting import fitted_values, solved
-from chunkweave_lab.results import QuestionLog
-from chunkweave_lab.summaries import FidelitySample, summarize_fidelity
-from chunkweave_lab.warming import Warmth
+from chunkweave_lab.fidelity import Base, FidelityConfig, fitted_values, judges_of, measure_fidelity, solved
 from tests.integration.adapter_files import write_adapter
 from tests.integration.command_line import invoke
 from tests.integration.test_loading import save_checkpoint
@@ -227,7 +222,7 @@ def test_chunks_come_from_so_many_requests_with_others(count, shares, monkeypatc
     )
     tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
     prefilled = []
-    monkeypatch.setattr(warming, "prefill_and_store", lambda _, prompt: prefilled.append(prompt))
+    monkeypatch.setattr(prompts, "prefill_and_store", lambda _, prompt: prefilled.append(prompt))
     prepare(engine, tasks, 0, config.warm)
     requests = [[part.source for part in prompt.parts if part.source] for prompt in prefilled]
     assert all(len(request) == len(set(request)) == len(NAMES) for request in requests), "filled up with others"

@@ -15,15 +15,14 @@ import drafts
 import oracles
 
 from chunkweave import Engine
+from chunkweave.calibration.fidelity import decode_greedily, divergence, log_probabilities, make_tasks
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.questions import Example, bundled_examples
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import bundled_examples
-from chunkweave_lab.decoding import decode_greedily
-from chunkweave_lab.fidelity import FidelityConfig, divergence, log_probabilities, make_tasks
-from chunkweave_lab.warming import Warmth
+from chunkweave_lab.fidelity import FidelityConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,11 +8,12 @@ from statistics import fmean
 import pytest
 import torch
 
+from chunkweave.calibration.fidelity import answer_text
+from chunkweave.calibration.prompts import Warmth
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt
-from chunkweave_lab.decoding import answer_text
 from chunkweave_lab.prompt_baselines import (
     MAP_INSTRUCTION,
     LikelyTokensDropped,
@@ -23,7 +24,6 @@ from chunkweave_lab.prompt_baselines import (
 )
 from chunkweave_lab.quality import QualityConfig, measure_quality
 from chunkweave_lab.summaries import summarize_quality
-from chunkweave_lab.warming import Warmth
 from chunkweave_lab.worlds.records import QuestionKind
 from chunkweave_lab.worlds.world import world_examples
 

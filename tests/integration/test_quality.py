@@ -3,13 +3,13 @@
 import pytest
 
 from chunkweave import Chunk, Engine
+from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.questions import Example
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.testing import toy_model
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.quality import QualityConfig, measure_quality
 from chunkweave_lab.summaries import summarize_quality
-from chunkweave_lab.warming import Warmth
 
 EXAMPLES = [
     Example(

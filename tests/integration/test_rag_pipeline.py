@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from chunkweave import AsyncEngine, AsyncRagPipeline, Engine, RagAnswer, RagPipeline, SamplingParams, StoreConfig
+from chunkweave.calibration.questions import bundled_corpus
 from chunkweave.errors import TopKError, UsageError
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.testing import toy_model
-from chunkweave_lab.worlds.world import bundled_corpus
 from tests.unit.retrieval_fakes import SUBJECTS, SubjectEmbedder, document
 from tests.unit.test_retrievers import Document, LangChainRetriever, LlamaIndexRetriever, NodeWithScore, TextNode
 

@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import random_orders
 
 from chunkweave import Engine
-from chunkweave_lab.datasets import bundled_examples
-from chunkweave_lab.fidelity import FidelityConfig, make_tasks
+from chunkweave.calibration.fidelity import make_tasks
+from chunkweave.calibration.questions import bundled_examples
+from chunkweave_lab.fidelity import FidelityConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

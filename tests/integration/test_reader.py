@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
+from chunkweave.calibration.questions import bundled_corpus
 from chunkweave.engine.engine import Engine
-from chunkweave_lab.scores import best_scores
-from chunkweave_lab.worlds.world import bundled_corpus
+from chunkweave_lab.summaries import best_scores
 
 READER = Path(str(files("chunkweave") / "assets" / "reader"))
 

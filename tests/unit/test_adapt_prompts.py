@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import UsageError
 from chunkweave.prompt.documents import Document
 from chunkweave.types import Chunk
@@ -16,7 +17,6 @@ from chunkweave_lab.adapt.prompts import (
     groups_of_examples,
     held_out,
 )
-from chunkweave_lab.dataset_formats import Example
 
 WORDS = "the old mill stands behind the bridge that Ada Lorne of Aldwick built for the town in spring"
 

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
+from chunkweave.calibration.contenders import QUERY_SETTINGS, make_contenders
 from chunkweave.config import Combine, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave_lab.contenders import QUERY_SETTINGS, make_contenders
 
 
 def test_each_method_comes_at_each_value_of_its_own_parameter():
@@ -85,5 +85,5 @@ def test_settings_with_odd_numbers_are_refused(setting):
 
 
 def test_they_are_made_without_torch():
-    code = "import sys, chunkweave_lab.contenders; assert 'torch' not in sys.modules"
+    code = "import sys, chunkweave.calibration.contenders; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,7 @@ import pytest
 
 from chunkweave.errors import DocumentError
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import SUMMARIZE, SUMMARIZE_DIALOGUE
-from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.datasets import SUMMARIZE, SUMMARIZE_DIALOGUE, load_dataset
 
 SHARED = Path(os.environ.get("CHUNKWEAVE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 

@@ -1,12 +1,12 @@
 import pytest
 
+from chunkweave.calibration.prompts import PromptMaker, alone_prompts
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import UsageError
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.parts import PartKind
 from chunkweave.prompt.template import PromptTemplate
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import PromptMaker, alone_prompts
 
 
 class CharacterTokenizer:

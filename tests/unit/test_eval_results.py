@@ -4,8 +4,9 @@ import subprocess
 
 import pytest
 
+from chunkweave.calibration import results
+from chunkweave.cli import console
 from chunkweave.errors import UsageError
-from chunkweave_lab import results
 
 
 def make(**changes):
@@ -39,7 +40,7 @@ def test_peak_memory_is_at_least_what_is_held():
 def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):
     path = tmp_path / "r.json"
     path.write_text("old")
-    results.write_json(path, {"a": "ü"})
+    console.write_json(path, {"a": "ü"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ü"}
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
@@ -48,17 +49,17 @@ def test_nan_never_gets_into_a_result(tmp_path):
     path = tmp_path / "r.json"
     path.write_text("old")
     with pytest.raises(ValueError, match="not JSON compliant"):
-        results.write_json(path, {"a": float("nan")})
+        console.write_json(path, {"a": float("nan")})
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
-    results.check_writable(tmp_path / "new.json")
+    console.check_writable(tmp_path / "new.json")
     with pytest.raises(UsageError, match="no folder"):
-        results.check_writable(tmp_path / "missing" / "new.json")
+        console.check_writable(tmp_path / "missing" / "new.json")
     with pytest.raises(UsageError, match="it is a folder"):
-        results.check_writable(tmp_path)
+        console.check_writable(tmp_path)
 
 
 def test_a_commit_is_marked_where_more_than_the_docs_changed(tmp_path, monkeypatch):

@@ -2,17 +2,16 @@
 
 import pytest
 
-from chunkweave_lab.scores import (
-    best_scores,
-    exact_match,
+from chunkweave.calibration.summaries import (
+    FidelitySample,
     f1,
-    jaccard,
     mean_interval,
     normalize,
     ratio_interval,
     rouge_l,
+    summarize_fidelity,
 )
-from chunkweave_lab.summaries import FidelitySample, summarize_fidelity
+from chunkweave_lab.summaries import best_scores, exact_match, jaccard
 
 
 def test_normalization_is_that_of_squad():

@@ -2,8 +2,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from chunkweave.calibration.summaries import percentile
 from chunkweave.metrics import ReuseReport
-from chunkweave_lab.summaries import percentile, summarize
+from chunkweave_lab.summaries import summarize
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import chunkweave
+from chunkweave.calibration.questions import bundled_corpus
 from chunkweave.errors import UsageError
 from chunkweave.retrieval.embedders import HashedNgramEmbedder, make_embedder
-from chunkweave_lab.worlds.world import bundled_corpus
 
 TEXT = "The Gulzell Factory has 89 machines; café № 3 \U0001f642 灯台"
 

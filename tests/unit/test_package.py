@@ -22,9 +22,12 @@ TORCH_FREE = (
     "chunkweave.ordering",
     "chunkweave.planning",
     "chunkweave.scheduling",
+    "chunkweave.calibration.contenders",
+    "chunkweave.calibration.questions",
+    "chunkweave.calibration.results",
+    "chunkweave.calibration.summaries",
     "chunkweave_lab.chunk_order",
     "chunkweave_lab.datasets",
-    "chunkweave_lab.results",
     "chunkweave_lab.summaries",
     "chunkweave_lab.simulator",
     "chunkweave_lab.worlds",
@@ -105,6 +108,30 @@ def test_decisions_and_command_line_load_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **path}
     )
     assert done.returncode == 0, done.stderr
+
+
+OTHER_PACKAGES = "print([name for name in sys.modules if name.startswith(('chunkweave_server', 'chunkweave_lab'))])"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import chunkweave",
+        "import chunkweave; [getattr(chunkweave, name) for name in chunkweave.__all__]",
+        "import chunkweave.cli.app, chunkweave.cli.calibrate, chunkweave.cli.demo",
+        "import chunkweave.calibration.measurement, chunkweave.calibration.fidelity",
+    ],
+)
+def test_the_library_loads_neither_the_server_nor_the_laboratory(code):
+    path = {"PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}; {OTHER_PACKAGES}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **path},
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_no_hint_names_a_package_that_no_index_has():

@@ -9,11 +9,11 @@ from random import Random
 import httpx
 import pytest
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.template import template_for
 from chunkweave.types import Chunk
-from chunkweave_lab.datasets import Example
 from tests.unit.chunking_tokenizers import bundled
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

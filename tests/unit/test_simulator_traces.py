@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace, poisson_times, read_trace
 from chunkweave_lab.simulator.workloads import (
     Corpus,

@@ -2,7 +2,7 @@ import sys
 from pathlib import Path
 
 import chunkweave
-from chunkweave_lab.worlds.world import bundled_corpus
+from chunkweave.calibration.questions import bundled_corpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

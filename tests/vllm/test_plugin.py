@@ -1,6 +1,8 @@
 """The entry point: which vLLM it accepts, and what it changes there."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -9,6 +11,15 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from chunkweave.errors import ModelError
 from chunkweave.vllm import plugin
+
+
+def test_the_connector_loads_neither_the_server_nor_the_laboratory():
+    code = (
+        "import sys, chunkweave.vllm.connector, chunkweave.vllm.plugin; "
+        "print([name for name in sys.modules if name.startswith(('chunkweave_server', 'chunkweave_lab'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
 
 
 @pytest.fixture

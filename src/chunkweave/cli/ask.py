@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from chunkweave.cli.console import Output, reuse_summary, stderr, table_of, times, token_line
+from chunkweave.cli.console import (
+    Output,
+    check_writable,
+    reuse_summary,
+    stderr,
+    table_of,
+    times,
+    token_line,
+    write_text,
+)
 from chunkweave.cli.corpus import TopK, how_many, open_corpus, retrieve
 from chunkweave.cli.options import (
     DocumentOptions,
@@ -29,7 +38,6 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
 from chunkweave.types import Chunk, Span
-from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
     from chunkweave.conversation.answer import Answer, StreamEvent

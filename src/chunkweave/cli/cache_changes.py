@@ -16,14 +16,13 @@ import typer
 from rich.markup import escape
 
 from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions
-from chunkweave.cli.console import Output, progress, size, status, stderr
+from chunkweave.cli.console import Output, check_writable, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.settings import parse_duration
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.types import Chunk, SegmentId
-from chunkweave_lab.results import check_writable
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine

@@ -1,16 +1,27 @@
 """`chunkweave calibrate`: what each quality means for a model, measured against its own full prefill."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from chunkweave.calibration.questions import (
+    Example,
+    bundled_examples,
+    dataset_examples,
+    digest_of,
+    document_examples,
+    read_text,
+)
+from chunkweave.calibration.results import QuestionLog, computed_on
+from chunkweave.calibration.summaries import FidelitySample
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, stderr, table_of
+from chunkweave.cli.console import Output, check_writable, progress, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -29,17 +40,108 @@ from chunkweave.planning.calibration import (
     save_record,
 )
 from chunkweave.planning.method import METHODS, parameter_of
-from chunkweave_lab.cli.bench import measured_with
-from chunkweave_lab.cli.fidelity import PromptOptions, neutral_of, samples_of
-from chunkweave_lab.results import QuestionLog, check_writable
 
 if TYPE_CHECKING:
+    from chunkweave.calibration.fidelity import Task
+    from chunkweave.calibration.measurement import CalibrationConfig
+    from chunkweave.calibration.prompts import Warmth
     from chunkweave.engine.engine import Engine
-    from chunkweave_lab.calibration import CalibrationConfig
-    from chunkweave_lab.fidelity import Task
-    from chunkweave_lab.summaries import FidelitySample
+
+_DOCUMENT_CHUNK_TOKENS = 256
+"""Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
+
+_BUNDLED_CHUNK_TOKENS = 512
+"""Tokens of a chunk of the bundled documents, unless it does."""
+
 
 _BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Which questions are asked over which chunks."""
+
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option("--docs", help="Your own documents: text file or folder of them; repeatable."),
+    ] = None
+    questions_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --docs: your questions, one a line; without it the documents' own sentences are asked for."
+        ),
+    ] = None
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out); bundled documents if neither "
+            "this nor --docs is given."
+        ),
+    ] = None
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens of every chunk; 0 leaves passages as they are.",
+            show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
+        ),
+    ] = None
+    instruction: Annotated[
+        str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
+    ] = None
+
+    def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
+        """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
+
+        Raises:
+            DocumentError: a file cannot be read.
+            UsageError: options do not go together, or there are too few questions.
+        """
+        if self.docs and self.dataset is not None:
+            raise UsageError("give either --docs or --dataset")
+        if self.questions_file is not None and not self.docs:
+            raise UsageError("--questions-file needs --docs, the documents that the questions are about")
+        count = self.questions + earlier
+        if self.docs:
+            every = self._over_documents(engine, count, seed)
+        elif self.dataset is not None:
+            every = dataset_examples(self.dataset, count=count, chunks=self.chunks, seed=seed)
+        else:
+            every = bundled_examples(count, seed=seed)
+        if len(every) < count:
+            raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
+        return every, Random(seed).sample(every, count)
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens to which passages are cut; documents are cut before. Bundled ones are too long as they are."""
+        if self.docs:
+            return 0
+        usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
+        return usual if self.chunk_tokens is None else self.chunk_tokens
+
+    def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
+        cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
+        chunks = cut.chunks(engine, cut.read(self.docs or []))
+        if self.questions_file is None:
+            return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
+        text = read_text(self.questions_file, "list of questions")
+        asked = [line.strip() for line in text.splitlines() if line.strip()]
+        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
+
+    @property
+    def asked_as(self) -> dict[str, str]:
+        """What else is said of how questions were asked."""
+        return {} if self.instruction is None else {"instruction": self.instruction}
+
+    @property
+    def about(self) -> str:
+        """What the questions are about."""
+        if self.docs:
+            return ", ".join(path.name for path in self.docs)
+        return self.dataset.name if self.dataset is not None else "bundled documents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +181,8 @@ class _TargetOptions:
         Raises:
             UsageError: a list, a target or a way to warm the store is none, or a method has nothing to calibrate.
         """
-        from chunkweave_lab.calibration import ALPHAS, RATIOS, CalibrationConfig
-        from chunkweave_lab.warming import Warmth
+        from chunkweave.calibration.measurement import ALPHAS, RATIOS, CalibrationConfig
+        from chunkweave.calibration.prompts import Warmth
 
         ratios = self.recompute_ratio
         return CalibrationConfig(
@@ -146,8 +248,8 @@ def calibrate(
     choice = TimedModelOptions(replace(computed, model=None if model is None else str(model)), threads=threads)
     config = targets.config(asked, warm, new_tokens, seed)
     choice.bound_threads()
-    from chunkweave_lab import calibration
-    from chunkweave_lab.fidelity import make_tasks
+    from chunkweave.calibration import measurement
+    from chunkweave.calibration.fidelity import make_tasks
 
     with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
         place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
@@ -164,8 +266,8 @@ def calibrate(
             stderr().print(f"[yellow]{choice.name} has random weights: this says nothing about others.[/yellow]")
         found = _measure(engine, tasks, config, store, log)
         commits = tuple(sorted({commit for commit in log.of("commit") if commit}))
-        origin = calibration.Origin(asked.about, options.command_line(), commits)
-        record = calibration.make_record(engine, drawn, config, found, origin)
+        origin = measurement.Origin(asked.about, options.command_line(), commits)
+        record = measurement.make_record(engine, drawn, config, found, origin)
     save_record(place, record)
     if samples is None:
         kept.unlink(missing_ok=True)
@@ -181,9 +283,9 @@ def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, 
 
 def _measure(
     engine: "Engine", tasks: "list[Task]", config: "CalibrationConfig", store: StoreConfig, log: QuestionLog
-) -> "list[dict[str, Mapping[str, FidelitySample]]]":
+) -> list[dict[str, Mapping[str, FidelitySample]]]:
     """What was measured of every question, now and before."""
-    from chunkweave_lab.calibration import measure
+    from chunkweave.calibration.measurement import measure
 
     if log.found is None:
         log.begin({})
@@ -280,7 +382,7 @@ def _say_what_would_be_done(
         f"{method}: {_budget(method)} {', '.join(f'{value:g}' for name, value in config.grid() if name == method)}"
         for method in dict.fromkeys(method for method, _ in config.grid())
     ]
-    groups = {warm: ["full-in-slices", *group.contenders({})] for warm, group in config.groups().items()}
+    groups = {warm: ["full-in-slices", *group.contenders()] for warm, group in config.groups().items()}
     prefills = questions * sum(map(len, groups.values()))
     output.show(
         *grids,
@@ -304,3 +406,27 @@ def _make_folders(place: Path, cache_dir: Path | None) -> None:
         for folder in (cache_dir, place.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_writable(place)
+
+
+def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
+    """A question's samples as a `QuestionLog` has them."""
+    return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
+
+
+def neutral_of(ways: "Sequence[Warmth]", capture: CaptureConfig) -> dict[str, Any]:
+    """What neutral passages chunks are computed behind, if any of the `ways` has some."""
+    if all(warm.by != "neutral" for warm in ways):
+        return {}
+    file = None if capture.neutral_file is None else capture.neutral_file.name
+    return {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
+
+
+def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
+    """What a question's result depends on beside the options."""
+    computed = computed_on(engine.loaded.model)
+    return {
+        "fingerprint": engine.loaded.fingerprint,
+        "device": computed["device"],
+        "threads": computed["threads"],
+        "examples": digest_of(drawn),
+    }

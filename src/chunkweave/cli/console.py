@@ -1,5 +1,7 @@
 """What commands print: results on stdout, everything else on stderr, JSON where it is asked for."""
 
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
-from chunkweave_lab.results import check_writable, to_json, write_json
 
 RowT = TypeVar("RowT")
 
@@ -237,3 +239,50 @@ def size(value: int | None) -> str:
             return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} GiB"
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a long run whether its result can be written.
+
+    Raises:
+        UsageError: the folder does not exist or cannot be written to, or the path is a folder.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise UsageError(f"cannot write to {path}: it is a folder")
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: no permission")
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write `data` as indented JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    write_text(path, to_json(data) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; a reader sees the old one or the new one, never half of it.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path.exists() and not path.is_file():  # a pipe or /dev/stdout: nothing to replace
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def to_json(data: object) -> str:
+    """JSON as the command line prints and writes it."""
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.markup import escape
 from rich.table import Table
 
+from chunkweave.calibration.questions import VALLEY, Example, bundled_corpus, bundled_examples
+from chunkweave.calibration.results import BenchmarkResult, computed_on
+from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.cli.ask import precompute_chunks
 from chunkweave.cli.console import Output, progress, seconds, table_of
-from chunkweave.cli.options import ModelOptions, Only, warn, with_blocks
+from chunkweave.cli.options import ModelOptions, Only, command_line, warn, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig
 from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, dequantized_folder, smollm2_file
-from chunkweave_lab.cli.bench import BenchmarkRun
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import VALLEY, bundled_examples
-from chunkweave_lab.summaries import FidelityRow, FidelitySample, summarize_fidelity
-from chunkweave_lab.worlds.world import bundled_corpus
 
 if TYPE_CHECKING:
+    from chunkweave.calibration.fidelity import Comparison
     from chunkweave.engine.engine import Engine
-    from chunkweave_lab.fidelity import FidelityConfig
 
 METHODS = ("full", "cacheblend", "query", "full-reuse")
 ANSWER_TOKENS = 16
@@ -77,12 +75,12 @@ def demo(
     scene = _scene()
     model = ModelOptions(replace(computed, model=scene.model))
     with model.open() as engine:
-        from chunkweave_lab.fidelity import FidelityConfig
-        from chunkweave_lab.warming import WarmBy, Warmth
+        from chunkweave.calibration.fidelity import Comparison
+        from chunkweave.calibration.prompts import WarmBy, Warmth
 
         ratios = (reuse.recompute_ratio,)
         count = len(scene.examples)
-        config = FidelityConfig(
+        config = Comparison(
             METHODS,
             ratios,
             reuse=reuse,
@@ -101,29 +99,26 @@ def demo(
         precompute_chunks(engine, list(dict.fromkeys(chunk for example in scene.examples for chunk in example.chunks)))
         found = _ask(engine, scene.examples, config, output)
         whole = {**asdict(config), "warm": str(config.warm), "model": model.name, "dataset": scene.about}
-        run = BenchmarkRun(
-            "demo",
-            engine,
-            whole,
-            _SEED,
-            summarize=lambda: summarize_fidelity(found),
-            table=lambda rows, shown: _table(rows, shown, scene.remark),
-        )
-        measured = run.show(output)
+        whole |= computed_on(engine.loaded.model)
+        rows = summarize_fidelity(found)
+        output.show(_table(rows, whole, scene.remark))
+        shown = [row.as_dict() for row in rows]
+        measured = BenchmarkResult("demo", command_line(), _SEED, whole, shown, {}).as_dict()
     answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, found, strict=True)]
     output.finish({"model": model.name, "answers": answers, "fidelity": measured})
 
 
 def _ask(
-    engine: "Engine", examples: Sequence[Example], config: "FidelityConfig", output: Output
+    engine: "Engine", examples: Sequence[Example], config: "Comparison", output: Output
 ) -> list[Mapping[str, FidelitySample]]:
     """All questions by all methods, each shown when it is answered."""
-    from chunkweave_lab.fidelity import make_tasks, measure_fidelity
+    from chunkweave.calibration.fidelity import compare, make_tasks, way_of
 
-    made = config.contenders({})
+    made = config.contenders()
     names = sorted(made, key=lambda label: METHODS.index(label.partition("@")[0]))
     tasks = make_tasks(engine, examples, examples, config)
-    measured = measure_fidelity(engine, tasks, {name: made[name] for name in names}, config, exact=0)
+    methods = {name: made[name] for name in names}
+    measured = compare([way_of(engine, tasks, methods, config, sliced=False)], config)
     found: list[Mapping[str, FidelitySample]] = []
     for example in examples:
         with progress(f"question {len(found) + 1}") as report:

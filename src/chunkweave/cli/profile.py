@@ -13,13 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli import options
-from chunkweave.cli.console import Json, Output, progress, seconds, size, status, stderr, table_of
+from chunkweave.cli.console import Json, Output, check_writable, progress, seconds, size, status, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost import CostModel, StorageDevice, choose_device, cost_model_path, ratio_that_hides
 from chunkweave.settings import parse_bytes
-from chunkweave_lab.results import check_writable, drop_page_cache
 
 if TYPE_CHECKING:
     from chunkweave.models.loading import LoadedModel
@@ -117,6 +116,7 @@ def _throughputs(loaded: "LoadedModel", store: StoreConfig, tokens: int, segment
 @contextmanager
 def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
     """A tier on the disk of the cache directory that leaves nothing there, and what makes the system forget a file."""
+    from chunkweave.engine.profiling import drop_page_cache
     from chunkweave.tiers.disk import DiskTier
 
     cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """Measures what a cost model holds: prefill over a grid of (cached, new) tokens, and how fast tiers read."""
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -120,3 +122,19 @@ def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
         prefilled = runner.prefill(prompt, prefix, capture=False)
         times.append(time.perf_counter() - started - prefilled.load_s)
     return median(times)
+
+
+def drop_page_cache(paths: Iterable[Path]) -> None:
+    """Make the system read these files from their device next time, where it can be asked to.
+
+    What was not written out yet is written first, or it would stay in memory.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)

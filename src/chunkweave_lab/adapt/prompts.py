@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from chunkweave.calibration.questions import Example, sentence_questions
 from chunkweave.errors import UsageError
 from chunkweave.prompt.documents import Document, SplitConfig, split_text
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import sentence_questions
 
 PIECE_TOKENS = (64, 128, 256)
 """Most tokens of a chunk; a document is cut by one of them, so that chunks of all lengths are seen."""

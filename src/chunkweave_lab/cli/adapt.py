@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from chunkweave.calibration.questions import read_text
+from chunkweave.calibration.results import commit, machine, versions
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.models.adapters import adapter_folder
-from chunkweave_lab.cli.quality import WORLDS
-from chunkweave_lab.datasets import load_dataset, read_text
-from chunkweave_lab.results import commit, machine, versions
+from chunkweave_lab.datasets import WORLDS, load_dataset
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine

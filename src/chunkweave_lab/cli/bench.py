@@ -11,17 +11,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from chunkweave.calibration.questions import bundled_examples
+from chunkweave.calibration.results import BenchmarkResult, computed_on, peak_rss_bytes
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, seconds, size, status, stderr, table_of
+from chunkweave.cli.console import Output, check_writable, progress, seconds, size, status, stderr, table_of, write_text
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.cost import CostModel
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import bundled_examples, digest_of, load_dataset
+from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.plots import Picture, require_matplotlib, ttft_figure
-from chunkweave_lab.results import BenchmarkResult, check_writable, peak_rss_bytes, write_text
 from chunkweave_lab.summaries import TtftRow, TtftSample, summarize
 
 if TYPE_CHECKING:
@@ -71,11 +71,8 @@ class BenchmarkRun(Generic[RowT]):
 
     def show(self, output: Output, *, complete: bool = True) -> dict[str, Any]:
         """Print the table and draw what is to be drawn; the JSON object that docs/evidence.md describes."""
-        import torch
-
-        model, rows = self.engine.loaded.model, self.summarize()
-        dtype, threads = str(model.dtype).removeprefix("torch."), torch.get_num_threads()
-        config = {**self.config, "device": str(model.device), "dtype": dtype, "threads": threads}
+        rows = self.summarize()
+        config = {**self.config, **computed_on(self.engine.loaded.model)}
         table, pictures = self.table(rows, config), self.draw(rows)
         output.show(table)
         for picture in pictures:
@@ -101,19 +98,6 @@ class BenchmarkRun(Generic[RowT]):
         finally:
             if samples:
                 output.finish(self.show(output, complete=complete))
-
-
-def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
-    """What a question's result depends on beside the options."""
-    import torch
-
-    model = engine.loaded.model
-    return {
-        "fingerprint": engine.loaded.fingerprint,
-        "device": str(model.device),
-        "threads": torch.get_num_threads(),
-        "examples": digest_of(drawn),
-    }
 
 
 def check_pictures(html: Path | None, *pngs: Path | None) -> None:
@@ -184,8 +168,8 @@ def ttft(
     check_pictures(html)
     model.named()
     model.bound_threads()
+    from chunkweave.calibration.prompts import Warmth
     from chunkweave_lab.ttft import TtftConfig, make_workload
-    from chunkweave_lab.warming import Warmth
 
     seed = model.seed
     config = TtftConfig(
@@ -343,7 +327,7 @@ def _cost_model(engine: "Engine", given: CostModel | None) -> CostModel:
 
 def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
     """One bundled question over chunks of one size; refused if it does not fit the model."""
-    from chunkweave_lab.datasets import PromptMaker
+    from chunkweave.calibration.prompts import PromptMaker
 
     examples = bundled_examples(1, seed=seed)
     maker = PromptMaker(examples, engine.builder, engine.loaded.fingerprint, chunks=chunks, chunk_tokens=chunk_tokens)

@@ -2,41 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from chunkweave.calibration.results import QuestionLog
+from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
+from chunkweave.cli.calibrate import PromptOptions, measured_with, neutral_of, samples_of
+from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig, Weights
 from chunkweave.errors import UsageError
 from chunkweave.planning import methods as reuse_methods
-from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
-from chunkweave_lab.cli.quality import WORLDS, generated_examples
-from chunkweave_lab.contenders import PROMPT_BASELINES
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import bundled_examples, document_examples, load_dataset, read_text
+from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures
 from chunkweave_lab.plots import Picture, deviations_figure, fidelity_figure
-from chunkweave_lab.results import QuestionLog, check_writable
-from chunkweave_lab.summaries import FidelityRow, FidelitySample, summarize_fidelity
+from chunkweave_lab.summaries import PROMPT_BASELINES
 
 if TYPE_CHECKING:
+    from chunkweave.calibration.fidelity import Task
     from chunkweave.engine.engine import Engine
     from chunkweave_lab.deviation import PromptDeviation
-    from chunkweave_lab.fidelity import Base, FidelityConfig, Task
-    from chunkweave_lab.warming import Warmth
-
-_DOCUMENT_CHUNK_TOKENS = 256
-"""Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
-
-_BUNDLED_CHUNK_TOKENS = 512
-"""Tokens of a chunk of the bundled documents, unless it does."""
+    from chunkweave_lab.fidelity import Base, FidelityConfig
 
 
 class Reference(StrEnum):
@@ -44,95 +35,6 @@ class Reference(StrEnum):
 
     OWN = "own"
     BASE = "base"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
-    """Which questions are asked over which chunks."""
-
-    docs: Annotated[
-        list[Path] | None,
-        typer.Option("--docs", help="Your own documents: text file or folder of them; repeatable."),
-    ] = None
-    questions_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --docs: your questions, one a line; without it the documents' own sentences are asked for."
-        ),
-    ] = None
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out); bundled documents if neither "
-            "this nor --docs is given."
-        ),
-    ] = None
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Tokens of every chunk; 0 leaves passages as they are.",
-            show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
-        ),
-    ] = None
-    instruction: Annotated[
-        str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
-    ] = None
-
-    def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
-        """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
-
-        Raises:
-            DocumentError: a file cannot be read.
-            UsageError: options do not go together, or there are too few questions.
-        """
-        if self.docs and self.dataset is not None:
-            raise UsageError("give either --docs or --dataset")
-        if self.questions_file is not None and not self.docs:
-            raise UsageError("--questions-file needs --docs, the documents that the questions are about")
-        count = self.questions + earlier
-        if self.docs:
-            every = self._over_documents(engine, count, seed)
-        elif self.dataset == Path(WORLDS) and not self.dataset.exists():
-            every = generated_examples(count, self.chunks, seed=seed)
-        elif self.dataset is not None:
-            every = load_dataset(self.dataset, squad_chunks=self.chunks, seed=seed)
-        else:
-            every = bundled_examples(count, seed=seed)
-        if len(every) < count:
-            raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
-        return every, Random(seed).sample(every, count)
-
-    @property
-    def cut_tokens(self) -> int:
-        """Tokens to which passages are cut; documents are cut before. Bundled ones are too long as they are."""
-        if self.docs:
-            return 0
-        usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
-        return usual if self.chunk_tokens is None else self.chunk_tokens
-
-    def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
-        cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
-        chunks = cut.chunks(engine, cut.read(self.docs or []))
-        if self.questions_file is None:
-            return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
-        text = read_text(self.questions_file, "list of questions")
-        asked = [line.strip() for line in text.splitlines() if line.strip()]
-        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
-
-    @property
-    def asked_as(self) -> dict[str, str]:
-        """What else is said of how questions were asked."""
-        return {} if self.instruction is None else {"instruction": self.instruction}
-
-    @property
-    def about(self) -> str:
-        """What the questions are about."""
-        if self.docs:
-            return ", ".join(path.name for path in self.docs)
-        return self.dataset.name if self.dataset is not None else "bundled documents"
 
 
 @with_blocks
@@ -200,8 +102,9 @@ def fidelity(
         raise UsageError("--reference base is for a model with --adapter or --weights int8, not with --deviations")
     model.named()
     model.bound_threads()
-    from chunkweave_lab.fidelity import Base, FidelityConfig, judges_of, make_tasks, warm_by_earlier
-    from chunkweave_lab.warming import Warmth
+    from chunkweave.calibration.fidelity import make_tasks, warm_by_earlier
+    from chunkweave.calibration.prompts import Warmth
+    from chunkweave_lab.fidelity import Base, FidelityConfig, judges_of
 
     first, *also_warm = map(Warmth.parse, options.names(warm) or ("",))
     config = FidelityConfig(
@@ -262,19 +165,6 @@ def fidelity(
             _measure_deviations(engine, measured, config, log, deviations, strayed)
 
 
-def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
-    """A question's samples as a `QuestionLog` has them."""
-    return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
-
-
-def neutral_of(ways: "Sequence[Warmth]", capture: CaptureConfig) -> dict[str, Any]:
-    """What neutral passages chunks are computed behind, if any of the `ways` has some."""
-    if all(warm.by != "neutral" for warm in ways):
-        return {}
-    file = None if capture.neutral_file is None else capture.neutral_file.name
-    return {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
-
-
 def _measure(
     engine: "Engine",
     tasks: "Sequence[Task]",
@@ -284,8 +174,7 @@ def _measure(
     store: StoreConfig,
     base: "Base | None",
 ) -> None:
-    from chunkweave_lab.fidelity import measure_fidelity
-    from chunkweave_lab.fitting import fitted_values
+    from chunkweave_lab.fidelity import fitted_values, measure_fidelity
 
     if log.found is None:
         with progress("fitting recompute fractions") as report:

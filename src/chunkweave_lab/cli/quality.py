@@ -1,6 +1,6 @@
 """`chunkweave bench quality`: what answers are worth by reuse method and recompute ratio."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -10,28 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.results import QuestionLog
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
+from chunkweave.cli.calibrate import measured_with
+from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning import methods as reuse_methods
-from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
-from chunkweave_lab.contenders import PROMPT_BASELINES
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import load_dataset
+from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures
+from chunkweave_lab.datasets import WORLDS, generated_examples, load_dataset, refuse_unknown
 from chunkweave_lab.plots import Picture, quality_figure
-from chunkweave_lab.results import QuestionLog, check_writable
-from chunkweave_lab.summaries import QualityRow, QualitySample, summarize_quality
+from chunkweave_lab.summaries import PROMPT_BASELINES, QualityRow, QualitySample, summarize_quality
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave_lab.deviation import PromptDeviation
     from chunkweave_lab.quality import QualityConfig
-
-
-WORLDS = "worlds"
-"""The data set that is generated instead of read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +56,13 @@ class QuestionOptions:
         if self.dataset == WORLDS:
             return generated_examples(count, self.chunks, seed=seed, kinds=kinds, worlds=worlds)
         examples = load_dataset(Path(self.dataset), seed=seed)
-        _refuse_unknown(kinds, {example.kind for example in examples})
+        refuse_unknown(kinds, {example.kind for example in examples})
         scored = [one for one in examples if one.answers and (not kinds or one.kind in kinds)]
         if len(scored) < count:
             raise UsageError(
                 f"{self.dataset} has {len(scored)} fitting questions with answers, but {count} are asked for"
             )
         return Random(seed).sample(scored, count)
-
-
-def generated_examples(
-    count: int, chunks: int, *, seed: int, kinds: tuple[str, ...] = (), worlds: int = 0
-) -> list[Example]:
-    """Questions of the data set `worlds`.
-
-    Raises:
-        UsageError: there is no such kind, or none over so many passages.
-    """
-    from chunkweave_lab.worlds.records import QuestionKind
-    from chunkweave_lab.worlds.world import world_examples
-
-    known = {str(kind): kind for kind in QuestionKind}
-    _refuse_unknown(kinds, known)
-    wanted = tuple(known[kind] for kind in kinds)
-    try:
-        return world_examples(count, chunks, seed=seed, kinds=wanted, worlds=worlds)
-    except ValueError as error:
-        raise UsageError(f"no such questions over {chunks} passages: {error}") from error
-
-
-def _refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
-    unknown = [kind for kind in kinds if kind not in known]
-    if unknown:
-        raise UsageError(f"unknown kind of question {unknown[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
 
 
 @with_blocks
@@ -125,8 +95,8 @@ def quality(
     if samples is not None:
         check_writable(samples)
     model.named()
+    from chunkweave.calibration.prompts import Warmth
     from chunkweave_lab.quality import QualityConfig
-    from chunkweave_lab.warming import Warmth
 
     config = QualityConfig(
         methods=options.names(methods),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, Report, progress, seconds, size, status, table_of
 from chunkweave.cli.options import with_blocks
@@ -15,7 +16,6 @@ from chunkweave.errors import UsageError
 from chunkweave.ordering import orderings as chunk_orderings
 from chunkweave.settings import parse_bytes
 from chunkweave.store import policies
-from chunkweave_lab.results import BenchmarkResult
 
 if TYPE_CHECKING:
     from chunkweave.planning.cost import CostModel

@@ -6,10 +6,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from chunkweave.calibration.questions import json_lines, read_entry, read_text
 from chunkweave.errors import DocumentError
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Context, SegmentId
-from chunkweave_lab.datasets import json_lines, read_entry, read_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from math import log
 from pathlib import Path
 from random import Random
 
+from chunkweave.calibration.questions import Example
 from chunkweave.errors import UsageError
-from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.trace import Arrival, Part, at_times, poisson_times, read_trace
 

@@ -1,15 +1,9 @@
-"""Worlds out of a seed, and what is made of them: held-out questions as a data set, and corpora."""
+"""Worlds out of a seed, and what is made of them: held-out questions as a data set."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import as_file, files
-from pathlib import Path
 from random import Random
-from typing import Any
 
-from chunkweave.types import Chunk
-from chunkweave_lab.dataset_formats import Example
+from chunkweave.calibration.questions import Example
 from chunkweave_lab.worlds.questions import sample_request
 from chunkweave_lab.worlds.records import Fact, Passage, QuestionKind, Relation, Request, Split, World
 from chunkweave_lab.worlds.wording import (
@@ -180,34 +174,3 @@ def world_requests(
             kind = kinds[len(requests) % len(kinds)] if kinds else None
             requests.append(sample_request(world, rng, passages, kind))
     return requests
-
-
-PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Passages, and questions that come with the six of them that retrieval might bring, in random order."""
-
-    passages: tuple[Chunk, ...]
-    questions: tuple[Example, ...]
-
-
-def bundled_corpus() -> Corpus:
-    """The corpus that comes with the package."""
-    with as_file(files("chunkweave") / "assets" / "corpus") as folder:
-        passages = tuple(Chunk(row["text"], row["source"]) for row in _read(folder / PASSAGES_FILE))
-        questions = tuple(
-            Example(
-                row["question"],
-                tuple(passages[line] for line in row["passages"]),
-                tuple(row["answers"]),
-                row["kind"],
-            )
-            for row in _read(folder / QUESTIONS_FILE)
-        )
-    return Corpus(passages, questions)
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, path.read_text(encoding="utf-8").splitlines())

@@ -1,6 +1,6 @@
 """Calibration: how close each method comes to full prefill by its parameter, and the record that follows from it.
 
-By the instrument of `eval.fidelity`: the model's own full prefill is the reference, so no answers have to be known.
+The model's own full prefill is the reference, so no answers have to be known.
 """
 
 import math
@@ -9,10 +9,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import torch
-
+from chunkweave.calibration.contenders import value_of, with_settings
+from chunkweave.calibration.fidelity import (
+    FULL_REUSE,
+    SLICED,
+    Comparison,
+    Task,
+    beside,
+    compare,
+    warm_by_earlier,
+    way_of,
+)
+from chunkweave.calibration.prompts import WarmBy, Warmth
+from chunkweave.calibration.questions import Example, digest_of
+from chunkweave.calibration.results import commit, computed_on, machine, versions
+from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.config import ReuseConfig, StoreConfig
-from chunkweave.engine.engine import Engine
+from chunkweave.engine.engine import Engine, Progress
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import (
     BOUNDS,
@@ -25,14 +38,6 @@ from chunkweave.planning.calibration import (
     method_named,
 )
 from chunkweave.planning.method import ALPHA, parameter_of
-from chunkweave_lab.contenders import value_of, with_settings
-from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.datasets import digest_of
-from chunkweave_lab.fidelity import FULL_REUSE, SLICED, FidelityConfig, Task, beside, measure_fidelity, warm_by_earlier
-from chunkweave_lab.results import commit, machine, versions
-from chunkweave_lab.summaries import FidelityRow, FidelitySample, summarize_fidelity
-from chunkweave_lab.ttft import Progress
-from chunkweave_lab.warming import WarmBy, Warmth
 
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3."""
@@ -86,7 +91,7 @@ class CalibrationConfig:
         if (fast.agreement or 0.0) > (balanced.agreement or 0.0) or (fast.kl or math.inf) < (balanced.kl or math.inf):
             raise UsageError(f"fast must not demand more than balanced: {fast}; {balanced}")
 
-    def groups(self) -> dict[str, FidelityConfig]:
+    def groups(self) -> dict[str, Comparison]:
         """By how chunks are warmed: what is measured over them. The first has all methods."""
         by_alpha = tuple(spec for spec in self.methods if parameter_of(_name(spec)) == ALPHA)
         groups = {str(warm): self._group(warm, self.methods) for warm in self.warm}
@@ -94,8 +99,8 @@ class CalibrationConfig:
             groups.setdefault(str(warm), self._group(warm, by_alpha))
         return groups
 
-    def _group(self, warm: Warmth, methods: tuple[str, ...]) -> FidelityConfig:
-        return FidelityConfig(
+    def _group(self, warm: Warmth, methods: tuple[str, ...]) -> Comparison:
+        return Comparison(
             methods=methods,
             ratios=tuple(sorted(set(self.ratios))),
             alphas=tuple(sorted(set(self.alphas))),
@@ -114,7 +119,7 @@ class CalibrationConfig:
 
     def grid(self) -> tuple[tuple[str, float], ...]:
         """(method with its settings, value) of every point, a method's own from cheap to dear."""
-        labels = [label for label in next(iter(self.groups().values())).contenders({}) if "@" in label]
+        labels = [label for label in next(iter(self.groups().values())).contenders() if "@" in label]
         points = [(label.partition("@")[0], value_of(label)) for label in labels]
         methods = list(dict.fromkeys(method for method, _ in points))
         return tuple(sorted(points, key=lambda point: (methods.index(point[0]), point[1])))
@@ -156,9 +161,8 @@ def measure(
             if not all(map(skip, range(len(measured)))):
                 warm_by_earlier(own, tasks[config.earlier - group.warm.queries : config.earlier])
             report = progress if place == len(groups) - 1 else None
-            contenders = group.contenders({})
-            run = measure_fidelity(own, measured, contenders, group, exact=FLOOR, skip=skip, progress=report)
-            runs.append(run)
+            way = way_of(own, measured, group.contenders(), group)
+            runs.append(compare([way], group, exact=FLOOR, skip=skip, progress=report))
         for samples in zip(*runs, strict=True):
             yield dict(zip(groups, samples, strict=True))
 
@@ -176,12 +180,11 @@ def make_record(
     every = [_point(row, warm) for warm, own in rows.items() for row in own]
     measured = [point for point in every if (point.method, point.value) in grid]
     points = tuple(sorted(measured, key=lambda point: grid.index((point.method, point.value))))
-    model, quantized = engine.loaded.model, engine.loaded.quantized
-    dtype = str(model.dtype).removeprefix("torch.")
+    computed, quantized = computed_on(engine.loaded.model), engine.loaded.quantized
     return CalibrationRecord(
         fingerprint=engine.loaded.fingerprint,
         model=engine.loaded.name,
-        dtype=f"{dtype} ({quantized} weights)" if quantized else dtype,
+        dtype=f"{computed['dtype']} ({quantized} weights)" if quantized else computed["dtype"],
         dataset=origin.dataset,
         dataset_digest=digest_of(examples),
         questions=len(found),
@@ -193,8 +196,8 @@ def make_record(
         references=tuple(point for point in every if point.method in (SLICED, FULL_REUSE)),
         points=points,
         targets={quality: choose_target(points, bounds) for quality, bounds in config.bounds.items()},
-        device=str(model.device),
-        threads=torch.get_num_threads(),
+        device=computed["device"],
+        threads=computed["threads"],
         machine=machine(),
         versions=versions(),
         commit=commit(),

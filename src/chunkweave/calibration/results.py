@@ -1,17 +1,20 @@
-"""What every benchmark writes beside its rows: where, with what, from which source and how it was run."""
+"""What every measurement writes beside its rows: where, with what, from which source and how it was run."""
 
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkweave.errors import UsageError
+
+if TYPE_CHECKING:
+    from chunkweave.models.huggingface import HuggingFaceModel
 
 _PACKAGES = ("chunkweave", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -58,6 +61,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def computed_on(model: "HuggingFaceModel") -> dict[str, Any]:
+    """Device, dtype and threads that a model computes with."""
+    import torch
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"device": str(model.device), "dtype": dtype, "threads": torch.get_num_threads()}
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that times depend on; those not installed are left out."""
     found = {"python": platform.python_version()}
@@ -97,21 +108,6 @@ def peak_rss_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def check_writable(path: Path) -> None:
-    """Find out before a long run whether its result can be written.
-
-    Raises:
-        UsageError: the folder does not exist or cannot be written to, or the path is a folder.
-    """
-    folder = path.parent
-    if path.is_dir():
-        raise UsageError(f"cannot write to {path}: it is a folder")
-    if not folder.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"cannot write {path}: no permission")
-
-
 def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Keep a measurement from going on in a file that was begun under other settings; both as JSON has them.
 
@@ -122,38 +118,6 @@ def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[st
     if differ:
         named = ", ".join(differ)
         raise UsageError(f"{path} was measured under other settings ({named}); delete it, or name another file")
-
-
-def write_json(path: Path, data: object) -> None:
-    """Write `data` as indented JSON.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    write_text(path, to_json(data) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file; a reader sees the old one or the new one, never half of it.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    if path.exists() and not path.is_file():  # a pipe or /dev/stdout: nothing to replace
-        path.write_text(text, encoding="utf-8")
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def to_json(data: object) -> str:
-    """JSON as the command line prints and writes it."""
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -257,19 +221,3 @@ class QuestionLog:
         self.found, self._lines = found, lines
         if cut_off:
             path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
-
-
-def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Make the system read these files from their device next time, where it can be asked to.
-
-    What was not written out yet is written first, or it would stay in memory.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)

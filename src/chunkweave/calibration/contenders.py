@@ -76,9 +76,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 Those of `query` are in `QUERY_SETTINGS`."""
 
-PROMPT_BASELINES = ("map-reduce", "map-rerank", "compress")
-"""Contenders that change the prompt and reuse no KV of chunks: `eval.prompt_baselines` makes them."""
-
 
 def make_contenders(
     specs: Sequence[str],

@@ -1,0 +1,447 @@
+"""How close reuse methods come to full prefill of the same model on the same prompts. Needs no labels.
+
+Full prefill answers each question greedily. Those tokens are fed to every contender, and its next-token distribution
+is compared with full prefill's at each of them; the time to the first token is taken in the same run. Where the data
+set has answers, how likely they are is compared too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.nn import functional
+
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
+from chunkweave.calibration.questions import Example
+from chunkweave.calibration.summaries import FidelitySample, f1
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
+from chunkweave.engine.engine import Engine, Progress
+from chunkweave.engine.prefill import PrefillOptions
+from chunkweave.engine.runner import Prefilled, Runner
+from chunkweave.errors import UsageError
+from chunkweave.metrics import ReuseReport
+from chunkweave.models.attention import attend_masked, seen_keys
+from chunkweave.models.base import LayerwiseModel
+from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.prompt.parts import Prompt
+
+REFERENCE = "full"
+"""The contender that the others are compared with."""
+
+FULL_REUSE = "full-reuse"
+
+SLICED = "full-in-slices"
+"""Full prefill once more, `SLICE_TOKENS` at a time: as far from full prefill as arithmetic alone takes one."""
+
+SLICE_TOKENS = 256
+
+HELD = 16
+"""Most contenders whose caches of one question are held while full prefill has not had its turn."""
+
+EXACT = (SLICED, "prefix")
+"""Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is measured.
+
+    Contenders are full prefill, full KV reuse, the noise floor, and the methods as `make_contenders` makes them. Chunks
+    have `chunk_tokens` tokens (0: passages stay whole). `new_tokens` bounds the continuation; answers are decoded
+    freely on the first `free` questions.
+    """
+
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...] = (DEFAULT_RECOMPUTE_RATIO,)
+    alphas: tuple[float, ...] = (1.0,)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    warm: Warmth = field(default_factory=Warmth)
+    chunks: int = 6
+    chunk_tokens: int = 0
+    new_tokens: int = 16
+    free: int = 40
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1:
+            raise UsageError(f"new_tokens must be at least 1, not {self.new_tokens}")
+        if self.free < 0:
+            raise UsageError(f"free must not be negative, not {self.free}")
+        self.contenders()
+
+    def contenders(self) -> dict[str, ReuseMethod]:
+        """The methods by the names of their rows, full prefill and full reuse first.
+
+        Raises:
+            UnknownMethodError: a method does not exist.
+            UsageError: a value is out of range, or a setting unknown.
+        """
+        return make_contenders((REFERENCE, FULL_REUSE, *self.methods), self.ratios, self.alphas, self.reuse)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question: its prompt, the tokens of the first answer that counts as right, and all those answers."""
+
+    prompt: Prompt
+    answer_ids: tuple[int, ...]
+    answers: tuple[str, ...]
+
+
+def make_tasks(
+    engine: Engine,
+    examples: Sequence[Example],
+    drawn: Sequence[Example],
+    config: Comparison,
+    instruction: str | None = None,
+) -> list[Task]:
+    """The drawn examples as they are asked; passages that one lacks come from all `examples`.
+
+    `instruction=None` is the template's own.
+
+    Raises:
+        UsageError: the data set has too little text.
+        PromptTooLongError: a prompt does not fit the model's context.
+    """
+    maker = PromptMaker(
+        examples,
+        engine.builder,
+        engine.loaded.fingerprint,
+        chunks=config.chunks,
+        chunk_tokens=config.chunk_tokens,
+        instruction=instruction,
+    )
+    tasks = []
+    for example in drawn:
+        prompt = maker.prompt(example)
+        answer_ids = engine.builder.answer_ids(example.answers[0]) if example.answers else ()
+        engine.runner.room_for_new_tokens(prompt)
+        tasks.append(Task(prompt, answer_ids, example.answers))
+    return tasks
+
+
+def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress | None = None) -> None:
+    """Prefill earlier requests in full and store them."""
+    for done, task in enumerate(earlier, start=1):
+        prefill_and_store(engine, task.prompt)
+        if progress is not None:
+            progress(done, len(earlier))
+
+
+def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warmth) -> None:
+    """Put into the store what one task is to find there."""
+    warm.prepare(engine, tasks[index].prompt, company_of([task.prompt for task in tasks], index))
+
+
+FirstToken = Callable[[Prompt], Prefilled]
+"""Brings a prompt to its first token and waits for it."""
+
+
+def woven_prefill(runner: Runner, method: ReuseMethod, *, new_tokens: int = 0) -> FirstToken:
+    """A reuse method on our own layer loop, with room for `new_tokens`. Nothing is captured, so nothing is stored."""
+
+    def first_token(prompt: Prompt) -> Prefilled:
+        prefilled = runner.prefill(prompt, method, new_tokens=new_tokens, capture=False)
+        prefilled.logits.argmax().item()
+        return prefilled
+
+    return first_token
+
+
+def sliced_prefill(runner: Runner, slice_tokens: int, *, new_tokens: int = 0) -> FirstToken:
+    """Full prefill that takes `slice_tokens` of the prompt at a time, as a batching engine may."""
+    full = make_method(REFERENCE)
+
+    @torch.inference_mode()
+    def first_token(prompt: Prompt) -> Prefilled:
+        with runner.start(prompt, full, PrefillOptions(new_tokens, capture=False)) as job:
+            while job.prefilled is None:
+                runner.step([], [(job, slice_tokens)])
+            job.prefilled.logits.argmax().item()
+            return job.prefilled
+
+    return first_token
+
+
+def measured_report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> ReuseReport:
+    """The report of a prefill that took `ttft_s`, without what became of each chunk."""
+    return replace(make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0), chunks=())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ran:
+    """A contender's prefill, or that of its last prompt, what is reported of it, and its answer if it has one by now.
+
+    It `follows` full prefill if its prompt asks the same.
+    """
+
+    prefilled: Prefilled
+    report: ReuseReport
+    recompute_fraction: float | None
+    decoded: tuple[int, ...] | None = None
+    follows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Who runs over chunks that were computed in one way, in a store of their own; `tasks` are as its model asks them.
+
+    `runs` are prefills of a question's prompt, `others` ask from another one, both by the names of their rows.
+    """
+
+    warm: Warmth
+    engine: Engine
+    tasks: Sequence[Task]
+    runs: Mapping[str, FirstToken]
+    others: Mapping[str, Callable[[Prompt], Ran]] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of all, in the order of rows."""
+        return [*self.runs, *self.others]
+
+    def run_once(self, prompt: Prompt, labels: Sequence[str]) -> None:
+        """Run each prefill once, to warm up."""
+        for label in labels:
+            if label in self.runs:
+                self.runs[label](prompt)
+
+    def run(self, prompt: Prompt, label: str) -> Ran:
+        """Run one contender, on the clock."""
+        if label in self.others:
+            return self.others[label](prompt)
+        started = time.perf_counter()
+        prefilled = self.runs[label](prompt)
+        report = measured_report(self.engine, prefilled, time.perf_counter() - started)
+        return Ran(prefilled, report, report.recompute_fraction)
+
+
+def way_of(
+    engine: Engine,
+    tasks: Sequence[Task],
+    methods: Mapping[str, ReuseMethod],
+    config: Comparison,
+    *,
+    sliced: bool = True,
+) -> Way:
+    """All `methods` over the engine's store. With `sliced` full prefill runs in slices too, behind full prefill."""
+    room = config.new_tokens + 1
+    runs = {label: woven_prefill(engine.runner, method, new_tokens=room) for label, method in methods.items()}
+    if sliced:
+        first = {REFERENCE: runs[REFERENCE], SLICED: sliced_prefill(engine.runner, SLICE_TOKENS, new_tokens=room)}
+        runs = {**first, **runs}
+    return Way(config.warm, engine, tasks, runs)
+
+
+def compare(
+    ways: Sequence[Way],
+    config: Comparison,
+    *,
+    reference: str = REFERENCE,
+    exact: int | None = None,
+    skip: Callable[[int], bool] = lambda _: False,
+    progress: Progress | None = None,
+) -> Iterator[dict[str, FidelitySample]]:
+    """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
+
+    Contenders run once uncounted before they are first measured, then alternate, and take turns in going first. What is
+    measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
+    The `reference` is in the first way. Contenders of another prompt run on tasks that are answered freely; what is
+    exact but for arithmetic (`EXACT`) runs on the first `exact` tasks, or on those too. Each is decoded by itself, as
+    an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other way
+    round.
+    """
+    labels = [label for way in ways for label in way.labels]
+    exactly = {label for label in labels if label.split(" ")[0] in EXACT}
+    count = len(ways[0].tasks)
+    warmed_up = False
+    for index in range(count):
+        if not skip(index):
+            free, floor = index < config.free, index < (config.free if exact is None else exact)
+            left_out = {*(() if floor else exactly), *(() if free else (label for way in ways for label in way.others))}
+            question = _Question(index, config, reference, free=free)
+            found: dict[str, FidelitySample] = {}
+            for way in ways:
+                prepare(way.engine, way.tasks, index, way.warm)
+                order = _taking_turns([label for label in way.labels if label not in left_out], index, reference)
+                if not warmed_up:
+                    way.run_once(way.tasks[index].prompt, order)
+                found |= question.samples(way, order)
+            warmed_up = True
+            yield {label: found[label] for label in labels if label in found}
+        if progress is not None:
+            progress(index + 1, count)
+
+
+def _taking_turns(labels: Sequence[str], index: int, reference: str) -> list[str]:
+    """Each goes first once in so many tasks as there are; the `reference`, if there, is among the first `HELD`."""
+    turn = index % len(labels)
+    order = [*labels[turn:], *labels[:turn]]
+    if reference in order:
+        place = order.index(reference)
+        order.insert(place % HELD, order.pop(place))
+    return order
+
+
+def beside(engine: Engine, store: StoreConfig | None) -> Engine:
+    """Another one over the same model, with an empty store in memory, in which KV is kept as in `store`."""
+    store = StoreConfig() if store is None else replace(store, cache_dir=None)
+    reuse = ReuseConfig(capture=engine.runner.capture)
+    return Engine(engine.loaded, store=store, method=REFERENCE, reuse=reuse, compute=engine.runner.compute)
+
+
+class _Question:
+    """One task, and what the full prefill that is the `reference` says to it once it has run."""
+
+    def __init__(self, index: int, config: Comparison, reference: str, *, free: bool) -> None:
+        self._index, self._config, self._reference, self._free = index, config, reference, free
+        self._continuation: tuple[int, ...] = ()
+        self._expected = torch.empty(0)
+
+    def samples(self, way: Way, order: Sequence[str]) -> dict[str, FidelitySample]:
+        """All of `order`, one after the other; those that come before the reference wait for what it says."""
+        found: dict[str, FidelitySample] = {}
+        held: dict[str, Ran] = {}
+        for label in order:
+            held[label] = way.run(way.tasks[self._index].prompt, label)
+            if label == self._reference:
+                full = held[label].prefilled
+                self._continuation = self._decoded(way.engine, full)
+                self._expected = self._behind(way, full, follows=True)[0]
+            if self._continuation:
+                found |= {ran: self._sample(way, ran, one) for ran, one in held.items()}
+                held.clear()
+        return found
+
+    def _decoded(self, engine: Engine, prefilled: Prefilled) -> tuple[int, ...]:
+        return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
+
+    def _behind(self, way: Way, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
+        """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
+
+        Always in one pass of one shape, so that full prefill is not even arithmetic away from itself.
+        """
+        answer_ids = way.tasks[self._index].answer_ids
+        wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
+        return list(log_probabilities(way.engine.loaded.model, one, *wanted))
+
+    def _sample(self, way: Way, label: str, one: Ran) -> FidelitySample:
+        answers, answer_ids = way.tasks[self._index].answers, way.tasks[self._index].answer_ids
+        decoded = one.decoded
+        if self._free and decoded is None:
+            decoded = self._continuation if label == self._reference else self._decoded(way.engine, one.prefilled)
+        found = self._behind(way, one.prefilled, follows=one.follows)
+        kl: list[float] = []
+        agrees: list[bool] = []
+        if one.follows:
+            kl, agrees = divergence(self._expected, found.pop(0))
+        text = None if decoded is None else answer_text(way.engine, decoded)
+        return FidelitySample(
+            kl=tuple(kl),
+            agrees=tuple(agrees),
+            answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
+            identical=None if decoded is None else decoded == self._continuation,
+            f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
+            ttft_s=one.report.ttft_s,
+            flops_limit=one.report.flops_limit,
+            recompute_fraction=one.recompute_fraction,
+            prompt_tokens=one.report.prompt_tokens,
+            text=text,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What was chosen behind one prompt: token ids, a stop token last if one came, and the log-probability of each."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+def decode_greedily(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[Decoded]:
+    """Decode greedily, each prompt up to a stop token and with it. The caches have room for `max_new_tokens`."""
+    stop_ids = engine.loaded.tokenizer.stop_ids
+    tokens: list[list[int]] = [[] for _ in prefilled]
+    log_probs: list[list[float]] = [[] for _ in prefilled]
+    active = list(range(len(prefilled)))
+    logits = torch.stack([one.logits for one in prefilled])
+    for step in range(max_new_tokens):
+        if step:
+            logits = engine.runner.decode(
+                [prefilled[i].cache for i in active],
+                [tokens[i][-1] for i in active],
+                [len(prefilled[i].prompt) + step - 1 for i in active],
+            )
+        best = logits.max(dim=-1)
+        chosen = zip(best.indices.tolist(), (best.values - logits.logsumexp(-1)).tolist(), strict=True)
+        for i, (token, log_prob) in zip(active, chosen, strict=True):
+            tokens[i].append(token)
+            log_probs[i].append(log_prob)
+        active = [i for i in active if tokens[i][-1] not in stop_ids]
+        if not active:
+            break
+    return [Decoded(tuple(ids), tuple(own)) for ids, own in zip(tokens, log_probs, strict=True)]
+
+
+def answer_text(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Decoded tokens as text, without the stop token that may end them."""
+    tokenizer = engine.loaded.tokenizer
+    ended = token_ids[:-1] if token_ids and token_ids[-1] in tokenizer.stop_ids else token_ids
+    return tokenizer.decode(list(ended)).strip()
+
+
+def log_probabilities(
+    model: LayerwiseModel, prefilled: Prefilled, *continuations: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """What the model expects at each token of each of the `continuations` of the prompt: `[tokens, vocab]` in float64.
+
+    Row i is the distribution of token i given the prompt and the tokens before it. None may be empty. All are run in
+    one pass, none sees another, and the cache is not changed.
+    """
+    behind = [tuple(tokens[:-1]) for tokens in continuations]
+    logits = iter(_continued(model, prefilled, [tokens for tokens in behind if tokens]))
+    first = prefilled.logits[None]
+    rows = [torch.cat((first, next(logits))) if tokens else first for tokens in behind]
+    return tuple(functional.log_softmax(one.double(), dim=-1) for one in rows)
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> tuple[list[float], list[bool]]:
+    """D_KL(expected || found) in nats at each position of log-probabilities `[tokens, vocab]`; whether top-1 agrees."""
+    kl = (expected.exp() * (expected - found)).sum(-1).clamp(min=0.0)
+    return kl.tolist(), (expected.argmax(-1) == found.argmax(-1)).tolist()
+
+
+def negative_log_likelihood(log_probs: torch.Tensor, token_ids: Sequence[int]) -> float:
+    """Of `token_ids`, in nats a token, under the distributions `[tokens, vocab]` of each."""
+    wanted = torch.tensor(list(token_ids), device=log_probs.device)
+    return -float(log_probs.gather(1, wanted[:, None]).mean())
+
+
+@torch.inference_mode()
+def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits behind each token of each branch when it follows the prompt, `[tokens, vocab]` a branch."""
+    if not branches:
+        return []
+    device, tokens = prefilled.logits.device, len(prefilled.prompt)
+    lengths = [len(branch) for branch in branches]
+    positions = torch.cat([torch.arange(tokens, tokens + length, device=device) for length in lengths])
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
+    own = owner[:, None] == owner
+    same_branch = torch.cat((own.new_ones(len(positions), tokens), own), dim=1)
+    keys_at = torch.cat((torch.arange(tokens, device=device), positions))
+    hidden = model.embed(torch.tensor([token for branch in branches for token in branch], device=device))
+    masks: dict[int | None, torch.Tensor] = {}
+    for window in {model.geometry.window(layer) for layer in range(model.geometry.num_layers)}:
+        seen = same_branch & seen_keys(keys_at, positions[:, None], window)
+        masks[window] = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill(~seen, -torch.inf)
+    for layer in range(model.geometry.num_layers):
+        q, k, v = model.qkv(layer, hidden)
+        past_keys, past_values = prefilled.cache.view(layer, tokens)
+        keys, values = torch.cat((past_keys, model.rotate_keys(layer, k, positions))), torch.cat((past_values, v))
+        queries, mask = model.rotate_queries(layer, q, positions), masks[model.geometry.window(layer)]
+        attended = attend_masked(queries, keys, values, mask, model.geometry.scores(layer))
+        hidden = model.finish(layer, hidden, attended)
+    return list(torch.split(model.logits(hidden), lengths))

@@ -1,0 +1,283 @@
+"""Questions with their passages: the bundled ones, one's own documents, and data sets of our own format. No torch."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.resources import as_file, files
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from chunkweave.errors import DocumentError, UsageError, install_extra
+from chunkweave.prompt.documents import read_documents
+from chunkweave.retrieval.embedders import HashedNgramEmbedder
+from chunkweave.retrieval.indexes import FlatIndex
+from chunkweave.types import Chunk
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A question, the chunks to answer it from, and the answers that count as right.
+
+    `kind` is the data set's own name for what answering takes, empty if it has none.
+    """
+
+    question: str
+    chunks: tuple[Chunk, ...]
+    answers: tuple[str, ...]
+    kind: str = ""
+
+
+def own_format(entry: Mapping[str, Any]) -> Example:
+    """`{question, chunks: [text or {text, source}], answers, kind}`; answers and kind may be left out."""
+    chunks = tuple(
+        chunk_of(chunk, "", place)
+        if isinstance(chunk, str)
+        else chunk_of(chunk["text"], str(chunk.get("source") or ""), place)
+        for place, chunk in enumerate(entry["chunks"])
+    )
+    question = text_of(entry["question"], "question")
+    return Example(question, some(chunks), texts_of(entry.get("answers", [])), str(entry.get("kind") or ""))
+
+
+def text_of(value: object, what: str) -> str:
+    """A text that says something.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is not a text but {type(value).__name__}")
+    if not value.strip():
+        raise ValueError(f"{what} is empty")
+    return value
+
+
+def texts_of(values: object) -> tuple[str, ...]:
+    """A list of answers, each once. Raises what `text_of` does."""
+    if not isinstance(values, list):
+        raise TypeError(f"answers are not a list but {type(values).__name__}")
+    return tuple(dict.fromkeys(text_of(value, "answer") for value in values))
+
+
+def chunk_of(text: object, source: str, place: int) -> Chunk:
+    """A question's chunk number `place`. Raises what `text_of` does."""
+    return Chunk(text_of(text, f"chunk {place}"), source or f"passage {place}")
+
+
+def some(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    """The chunks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not chunks:
+        raise ValueError("there are no chunks")
+    return chunks
+
+
+def read_text(path: Path, kind: str) -> str:
+    """A UTF-8 file as text.
+
+    Raises:
+        DocumentError: it cannot be read; the message names it as a `kind`.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{path} is not UTF-8: bad byte at offset {error.start}") from error
+    except OSError as error:
+        raise DocumentError(f"cannot read the {kind} {path}: {error.strerror or error}") from error
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """The values of JSON lines, each with its place for error messages: `FILE:LINE`. Blank lines are left out.
+
+    Raises:
+        DocumentError: a line is not JSON.
+    """
+    # Not splitlines(): JSON strings may hold line separators such as U+2028 as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DocumentError(f"{path}:{number}: not JSON: {error.msg}") from error
+        yield f"{path}:{number}", data
+
+
+def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]) -> _Read:
+    """One entry through its format's reader.
+
+    Raises:
+        DocumentError: it is no object, or the reader refuses it; the message begins with `where`.
+    """
+    if not isinstance(data, dict):
+        raise DocumentError(f"{where}: not an object but {type(data).__name__}")
+    try:
+        return read(data)
+    except KeyError as error:
+        raise DocumentError(f"{where}: no {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DocumentError(f"{where}: {error}") from error
+
+
+_DATASETS = "chunkweave.datasets"
+"""Entry points of readers of other data sets: from name, count, chunks of a question and seed to examples."""
+
+
+def dataset_examples(name: Path, *, count: int, chunks: int, seed: int) -> list[Example]:
+    """The questions of a data set: JSON lines of our own format are read here, all else by another package's reader.
+
+    A generated data set has `count` of them, over `chunks` passages each.
+
+    Raises:
+        DocumentError: the file cannot be read, is in no known format, or holds no question.
+        UsageError: the package that reads such data sets is not installed.
+    """
+    if name.suffix.lower() == ".jsonl" and name.exists():
+        lines = list(json_lines(name, read_text(name, "data set")))
+        if lines and all(isinstance(entry, dict) and "chunks" in entry for _, entry in lines):
+            return [read_entry(where, entry, own_format) for where, entry in lines]
+    readers = entry_points(group=_DATASETS)
+    if not readers:
+        raise UsageError(f"what reads {name} is not installed: {install_extra('bench')}")
+    examples: list[Example] = next(iter(readers)).load()(name, count=count, chunks=chunks, seed=seed)
+    return examples
+
+
+@dataclass(frozen=True, slots=True)
+class BundledQuestion:
+    """A question over the bundled documents, the answers that count as right, the documents that hold them."""
+
+    text: str
+    answers: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+HARBOUR, VALLEY = "documents", "valley"
+"""Folders of bundled documents: long ones whose questions take two, and short ones for the demo's small model."""
+
+
+def bundled_documents(which: str = HARBOUR) -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
+    """(name, text) of every bundled document of a folder, and the questions about them."""
+    with as_file(files("chunkweave") / "assets" / which) as folder:
+        documents = [(document.name, document.text) for document in read_documents([folder])]
+        entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+    questions = [
+        BundledQuestion(entry["question"], tuple(entry["answers"]), tuple(entry["sources"])) for entry in entries
+    ]
+    return documents, questions
+
+
+def bundled_examples(count: int, *, seed: int = 0, which: str = HARBOUR) -> list[Example]:
+    """A folder's questions in turn, each over all its documents in an order of its own, until there are `count`."""
+    documents, questions = bundled_documents(which)
+    chunks = [Chunk(text, name) for name, text in documents]
+    rng = Random(seed)
+    chosen = [questions[i % len(questions)] for i in range(count)]
+    return [Example(q.text, tuple(rng.sample(chunks, len(chunks))), q.answers) for q in chosen]
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """BLAKE2b-128 of the questions, their chunks and answers, in order: 32 hex digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        for text in (example.question, *(chunk.text for chunk in example.chunks), *example.answers):
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_SENTENCE_WORDS = range(10, 41)
+"""Words of a sentence that is asked for: enough that its beginning tells which one is meant."""
+
+
+def document_examples(
+    chunks: Sequence[Chunk], *, chunks_each: int, count: int, seed: int, questions: Sequence[str] = ()
+) -> list[Example]:
+    """Questions over one's own documents, each with the chunks that are nearest to it, shuffled with `seed`.
+
+    Without `questions`, `count` sentences are drawn: the beginning of one is given, and how it goes on is the answer
+    that counts as right; its chunk is among those given. Nearest is by the bundled embedder (hashed n-grams).
+
+    Raises:
+        UsageError: there are too few chunks, or too few sentences of 10 to 40 words.
+    """
+    if len(chunks) < chunks_each:
+        raise UsageError(f"the documents make {len(chunks)} chunks, but {chunks_each} a prompt are asked for")
+    rng = Random(seed)
+    asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
+    asked += [] if questions else _sentences(chunks, count, rng)
+    embedder = HashedNgramEmbedder()
+    index = FlatIndex(embedder.dimension)
+    index.add(embedder.embed_documents([chunk.text for chunk in chunks]))
+    examples = []
+    for question, answer, own in asked:
+        near = [int(row) for row in index.search(embedder.embed_query(question), chunks_each).rows]
+        if own is not None and own not in near:
+            near[-1] = own
+        rng.shuffle(near)
+        answers = (answer,) if answer else ()
+        examples.append(Example(question, tuple(chunks[row] for row in near), answers))
+    return examples
+
+
+def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
+    """For each sentence of 10 to 40 words a question that gives its first half, and the second half."""
+    for sentence in _SENTENCE_END.split(text):
+        words = sentence.split()
+        if len(words) in _SENTENCE_WORDS:
+            half = len(words) // 2
+            beginning = " ".join(words[:half])
+            yield f'How does this sentence of the passages go on: "{beginning} ..."', " ".join(words[half:])
+
+
+def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
+    """`count` questions for sentences, the rest of each sentence, and the place of its chunk."""
+    whole = [(*asked, place) for place, chunk in enumerate(chunks) for asked in sentence_questions(chunk.text)]
+    if len(whole) < count:
+        raise UsageError(
+            f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are to be asked for; give more "
+            "documents, fewer questions, or questions of your own"
+        )
+    yield from rng.sample(whole, count)
+
+
+PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Passages, and questions that come with the six of them that retrieval might bring, in random order."""
+
+    passages: tuple[Chunk, ...]
+    questions: tuple[Example, ...]
+
+
+def bundled_corpus() -> Corpus:
+    """The corpus that comes with the package."""
+    with as_file(files("chunkweave") / "assets" / "corpus") as folder:
+        passages = tuple(Chunk(row["text"], row["source"]) for row in _read(folder / PASSAGES_FILE))
+        questions = tuple(
+            Example(
+                row["question"],
+                tuple(passages[line] for line in row["passages"]),
+                tuple(row["answers"]),
+                row["kind"],
+            )
+            for row in _read(folder / QUESTIONS_FILE)
+        )
+    return Corpus(passages, questions)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, path.read_text(encoding="utf-8").splitlines())
