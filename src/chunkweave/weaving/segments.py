@@ -16,8 +16,7 @@ from chunkweave.planning.cost import CostModel, preload_depth, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.prompt.parts import Prompt
-from chunkweave.store.index import PromptLookup
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import PromptLookup, TieredLease
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
