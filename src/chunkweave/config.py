@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
-from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, Unit, configuration, setting
+from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -157,34 +157,24 @@ class StoreConfig:
     1073741824
     """
 
-    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, least=0)
+    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
     policy: str = setting("lru", "Eviction policy.", plugins="chunkweave.store.policies")
     device_budget_bytes: int = setting(
-        0,
-        "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.",
-        unit=Unit.BYTES,
-        least=0,
+        0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
     )
     cache_dir: Path | None = setting(
         None, "Folder that keeps segments on disk, for later runs and for other processes."
     )
-    disk_budget_bytes: int = setting(
-        64 * GIB, "Most disk space for stored segments, with cache_dir.", unit=Unit.BYTES, least=0
-    )
+    disk_budget_bytes: int = setting(64 * GIB, "Most disk space for stored segments, with cache_dir.", least=0)
     remote_url: str | None = setting(
         None, "Another machine that keeps segments too: redis://..., s3://..., file://...", secret=True
     )
     remote_budget_bytes: int | None = setting(
-        None,
-        "Most bytes that this process keeps at remote_url; none leaves it to the server.",
-        unit=Unit.BYTES,
-        least=0,
+        None, "Most bytes that this process keeps at remote_url; none leaves it to the server.", least=0
     )
     codec: str = setting("raw", "How segments are encoded on disk and remote: raw, int8 or fp8.")
     admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.", least=1)
-    ttl_s: float | None = setting(
-        None, "Drop segments older than that: 30s, 90m, 12h or 7d.", unit=Unit.SECONDS, above=0
-    )
+    ttl_s: float | None = setting(None, "Drop segments older than that: 30s, 90m, 12h or 7d.", above=0)
     max_variants: int | None = setting(
         DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
     )
@@ -197,7 +187,6 @@ class StoreConfig:
     pinned_bytes: int | None = setting(
         None,
         "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
-        unit=Unit.BYTES,
         name="host_pinned",
         least=0,
     )
@@ -239,7 +228,6 @@ class ComputeConfig:
     pinned_bytes: int = setting(
         4 * GIB,
         "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
-        unit=Unit.BYTES,
         name="staging_pinned",
         least=0,
     )
@@ -493,7 +481,6 @@ class ConversationConfig:
     idle_s: float | None = setting(
         3600.0,
         "Forget a conversation that was idle for so long; none: never.",
-        unit=Unit.SECONDS,
         name="conversation_idle",
         places=SERVERS,
         above=0,
@@ -515,13 +502,10 @@ class WeaveConfig:
         least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", unit=Unit.SECONDS, above=0
+        10.0, "Maximum wait for a request's segments before it is prefilled normally.", above=0
     )
     lookup_timeout_s: float = setting(
-        0.5,
-        "Maximum wait for a remote lookup before the request is prefilled normally.",
-        unit=Unit.SECONDS,
-        above=0,
+        0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0
     )
 
 

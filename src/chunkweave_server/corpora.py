@@ -21,9 +21,9 @@ from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.growth import GrowthLimits
 from chunkweave.scheduling.queue import TenantWeights
-from chunkweave_server.auth import Tenant
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
+from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)

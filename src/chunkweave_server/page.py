@@ -16,23 +16,14 @@ from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_
 from chunkweave.page.render import STATIC
 from chunkweave.page.views import KINDS, kind_tokens, share_of_tiers
 from chunkweave.planning.method import METHODS, parameter_of
-from chunkweave_server.auth import Tenant
 from chunkweave_server.bodies import validated
 from chunkweave_server.errors import HttpError
+from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.observability import RequestMeta
 from chunkweave_server.requests import Body, ChatBody, ChunksBody, ClearBody
-from chunkweave_server.routes import (
-    NEEDS_KEY,
-    AnyService,
-    OfTenant,
-    ReadyParts,
-    clear,
-    pin,
-    unpin,
-    warm,
-    whole_answer,
-)
-from chunkweave_server.service import Parts
+from chunkweave_server.routes import clear, pin, unpin, warm, whole_answer
+from chunkweave_server.service import AnyService, Parts, ReadyParts
+from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import in_thread
 
 WITHOUT_KEY = tuple(("GET", path) for path in ("/", *(f"/page/{name}" for name in STATIC)))
@@ -121,9 +112,7 @@ def _column(report: ReuseReport) -> list[Bar]:
 
 def _stored(parts: Parts) -> Mapping[str, tuple[float, float]]:
     """Bytes and segments by tier."""
-    found: dict[str, Mapping[str, float]] = {}
-    for source in parts.started.samples:
-        found |= {one.name: one.values for one in source() if one.name in ("store_bytes", "store_segments")}
+    found = {one.name: one.values for one in parts.backend.samples()}
     segments = found.get("store_segments", {})
     return {tier: (nbytes, segments.get(tier, 0)) for tier, nbytes in found.get("store_bytes", {}).items()}
 
@@ -278,5 +267,5 @@ def _in_words(done: Mapping[str, Any]) -> str:
 
 def _corpora(parts: Parts, tenant: Tenant, said: str) -> HTMLResponse:
     shown = [one.as_dict() for one in parts.corpora.all(tenant)]
-    commands = ("warm", "pin", "unpin", "clear") if parts.started.cache.pins else ("warm", "clear")
+    commands = ("warm", "pin", "unpin", "clear") if parts.backend.cache.pins else ("warm", "clear")
     return HTMLResponse(render("corpora.html", corpora=shown, said=said, commands=commands, admin=tenant.admin))

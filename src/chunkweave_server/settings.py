@@ -35,7 +35,6 @@ from chunkweave.settings import (
     SERVERS,
     Place,
     Setting,
-    Unit,
     by_name,
     configuration,
     refuse_unknown,
@@ -77,13 +76,10 @@ class ListenSettings:
         "Host that requests without keys may name, and whose web pages may send them, beside loopback and `host`: a "
         "name, *.NAME for all below it, an address, or * for any; repeatable. If given, it holds with keys too.",
     )
-    graceful_s: float = setting(
-        30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, above=0
-    )
+    graceful_s: float = setting(30.0, "How long running answers get to end when the server stops.", above=0)
     stalled_s: float = setting(
         60.0,
         "How long a client may keep the server waiting for the rest of its request, or stop reading its answer.",
-        unit=Unit.SECONDS,
         above=0,
     )
 
@@ -105,10 +101,8 @@ class ListenSettings:
 class LimitSettings:
     """What one request and one tenant may take."""
 
-    max_body_bytes: int = setting(
-        4 * _MIB, "Largest body of a request, but for documents that are ingested.", unit=Unit.BYTES
-    )
-    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.", unit=Unit.BYTES)
+    max_body_bytes: int = setting(4 * _MIB, "Largest body of a request, but for documents that are ingested.")
+    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.")
     max_documents: int = setting(
         64, "Documents of one request; documents of one call that warms, pins or clears.", least=1
     )
@@ -122,12 +116,9 @@ class LimitSettings:
     max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
     max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
     max_corpus_bytes: int = setting(
-        2 << 30,
-        "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.",
-        unit=Unit.BYTES,
-        least=1,
+        2 << 30, "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.", least=1
     )
-    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
+    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.")
 
 
 @configuration(SERVERS)
@@ -187,7 +178,7 @@ class FleetSettings:
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
-    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS, above=0)
+    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 
     def __post_init__(self) -> None:
         make_routing(self.routing, self.imbalance)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
 from chunkweave.scheduling.queue import FairQueue, StoredPrefixes, VirtualTime, Waiting, waiting_path
@@ -17,7 +18,6 @@ from chunkweave.types import ChunkId
 if TYPE_CHECKING:  # they import torch
     from chunkweave.engine.decode import DecodeState
     from chunkweave.engine.prefill import PrefillJob
-    from chunkweave.engine.prepare import PreparedRequest
     from chunkweave.weaving.segments import Prefetch
 
 Deliver = Callable[[StreamEvent | Exception], None]
@@ -42,7 +42,7 @@ class RequestState:
     """
 
     id: int
-    prepared: "PreparedRequest"
+    prepared: PreparedRequest
     deliver: Deliver
     arrived_s: float
     deadline_s: float | None = None

@@ -10,7 +10,6 @@ import torch
 
 from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.prefill import LayeredPass, PrefillContext, Prefilled, PrefillJob, PrefillOptions
-from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
@@ -86,14 +85,7 @@ class Runner:
         Raises:
             PromptTooLongError: it leaves none; the message says how long the prompt and its longest part are.
         """
-        limit = self.model.geometry.max_positions
-        if len(prompt) >= limit:
-            longest = max(prompt.parts, key=len)
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens (its longest part, {longest.source or longest.kind}, "
-                f"has {len(longest)}), but the model's context is {limit}; send fewer or smaller chunks"
-            )
-        return limit - len(prompt)
+        return prompt.room_in(self.model.geometry.max_positions)
 
     @torch.inference_mode()
     def prefill(

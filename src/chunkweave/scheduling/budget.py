@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
-from chunkweave.settings import SERVERS, Place, Unit, configuration, setting
+from chunkweave.settings import SERVERS, Place, configuration, setting
 
 _TAIL = 8
 """A step may be longer by this part if it ends a pass so: by itself the end would read all weights for few tokens."""
@@ -130,7 +130,6 @@ class BatchingConfig:
     step_time_s: float | None = setting(
         0.1,
         "How long prefills may hold a request that decodes, to the end of a layer; none: for a step of any length.",
-        unit=Unit.SECONDS,
         above=0,
     )
     kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
@@ -155,15 +154,10 @@ class BatchingConfig:
         least=0,
     )
     deadline_s: float | None = setting(
-        None,
-        "Longest time that a request may take; none: any.",
-        unit=Unit.SECONDS,
-        places=SERVERS,
-        defaults=_DEADLINE,
-        above=0,
+        None, "Longest time that a request may take; none: any.", places=SERVERS, defaults=_DEADLINE, above=0
     )
     queue_timeout_s: float | None = setting(
-        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, above=0
+        None, "Longest time that a request may wait before it is begun; none: any.", above=0
     )
     max_prompt_tokens: int | None = setting(
         None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", least=1
@@ -174,7 +168,7 @@ class BatchingConfig:
     prefetch_requests: int = setting(
         2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", least=0
     )
-    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, least=0)
+    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", least=0)
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.types import Chunk, ChunkId
+from chunkweave.types import ChunkId
 from chunkweave.vllm.removal import Removed, removal_params
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
-from chunkweave_server.threads import to_its_end
 from chunkweave_server.vllm_backend.fleet import Fleet, Replica
 from chunkweave_server.vllm_backend.removal_journal import EVERYTHING, Removal, RemovalJournal
 from chunkweave_server.vllm_backend.upstream import UpstreamLostError
@@ -209,40 +208,3 @@ def _portions(removal: Removal) -> Iterator[Sequence[Sequence[int]] | None]:
         tokens += len(chunk)
     if portion:
         yield portion
-
-
-class VllmCache:
-    """What `/v1/cache` does over vLLM: it clears, and pins nothing."""
-
-    pins = False
-
-    def __init__(self, removals: FleetRemovals) -> None:
-        self._removals = removals
-
-    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:  # noqa: ARG002
-        """Refused.
-
-        Raises:
-            HttpError: 501.
-        """
-        raise _pins_nothing()
-
-    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:  # noqa: ARG002
-        """Refused.
-
-        Raises:
-            HttpError: 501.
-        """
-        raise _pins_nothing()
-
-    async def clear(self) -> int:
-        """Remove everything of all tenants from all replicas; returns how many segments there were.
-
-        Raises:
-            NotRemovedError: a replica did not answer, or has copies yet.
-        """
-        return await to_its_end(self._removals.remove(EVERYTHING))
-
-
-def _pins_nothing() -> HttpError:
-    return HttpError(501, "this needs --backend engine: vLLM's cache pins nothing", code="needs_engine")
