@@ -139,7 +139,7 @@ class AttentionCapture:
     """The attention mass of one prompt's tokens on its parts, summed over the captured layers.
 
     Owned by the request. Its rows tell it which tokens to follow and show it queries and keys layer by layer; the
-    profiles are made from the sums when the request ends. All layers, heads and tokens count alike (DESIGN §5).
+    profiles are made from the sums when the request ends. All layers, heads and tokens count alike.
     """
 
     def __init__(

@@ -352,7 +352,7 @@ class AttentionMass:
 class AttentionMeter:
     """Sums the attention of queries at fixed positions; made once and used for every layer with the same queries.
 
-    Attention kernels keep their weights to themselves, so the softmax is written out here (DESIGN §5.1), block by block
+    Attention kernels keep their weights to themselves, so the softmax is written out here, block by block
     in float32, each block summed at once. A head of a layer costs about a hundredth of a layer that way (0.5B
     parameters, 3k tokens), so callers look at few heads and layers, or at few queries.
     """
