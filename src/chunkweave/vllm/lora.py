@@ -19,7 +19,7 @@ _Files = dict[str, tuple[int, int]]
 class AdapterKeys:
     """What an adapter adds to its chunks' ids: a hash of its files, since its name may stand for others tomorrow.
 
-    vLLM has read them some time before. If they change later, nobody knows which ones it computes with.
+    vLLM has read them some time before. If they change later, it is not known which ones it computes with.
     """
 
     def __init__(self) -> None:

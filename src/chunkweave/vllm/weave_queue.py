@@ -113,7 +113,7 @@ class QueuedWeave:
 class WeaveQueue:
     """Owns the orders of one worker until they are done. Called from the worker's thread only.
 
-    A weave begins when the first layer of all segments is in memory, and goes on as the others come. Several ranks
+    A weave begins when the first layer of all segments is in memory, and continues as the others come. Several ranks
     agree first on what is stored, so that all plan alike, and then, before each slice, on how many layers all of them
     have: what is read can hold up no rank in the middle of a layer in which the others wait for it.
     """
@@ -161,7 +161,7 @@ class WeaveQueue:
         return True
 
     def next(self) -> QueuedWeave | None:
-        """Prepare what is due, and return the first weave that can go on, or has failed; None while all wait."""
+        """Prepare what is due, and return the first weave that can continue, or has failed; None while all wait."""
         self._start()
         if self._ranks.size > 1:
             self._agree_on_lookups()
@@ -208,7 +208,7 @@ class WeaveQueue:
                 weave.error = NotWoven("its plan is not the same on every rank")
 
     def _agree_on_layers(self) -> None:
-        """Let weaves that are under way go on by the layers that every rank has, or give them up on all."""
+        """Let weaves that have begun continue by the layers that every rank has, or give them up on all."""
         under_way = [weave for weave in self._weaves.values() if weave.error is None and weave.planned is not None]
         coming = [(weave, weave.planned.pinned) for weave in under_way if weave.planned and weave.everywhere != inf]
         if not coming:
