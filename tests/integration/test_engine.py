@@ -259,7 +259,7 @@ def test_reports_say_to_what_the_loading_controller_raised_a_budget(model, metho
     ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "method": method, "max_new_tokens": 1}
     plain = engine.generate(**ask).report
     assert plain.parameters == {parameter: asked}
-    engine.runner.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
+    engine.runner.cost = engine.preparer.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
     raised = engine.generate(**ask).report
     assert raised.parameters[parameter] > asked
     again = raised.reused_tokens + raised.recomputed_tokens

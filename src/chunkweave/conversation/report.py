@@ -4,11 +4,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.types import SegmentId, spans_of
 
 
@@ -29,6 +31,12 @@ class TokenCounts:
     reused: int
     recomputed: int
     computed: int
+
+    @classmethod
+    def of(cls, plan: Plan, recomputed: int) -> Self:
+        """Those of an executed plan that computed so many tokens of its reused parts again."""
+        reused = plan.tokens(KVSource.REUSED) - recomputed
+        return cls(plan.tokens(KVSource.EXACT), reused, recomputed, plan.tokens(KVSource.COMPUTED))
 
 
 @dataclass(frozen=True, slots=True)

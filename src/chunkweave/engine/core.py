@@ -50,7 +50,7 @@ class CoreParts:
 
 
 class BatchingCore:
-    """Works on many requests at once, a step at a time (DESIGN §3.6; RAGCache §5.2 for the order of admission).
+    """Works on many requests at once, a step at a time (RAGCache §5.2 for the order of admission).
 
     A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
     batch. A prefill whose segments are still being read goes by layers, through those that have come in and as far as

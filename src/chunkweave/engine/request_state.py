@@ -76,7 +76,7 @@ class RequestState:
     use: RequestUse | None = None
     """What it counts for in the store, from its first plan until it is counted."""
     counted: bool = False
-    """Whether the store was told of it."""
+    """Whether the store has counted it."""
     displaced: float = 0.0
     """Tokens computed for others that were thrown away for it: its tenant pays for them."""
     apart: bool = False
@@ -120,7 +120,7 @@ class RequestState:
         return waiting_path(ids, weaves=share is not None, recomputed=share or 0.0)
 
     def stop_reading(self) -> None:
-        """End what is read for its prefill, and that with it; a second time is harmless."""
+        """End what is read for its prefill, and that with it; idempotent."""
         self.looked_ahead = False
         if self.job is not None:
             self.job.close()
@@ -193,7 +193,7 @@ class RequestQueue:
             self._queue.of(request.tenant).remove(request)
 
     def forget(self, tenant: str) -> None:
-        """A tenant has nothing under way any more that is confirmed."""
+        """A tenant has no confirmed request any more."""
         self._queue.forget(tenant)
 
     def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:

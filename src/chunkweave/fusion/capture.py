@@ -10,8 +10,7 @@ import torch
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.request_cache import segment_memory
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
-from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.attention import ALONE, AttentionMeter, KeyParts, Measured, Ranks
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.prompt.parts import PartKind
@@ -140,7 +139,7 @@ class AttentionCapture:
     """The attention mass of one prompt's tokens on its parts, summed over the captured layers.
 
     Owned by the request. Its rows tell it which tokens to follow and show it queries and keys layer by layer; the
-    profiles are made from the sums when the request ends. All layers, heads and tokens count alike (DESIGN §5).
+    profiles are made from the sums when the request ends. All layers, heads and tokens count alike.
     """
 
     def __init__(

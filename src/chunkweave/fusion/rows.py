@@ -66,7 +66,7 @@ def measure(
     `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
     before RoPE, so that the position plays no part. `read` `[tokens]` is what the question gave to each in the pass
     before, where that counts. The heads are this rank's; the evidence is over those of all `ranks`. The paper says
-    "absolute difference"; the norm of keys and values together is what DESIGN settles.
+    "absolute difference"; here it is the norm of keys and values together.
     """
     fresh = torch.stack((keys, values)).float()
     deviation = ranks.norm((fresh - cached.float()).pow(2).sum(dim=(0, 2, 3)).sqrt())

@@ -64,7 +64,7 @@ class TokenBudget:
         """A budget of so many `tokens` a step for at most `max_running` requests.
 
         Raises:
-            UsageError: nobody may run, or they could leave no token to a prefill.
+            UsageError: no request may run, or they could leave no token to a prefill.
         """
         if max_running < 1 or tokens <= max_running or patience < 1:
             raise UsageError(
@@ -76,7 +76,7 @@ class TokenBudget:
         self.patience = patience
 
     def pieces(self, decoding: int, prefilling: Sequence[Prefilling]) -> list[Piece]:
-        """Which prefills a step goes on with, beside `decoding` requests, and by how much."""
+        """Which prefills a step continues, beside `decoding` requests, and by how much."""
         left = self.tokens - decoding
         chosen: list[Piece] = []
         latest = inf
@@ -112,7 +112,7 @@ _DEADLINE = {Place.ENGINE: 600.0, Place.VLLM: 600.0}
 class BatchingConfig:
     """The limits of a batching engine.
 
-    Speculations run only in steps in which nothing else can: whoever arrives meanwhile waits for one layer of
+    Speculations run only in steps in which nothing else can: a request that arrives meanwhile waits for one layer of
     `speculation_tokens` at most; fewer of them read the weights more often.
 
     >>> from chunkweave import AsyncEngine, BatchingConfig, Engine

@@ -1,9 +1,14 @@
-"""Weaves that wait for their turn: looked up, planned and read in the background, begun by all ranks at once."""
+"""Weaves that wait for their turn: looked up, planned and read in the background, begun by all ranks at once.
+
+Segments of requests that are still in vLLM's own queue are read ahead.
+"""
 
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
@@ -19,8 +24,11 @@ from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 from chunkweave.vllm.orders import NotWoven, WeaveOrder
+from chunkweave.vllm.request import WeaveRequest
 from chunkweave.vllm.weave import WeaveJob
-from chunkweave.weaving.segments import PlanSources
+from chunkweave.weaving.segments import PlanSources, Prefetch
+
+logger = logging.getLogger("vllm.chunkweave")
 
 AHEAD = 4
 """Weaves that are prepared before their turn: more would only read against one another, and take memory."""
@@ -105,7 +113,7 @@ class QueuedWeave:
 class WeaveQueue:
     """Owns the orders of one worker until they are done. Called from the worker's thread only.
 
-    A weave begins when the first layer of all segments is in memory, and goes on as the others come. Several ranks
+    A weave begins when the first layer of all segments is in memory, and continues as the others come. Several ranks
     agree first on what is stored, so that all plan alike, and then, before each slice, on how many layers all of them
     have: what is read can hold up no rank in the middle of a layer in which the others wait for it.
     """
@@ -153,7 +161,7 @@ class WeaveQueue:
         return True
 
     def next(self) -> QueuedWeave | None:
-        """Prepare what is due, and return the first weave that can go on, or has failed; None while all wait."""
+        """Prepare what is due, and return the first weave that can continue, or has failed; None while all wait."""
         self._start()
         if self._ranks.size > 1:
             self._agree_on_lookups()
@@ -200,7 +208,7 @@ class WeaveQueue:
                 weave.error = NotWoven("its plan is not the same on every rank")
 
     def _agree_on_layers(self) -> None:
-        """Let weaves that are under way go on by the layers that every rank has, or give them up on all."""
+        """Let weaves that have begun continue by the layers that every rank has, or give them up on all."""
         under_way = [weave for weave in self._weaves.values() if weave.error is None and weave.planned is not None]
         coming = [(weave, weave.planned.pinned) for weave in under_way if weave.planned and weave.everywhere != inf]
         if not coming:
@@ -271,6 +279,62 @@ class WeaveQueue:
 
     def _unsettled(self) -> Iterator[QueuedWeave]:
         return (weave for weave in self._weaves.values() if weave.planned is None and weave.error is None)
+
+
+MOST_READ = 4
+"""Requests whose segments are read before their turn: more would only read against one another, and take memory."""
+
+
+class ReadAhead:
+    """Owns what is read for waiting requests until their weaves have ended. `find` is called from any thread."""
+
+    def __init__(self, prefetch: Callable[[WeaveRequest], Prefetch | None]) -> None:
+        """`prefetch` finds what a request would read and begins to; None if that is nothing. Called on threads."""
+        self._prefetch = prefetch
+        self._waiting: dict[str, WeaveRequest] = {}
+        self._reading: dict[str, Future[Prefetch | None]] = {}
+        self._executor = ThreadPoolExecutor(MOST_READ, "chunkweave-ahead")
+
+    def begin(self, waiting: Mapping[str, WeaveRequest], placed: Iterable[str]) -> None:
+        """Read for requests that have come in, the first ones first; those that are `placed` read for themselves."""
+        if not waiting and not self._waiting:
+            return
+        self._waiting.update(waiting)
+        for request_id in placed:
+            self._waiting.pop(request_id, None)
+        while self._waiting and len(self._reading) < MOST_READ:
+            request_id = next(iter(self._waiting))
+            self._reading[request_id] = self._executor.submit(self._prefetch, self._waiting.pop(request_id))
+
+    def find(self, request_id: str) -> Prefetch | None:
+        """What is being read for a request whose turn has come; None if it is nothing, or not known yet."""
+        reading = self._reading.get(request_id)
+        if reading is None or not reading.done() or reading.cancelled() or reading.exception() is not None:
+            return None
+        return reading.result()
+
+    def drop(self, request_id: str) -> None:
+        """A request is woven, or will not be: what was read stays where it was put, and is pinned no longer."""
+        self._waiting.pop(request_id, None)
+        reading = self._reading.pop(request_id, None)
+        if reading is not None and not reading.cancel():
+            reading.add_done_callback(lambda done: self._close(request_id, done))
+
+    def close(self) -> None:
+        """Stop reading."""
+        for request_id in [*self._waiting, *self._reading]:
+            self.drop(request_id)
+        self._executor.shutdown(wait=True)
+
+    def _close(self, request_id: str, done: "Future[Prefetch | None]") -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            logger.warning("nothing is read ahead for request %s: %s", request_id, error)
+        elif not done.cancelled() and (prefetch := done.result()) is not None:
+            with suppress(RuntimeError):  # at shutdown: it is closed here then
+                self._executor.submit(prefetch.close)
+                return
+            prefetch.close()
 
 
 class _Inline(Executor):

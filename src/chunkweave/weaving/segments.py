@@ -311,7 +311,7 @@ def parts_to_keep(
 
     The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
     context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
-    Which tokens a rule will keep nobody knows yet: a part is expected to get its share of them. One that gets more by
+    Which tokens a rule will keep is not known yet: a part is expected to get its share of them. One that gets more by
     chance is not stored again; to follow every part for its sake takes longer than that saves.
     """
     sources = {placement.span: placement.segment for placement in placements}
