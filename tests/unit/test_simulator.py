@@ -15,10 +15,10 @@ from chunkweave.store.policies.gdsf import GDSFPolicy
 from chunkweave.store.policies.lfu import LFUPolicy
 from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
 from chunkweave_lab.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace, poisson_times
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
 from chunkweave_lab.simulator.workloads import Corpus, draw_requests
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
