@@ -40,7 +40,7 @@ async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
 
 
 class ClientGoneError(HttpError):
-    """The client closed the connection; nobody reads the answer to this."""
+    """The client closed the connection; the answer to this is not read."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection")

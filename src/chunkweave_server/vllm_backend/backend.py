@@ -100,13 +100,12 @@ class VllmBackend:
         settings = self._settings.fleet
         source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
         passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
-        if settings.upstream:
-            urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
-            if settings.report_socket is not None:
-                self._inbox = await _open_inbox(settings.report_socket)
-        else:
-            self._inbox = inbox = await _open_inbox()
-            self.processes = [self._process(number, inbox) for number in range(settings.replicas)]
+        urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
+        if settings.report_socket is not None or not settings.upstream:
+            self._inbox = ReportInbox(settings.report_socket if settings.upstream else None)
+            await self._inbox.open()
+        if not settings.upstream:
+            self.processes = [self._process(number) for number in range(settings.replicas)]
             urls = {process.name: process.url for process in self.processes}
         ranks = range(self._flags.ranks) if self._flags.ranks > 1 else (None,)
         self._upstreams = [Upstream(name, url, rank=rank) for name, url in urls.items() for rank in ranks]
@@ -257,7 +256,7 @@ class VllmBackend:
                 self._watching.append(asyncio.create_task(_follow(one, removals), name=f"watch {name}"))
             return
         for process in self.processes:
-            process.on_change = partial(_set_up, removals, process.name)
+            process.on_change = partial(removals.answers, process.name)
         await asyncio.gather(*(process.start() for process in self.processes))
 
     def _fleet_removals(self, fleet: Fleet) -> FleetRemovals:
@@ -281,11 +280,12 @@ class VllmBackend:
                     raise
                 await asyncio.sleep(_POLL_S)
 
-    def _process(self, number: int, inbox: ReportInbox) -> VllmProcess:
+    def _process(self, number: int) -> VllmProcess:
+        assert self._inbox is not None, "it was opened"
         settings, fleet = self._settings, self._settings.fleet
         secrets = settings.connector_environment()
         name = f"replica-{number}"
-        environment = {VARIABLE: inbox.path, REPLICA: name, **secrets, **fleet.environments().get(number, {})}
+        environment = {VARIABLE: self._inbox.path, REPLICA: name, **secrets, **fleet.environments().get(number, {})}
         config = settings.connector_config()
         command = partial(self._flags.command, connector=config)
         return VllmProcess(name, command, environment, fleet.start_timeout_s)
@@ -328,12 +328,6 @@ def _details(body: CompletionBody) -> ChatDetails:
     return ChatDetails(body.model, variables, exchanges)
 
 
-async def _open_inbox(path: Path | None = None) -> ReportInbox:
-    inbox = ReportInbox(path)
-    await inbox.open()
-    return inbox
-
-
 async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:
     """Note whether a server that somebody else runs is up."""
     while True:
@@ -344,7 +338,3 @@ async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:
         except UpstreamLostError as error:
             logger.warning("%s", error)
             removals.down(upstream.server)
-
-
-def _set_up(removals: FleetRemovals, name: str, up: bool) -> None:
-    (removals.up if up else removals.down)(name)

@@ -205,6 +205,10 @@ class FleetRemovals:
         self._catching_up: dict[str, asyncio.Task[None]] = {}
         self._turns = {replica.name: asyncio.Lock() for replica in fleet.replicas}
 
+    def answers(self, server: str, up: bool) -> None:
+        """A server answers from now on, or no more."""
+        (self.up if up else self.down)(server)
+
     def up(self, server: str) -> None:
         """A server answers: it gets requests at once, or when it has removed what is pending."""
         self._answering.add(server)
