@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chunkweave.metrics import ReuseReport
+from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
@@ -31,14 +31,59 @@ class Stage(StrEnum):
     STOPPING = "stopping"
 
 
-Choice = dict[str, Any]
-"""A choice of an answer, or a piece of one, as vLLM's completions have them.
+class Event(Protocol):
+    """Pieces of the choices of one answer, which may be none; the last event has its end."""
 
-`index` and `text`, and where there are any `finish_reason`, `stop_reason`, `logprobs` and `token_ids`.
-"""
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """The pieces."""
 
-Event = Sequence[Choice]
-"""Pieces of the choices of one answer."""
+    @property
+    def end(self) -> AnswerEnd | None:
+        """What is known at the end."""
+
+
+class WholeChoices:
+    """Adds up the pieces of a stream, choice by choice."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, Choice] = {}
+
+    def add(self, pieces: Sequence[Choice]) -> None:
+        """The next pieces."""
+        for piece in pieces:
+            whole = self._choices.setdefault(
+                piece["index"], {"index": piece["index"], "text": "", "token_ids": [], "logprobs": None}
+            )
+            whole["text"] += piece.get("text") or ""
+            whole["token_ids"] += piece.get("token_ids") or []
+            for name in ("finish_reason", "stop_reason"):
+                if piece.get(name) is not None:
+                    whole[name] = piece[name]
+            if piece.get("reasoning"):
+                whole["reasoning"] = whole.get("reasoning", "") + piece["reasoning"]
+            if piece.get("tool_calls"):  # whole ones: pieces of calls are for streams
+                calls = [
+                    {name: value for name, value in call.items() if name != "index"} for call in piece["tool_calls"]
+                ]
+                whole["tool_calls"] = [*whole.get("tool_calls", []), *calls]
+            if piece.get("logprobs"):
+                whole["logprobs"] = joined_logprobs(whole["logprobs"], piece["logprobs"])
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All choices so far, by their numbers."""
+        return [self._choices[index] for index in sorted(self._choices)]
+
+
+def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of one piece and of the next."""
+    if before is None:
+        return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
+    return {
+        name: [*(before.get(name) or []), *values] if isinstance(values, list) else values
+        for name, values in more.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,56 +95,6 @@ class Submission:
     body: CompletionBody
     arrived_s: float
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """What is known of an answer when its last piece has come.
-
-    `shown` is the report as clients get it; `cached_tokens` of the prompt were not computed for it.
-    """
-
-    report: ReuseReport
-    shown: Mapping[str, Any]
-    cached_tokens: int
-    finish_reason: str
-    prefilled_s: float | None = None
-    """When what was computed ahead of its search was ready, by `time.perf_counter`; None if that was nothing."""
-
-
-class BackendAnswer(Protocol):
-    """An answer as it comes. Leave it by `aclose`."""
-
-    end: AnswerEnd | None
-    """There after the last piece."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is, or was, a first piece to be read, or the reason why there is none."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended, or will as soon as it is read, without an answer."""
-
-    def __aiter__(self) -> Self:
-        """Itself."""
-
-    async def __anext__(self) -> Event:
-        """The next pieces.
-
-        Raises:
-            HttpError: the request was refused, or its server went away.
-            ChunkweaveError: too many wait, the deadline has passed, or the backend stops.
-        """
-
-    def confirm(self) -> None:
-        """A speculative request is wanted; harmless for others."""
-
-    def abort(self) -> None:
-        """End it now; whoever reads it gets `RequestAbortedError`."""
-
-    async def aclose(self) -> None:
-        """End it if it runs; a second time is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +219,7 @@ class Backend(Protocol):
             HttpError: a field or a model that the backend does not know, or it is not ready.
         """
 
-    async def submit(self, submission: Submission, *, speculative: bool = False) -> BackendAnswer:
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> PendingAnswer[Event]:
         """Tokenize a request and let it wait for its turn. A `speculative` one delays no other until it is confirmed.
 
         Raises:
