@@ -16,7 +16,7 @@ from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
 from chunkweave_server.backend import BackendParts, Stage, Submission
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError

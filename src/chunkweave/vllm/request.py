@@ -24,8 +24,7 @@ from chunkweave.planning.method_choice import (
     checked_whole,
     refuse_unknown_keys,
 )
-from chunkweave.prompt.neutral import is_neutral, neutral_id
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
 from chunkweave.types import ChunkId, Context, Span
 
 

@@ -13,7 +13,7 @@ from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptBuilder
-from chunkweave.prompt.neutral import neutral_passages
+from chunkweave.prompt.parts import neutral_passages
 from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
