@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import Observer, RequestMeta
 from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, turn_of
-from chunkweave_server.tenants import Slot, Tenant, TenantCounts, TenantLimits
+from chunkweave_server.tenants import Tenant, TenantCounts, TenantLimits
 from chunkweave_server.threads import TenantThreads
 
 
@@ -53,7 +53,7 @@ class RunningAnswer:
     """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
 
     def __init__(
-        self, answering: "Answering", meta: RequestMeta, slot: Slot, salt: str, chunks: Iterable[Chunk]
+        self, answering: "Answering", meta: RequestMeta, slot: ExitStack, salt: str, chunks: Iterable[Chunk]
     ) -> None:
         self._salt = salt
         self._texts = frozenset(chunk.text for chunk in chunks)
@@ -114,7 +114,7 @@ class RunningAnswer:
             await self.retrieval.speculation.aclose()
         if self.answer is not None:
             await self.answer.aclose()
-        self._slot.release()
+        self._slot.close()
         self._answering.running.pop(self, None)
         self.ended.set()
 
@@ -164,7 +164,7 @@ class Answering:
             try:
                 return await self._started(tenant, body, meta, slot)
             except BaseException:
-                slot.release()
+                slot.close()
                 raise
         except asyncio.CancelledError:
             self.observer.given_up(meta)
@@ -224,7 +224,7 @@ class Answering:
         await self.swept()
         await self.retriever.close()
 
-    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: Slot) -> RunningAnswer:
+    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: ExitStack) -> RunningAnswer:
         arrived_s = time.perf_counter()
         reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
         self._backend.check(body)

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,12 +21,11 @@ from pydantic import ValidationError
 
 from chunkweave_server.errors import HttpError, place_of
 from chunkweave_server.requests import Body
-from chunkweave_server.tenants import Slot, TenantLimits
+from chunkweave_server.tenants import TenantLimits
 from chunkweave_server.threads import TenantThreads
 
 logger = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=Body)
 ResultT = TypeVar("ResultT")
 
 NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
@@ -159,20 +158,7 @@ def _encodable(text: str) -> bool:
         return False
 
 
-def validated(kind: type[BodyT], fields: Any) -> BodyT:
-    """A body of that kind.
-
-    Raises:
-        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
-
-
-def place_of_tenant(request: Request) -> Slot:
+def place_of_tenant(request: Request) -> ExitStack:
     """One of its tenant's places for a request.
 
     Raises:
@@ -255,8 +241,19 @@ class ReadRequest(Request):
 
 
 def _read(kind: type[Body], raw: bytes) -> Body:
+    """A valid body of that kind.
+
+    Raises:
+        HttpError: 400, it is no JSON, or has too many values.
+        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
+    """
     refuse_costly(raw, kind.most_values)
-    return validated(kind, parsed_json(raw))
+    fields = parsed_json(raw)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
 
 
 def _is_json(request: Request) -> bool:

@@ -298,8 +298,8 @@ class RecentRequests:
         return (one for one in reversed(self._kept) if tenant.admin or one.tenant == tenant.name)
 
     def find(self, tenant: "Tenant", key: str) -> RecentRequest | None:
-        """A request by its key, if the tenant may see it and it is still kept."""
-        return next((one for one in self.seen_by(tenant) if one.key == key), None)
+        """A request by its key or its id, if the tenant may see it and it is still kept; of one id the last."""
+        return next((one for one in self.seen_by(tenant) if key in (one.key, one.id)), None)
 
 
 def _bytes_of(report: ReuseReport | None) -> int:

@@ -611,29 +611,20 @@ def refuse_for_engine(body: CompletionBody) -> None:
         raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
     if body.temperature > 2:
         raise HttpError(400, "temperature must be at most 2", param="temperature")
-    refuse_salted_corpus(body)
-
-
-def refuse_salted_corpus(body: CompletionBody) -> None:
-    """Refuse a salt of the client's own for what a corpus has: deleting a document must find all KV of its chunks.
-
-    Raises:
-        HttpError: 400.
-    """
-    if body.chunkweave.corpus is not None and body.cache_salt:
-        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
-        raise HttpError(400, message, param="cache_salt")
 
 
 def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
     """Hold a request against what it may ask for; returns the most tokens of its answer.
 
     Raises:
-        HttpError: 400, more documents, chunks or tokens than a request may have, or a quality that this model was not
-            `calibrated` for.
+        HttpError: 400, more documents, chunks or tokens than a request may have, a salt of the client's own for what a
+            corpus has, or a quality that this model was not `calibrated` for.
     """
     check_documents(len(body.documents), limits)
     reuse = body.chunkweave
+    if reuse.corpus is not None and body.cache_salt:
+        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
+        raise HttpError(400, message, param="cache_salt")
     if reuse.top_k is not None and reuse.top_k > limits.max_documents:
         message = f"chunkweave.top_k must be at most {limits.max_documents}"
         raise HttpError(400, message, param="chunkweave.top_k")

@@ -98,14 +98,14 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         events = form.events(running, first, body.n)
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
-        response = JSONResponse(form.whole(*await whole_answer(running, request.receive)))
+        response = JSONResponse(form.whole(*await _whole_answer(running, request.receive)))
     if not body.names_something:
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
 
 
-async def whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
+async def _whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
     """The choices of an answer and what is known at its end; unless its client goes before that.
 
     Raises:

@@ -8,10 +8,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Self
 
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
@@ -218,25 +218,6 @@ class TokenBucket:
         return (1 - self._tokens) / self._per_s
 
 
-class Slot:
-    """A tenant's place among its requests at once; give it back, or use it as a context manager."""
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
-
-    def release(self) -> None:
-        """Give the place back; a second time is harmless."""
-        if self._release is not None:
-            self._release()
-            self._release = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-
 class TenantLimits:
     """Rate and concurrency of every tenant. Belongs to the event loop's thread.
 
@@ -269,8 +250,8 @@ class TenantLimits:
                 retry_after_s=wait_s,
             )
 
-    def occupy(self, tenant: str) -> Slot:
-        """A place among the tenant's requests at once.
+    def occupy(self, tenant: str) -> ExitStack:
+        """A place among the tenant's requests at once; it is given back when the stack is closed.
 
         Raises:
             HttpError: 429, all are taken.
@@ -283,7 +264,9 @@ class TenantLimits:
                 retry_after_s=1,
             )
         self._running[tenant] += 1
-        return Slot(lambda: self._leave(tenant))
+        place = ExitStack()
+        place.callback(self._leave, tenant)
+        return place
 
     def running(self, tenant: str) -> int:
         """How many requests of the tenant are under way."""

@@ -22,7 +22,6 @@ OF_BACKEND = {"engine": {("GET", "/openapi.json")}, "vllm": {("GET", "/ping")}}
 FOR_ADMINS = {
     ("GET", "/metrics"),
     ("GET", "/v1/shadow"),
-    ("POST", "/v1/page/clear"),
     ("POST", "/v1/shadow/switch-on"),
 }
 OF_VLLM_FOR_ADMINS = {

@@ -206,9 +206,9 @@ def test_a_tenant_may_do_so_much_at_once():
     with pytest.raises(HttpError, match="under way") as refused:
         limits.occupy("acme")
     assert refused.value.status_code == 429
-    limits.occupy("bolt").release()
-    slots[0].release()
-    slots[0].release()
+    limits.occupy("bolt").close()
+    slots[0].close()
+    slots[0].close()
     assert limits.running("acme") == 1
     limits.occupy("acme")
 

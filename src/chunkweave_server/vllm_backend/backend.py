@@ -21,7 +21,7 @@ from chunkweave.vllm.report_socket import REPLICA, VARIABLE
 from chunkweave_server.backend import BackendParts, Stage, Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample, counted_samples
-from chunkweave_server.requests import ChatBody, CompletionBody, refuse_salted_corpus
+from chunkweave_server.requests import ChatBody, CompletionBody
 from chunkweave_server.settings import Settings
 from chunkweave_server.threads import TenantThreads, in_thread
 from chunkweave_server.vllm_backend.answer import AnswerContext, VllmAnswer
@@ -31,8 +31,7 @@ from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
 from chunkweave_server.vllm_backend.prepare import ChatDetails, ChatPrompts, chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
-from chunkweave_server.vllm_backend.removal import FleetRemovals
-from chunkweave_server.vllm_backend.removal_journal import RemovalJournal
+from chunkweave_server.vllm_backend.removal import FleetRemovals, RemovalJournal
 from chunkweave_server.vllm_backend.reports import ReportInbox
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
@@ -190,7 +189,6 @@ class VllmBackend:
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
-        refuse_salted_corpus(body)
         if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
             self._check_tools(body)
 

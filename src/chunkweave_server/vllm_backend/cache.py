@@ -12,8 +12,7 @@ from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
 from chunkweave_server.threads import TenantThreads, to_its_end
 from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, compute_ahead
-from chunkweave_server.vllm_backend.removal import FleetRemovals
-from chunkweave_server.vllm_backend.removal_journal import EVERYTHING, Removal
+from chunkweave_server.vllm_backend.removal import EVERYTHING, FleetRemovals, Removal
 from chunkweave_server.vllm_backend.upstream import UpstreamLostError
 
 _POLL_S = 0.5

@@ -268,29 +268,29 @@ class PassedThrough(Response):
         try:
             with self._place(self._request):
                 for _ in range(_TRIES):
-                    try:
-                        await self._pass(self._fleet.least_loaded(avoid=failed), receive, send)
+                    replica = self._fleet.least_loaded(avoid=failed)
+                    if await self._pass(replica, receive, send):
                         return
-                    except _UnsentError as lost:
-                        failed = lost.replica
+                    failed = replica
             raise HttpError(502, "the vLLM server went away; its log says why", code="replica_lost")
         except HttpError as error:
             await error.response(scope, receive, send)
 
-    async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
+    async def _pass(self, replica: Replica, receive: Receive, send: Send) -> bool:
+        """Whether the request is over; false if the server could not be reached and its client was sent nothing."""
         request = self._request
         query: str = request.scope["query_string"].decode("latin-1")
         path = quote(request.scope["path"])
         path = f"{path}?{query}" if query else path
         replica.handed_through += 1
         try:
-            await unless_gone(receive, self._copy(replica, request.method, path, send))
+            return await unless_gone(receive, self._copy(replica, request.method, path, send))
         except ClientGoneError:
-            return
+            return True
         finally:
             replica.handed_through -= 1
 
-    async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> None:
+    async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> bool:
         begun = streams = False
         try:
             async with replica.upstream.passed(method, path, self._request.headers.raw, self._body) as reply:
@@ -298,34 +298,26 @@ class PassedThrough(Response):
                     error = await _error_of(reply)
                     begun = True
                     await error.response(self._request.scope, self._request.receive, send)
-                    return
+                    return True
                 headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
-                chunks = _raw(reply.aiter_raw())
-                async for data in _with_our_errors(chunks) if streams else chunks:
+                async for data in _with_our_errors(reply.aiter_raw()) if streams else reply.aiter_raw():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except UpstreamLostError as error:
-            if not begun:
-                raise _UnsentError(replica) from error
-            if not streams:
-                raise  # half a body: the connection is closed before its end, so that nobody takes it for a whole one
-            await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
-
-
-class _UnsentError(Exception):
-    """A server could not be reached, and its client has been sent nothing."""
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__(replica.name)
-        self.replica = replica
+        except UpstreamLostError:
+            if begun and not streams:
+                raise  # half a body: the connection is closed before its end, so that it is not taken for a whole one
+            if begun:
+                await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
+            return begun
+        return True
 
 
 async def _error_of(reply: httpx.Response) -> HttpError:
     """An answer of vLLM's with an error's status, in this server's form and with the same status."""
     body = b""
-    async for data in _raw(reply.aiter_bytes()):
+    async for data in reply.aiter_bytes():
         body += data
         if len(body) > _MOST_ERROR_BYTES:
             break
@@ -360,14 +352,6 @@ async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]
 def _our_error(line: bytes) -> bytes:
     found = refusal(500, line.removeprefix(_DATA))
     return _DATA + json.dumps((failed_reply() if isinstance(found, UpstreamFailedError) else found).body).encode()
-
-
-async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for data in chunks:
-            yield data
-    except (httpx.HTTPError, httpx.StreamError) as error:
-        raise UpstreamLostError(f"gone: {error}") from error
 
 
 def _lost_event() -> bytes:
