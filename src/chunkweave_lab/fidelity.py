@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions

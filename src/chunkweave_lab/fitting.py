@@ -5,7 +5,7 @@ from functools import cache
 from itertools import count
 from statistics import fmean
 
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.planning.method import ALPHA, ReuseMethod

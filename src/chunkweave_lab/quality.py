@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkweave.config import ReuseConfig
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.metrics import ReuseReport

@@ -9,7 +9,7 @@ from random import Random
 import torch
 
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.runner import Prefilled, Runner

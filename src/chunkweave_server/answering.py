@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
+from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, WholeChoices
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.request import Request
@@ -17,7 +17,7 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
-from chunkweave_server.backend import Backend, BackendParts, Event, Submission, WholeChoices
+from chunkweave_server.backend import Backend, BackendParts, Event, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import Observer, RequestMeta

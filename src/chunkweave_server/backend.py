@@ -43,49 +43,6 @@ class Event(Protocol):
         """What is known at the end."""
 
 
-class WholeChoices:
-    """Adds up the pieces of a stream, choice by choice."""
-
-    def __init__(self) -> None:
-        self._choices: dict[int, Choice] = {}
-
-    def add(self, pieces: Sequence[Choice]) -> None:
-        """The next pieces."""
-        for piece in pieces:
-            whole = self._choices.setdefault(
-                piece["index"], {"index": piece["index"], "text": "", "token_ids": [], "logprobs": None}
-            )
-            whole["text"] += piece.get("text") or ""
-            whole["token_ids"] += piece.get("token_ids") or []
-            for name in ("finish_reason", "stop_reason"):
-                if piece.get(name) is not None:
-                    whole[name] = piece[name]
-            if piece.get("reasoning"):
-                whole["reasoning"] = whole.get("reasoning", "") + piece["reasoning"]
-            if piece.get("tool_calls"):  # whole ones: pieces of calls are for streams
-                calls = [
-                    {name: value for name, value in call.items() if name != "index"} for call in piece["tool_calls"]
-                ]
-                whole["tool_calls"] = [*whole.get("tool_calls", []), *calls]
-            if piece.get("logprobs"):
-                whole["logprobs"] = joined_logprobs(whole["logprobs"], piece["logprobs"])
-
-    @property
-    def choices(self) -> list[Choice]:
-        """All choices so far, by their numbers."""
-        return [self._choices[index] for index in sorted(self._choices)]
-
-
-def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Log-probabilities of one piece and of the next."""
-    if before is None:
-        return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
-    return {
-        name: [*(before.get(name) or []), *values] if isinstance(values, list) else values
-        for name, values in more.items()
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request that has passed all checks. `body` holds what only vLLM reads; the salt is the tenant's own."""

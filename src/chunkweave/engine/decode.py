@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.answer import Answer
+from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource

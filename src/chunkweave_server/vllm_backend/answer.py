@@ -9,13 +9,11 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from chunkweave.conversation.answer import AnswerEnd, Choice
+from chunkweave.conversation.answer import AnswerEnd, Choice, Durations, WholeChoices
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.report import Durations
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.request import weave_params
-from chunkweave_server.backend import WholeChoices
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunkweave.conversation.answer import Choice
-from chunkweave_server.backend import joined_logprobs
+from chunkweave.conversation.answer import Choice, joined_logprobs
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.upstream import Upstream
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
+from chunkweave.conversation.answer import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
