@@ -20,7 +20,7 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.growth import GrowthLimits
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
 from chunkweave_server.tenants import Tenant

@@ -13,7 +13,7 @@ from typing import Any
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import RequestAbortedError, UsageError
-from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease

@@ -12,7 +12,7 @@ from chunkweave.config import Backend as BackendName
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.retrieval.speculation import SpeculationCounts
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.answering import Answering
 from chunkweave_server.backend import Backend, BackendParts, Stage
 from chunkweave_server.corpora import Corpora

@@ -27,8 +27,8 @@ from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method_choice import checked_method
-from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import (

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from chunkweave.errors import RequestAbortedError
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
 
 ResultT = TypeVar("ResultT")

@@ -21,7 +21,7 @@ from chunkweave.errors import (
     UsageError,
 )
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.testing import toy_model
 
 CHUNKS = [

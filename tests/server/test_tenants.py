@@ -11,7 +11,7 @@ import torch
 from chunkweave import Chunk, StoreConfig
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.weaving.stores import open_store
 from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import RequestMeta

@@ -348,7 +348,7 @@ class ModelOptions:
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
-            from chunkweave.kv.memory import keep_freed_memory
+            from chunkweave.kv.request_cache import keep_freed_memory
             from chunkweave.models.threads import keep_within_cpus
 
             keep_freed_memory()

@@ -22,8 +22,8 @@ from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.request import Request
-from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.types import Chunk
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.runner import Decoding, Runner
-from chunkweave.engine.scheduler import BatchingStats, Scheduler
+from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.step_planner import StepGroup
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -30,8 +29,8 @@ from chunkweave.errors import (
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import KVSource
-from chunkweave.scheduling.queue import BatchingConfig
-from chunkweave.scheduling.waiting import StoredTokens
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import StoredTokens
 
 logger = logging.getLogger(__name__)
 

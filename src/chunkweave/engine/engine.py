@@ -31,7 +31,7 @@ from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.parts import Prompt, neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable

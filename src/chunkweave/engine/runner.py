@@ -26,8 +26,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
-from chunkweave.weaving.sources import Prefetch, WeavingStore
-from chunkweave.weaving.storing import segments_of
+from chunkweave.weaving.segments import Prefetch, WeavingStore, segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode

@@ -12,10 +12,8 @@ from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
-from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
-from chunkweave.scheduling.queue import Waiting
+from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
-from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
