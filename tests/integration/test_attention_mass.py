@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.errors import UsageError
 from chunkweave.fusion.capture import AttentionCapture, evenly_spread, woven_profile
-from chunkweave.models import attention_mass
-from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models import attention
+from chunkweave.models.attention import AttentionMeter
 from chunkweave.planning.plan import KVSource, PartPlan
 from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.store.records import AttentionProfile
@@ -67,7 +67,7 @@ def check(
 )
 def test_any_positions_heads_blocks_windows_and_scores(positions, heads, chosen, block, window, rule):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
         check(sorted(positions), heads=heads, chosen=chosen, window=window, rule=of_heads(RULES[rule], heads[0]))
 
 
@@ -232,7 +232,7 @@ def test_what_keys_get_is_combined_over_heads_then_over_queries(
     expected = weights.amax(0) if over_heads is Combine.MAX else weights.mean(0)
     expected = expected.amax(0) if over_queries is Combine.MAX else expected.sum(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_mass, "_CPU_BLOCK_WEIGHTS", block)
+        patch.setattr(attention, "_CPU_BLOCK_WEIGHTS", block)
         meter = AttentionMeter(torch.tensor(positions), (), hidden=flags)
         found = meter.combined(q, k, over_heads=over_heads, over_queries=over_queries, scores=scores)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

@@ -14,8 +14,8 @@ from chunkweave.planning.cost import CostModel
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
-from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.background_work import BackgroundWork, Work
+from chunkweave.vllm.lora import Adapters
 from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse

@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import PlanExplanation
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.types import SegmentId, spans_of
 
 
@@ -184,6 +185,12 @@ class TokenCounts:
     reused: int
     recomputed: int
     computed: int
+
+    @classmethod
+    def of(cls, plan: Plan, recomputed: int) -> Self:
+        """Those of an executed plan that computed so many tokens of its reused parts again."""
+        reused = plan.tokens(KVSource.REUSED) - recomputed
+        return cls(plan.tokens(KVSource.EXACT), reused, recomputed, plan.tokens(KVSource.COMPUTED))
 
 
 @dataclass(frozen=True, slots=True)

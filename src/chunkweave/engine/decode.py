@@ -14,8 +14,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops
-from chunkweave.planning.plan import KVSource
+from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops, recompute_fraction
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry, SegmentId
@@ -238,19 +237,16 @@ def make_report(
     chunks were ordered, `content` what a conversation's turn put into the prompt.
     """
     plan, tiers = prefilled.plan, tiers or {}
-    reused = plan.tokens(KVSource.REUSED)
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
     sources = [
         PartSource(str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"))
         for part in plan.parts
     ]
-    exact, computed = plan.tokens(KVSource.EXACT), plan.tokens(KVSource.COMPUTED)
-    counts = TokenCounts(exact, reused - len(recomputed), len(recomputed), computed)
-    outcome = Outcome(plan.method, counts, sources, recomputed)
+    outcome = Outcome(plan.method, TokenCounts.of(plan, len(recomputed)), sources, recomputed)
     report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
     return replace(
         report,
-        recompute_fraction=prefilled.recompute_work / (geometry.num_layers * reused) if reused else 0.0,
+        recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),
         lookup_s=prefilled.lookup_s,
         load_s=prefilled.load_s,
         weave_s=prefilled.weave_s,

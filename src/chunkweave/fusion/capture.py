@@ -10,8 +10,7 @@ import torch
 from chunkweave.config import CaptureConfig, Combine
 from chunkweave.kv.request_cache import segment_memory
 from chunkweave.kv.segment import SegmentKV, SegmentSource
-from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
-from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.attention import ALONE, AttentionMeter, KeyParts, Measured, Ranks
 from chunkweave.planning.plan import PartPlan, StopUnfocused, Watch
 from chunkweave.planning.scores import FocusTracker
 from chunkweave.prompt.parts import PartKind

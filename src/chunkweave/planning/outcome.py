@@ -57,6 +57,12 @@ def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int =
     return prefill_flops(geometry, [*layers, LayerWork(new, new, 1, seen_last)])
 
 
+def recompute_fraction(plan: Plan, work: int, num_layers: int) -> float:
+    """Share of reused tokens that was computed again: `work` is how many in each layer, summed over all layers."""
+    reused = plan.tokens(KVSource.REUSED)
+    return work / (num_layers * reused) if reused else 0.0
+
+
 def _visible(first: int, stop: int, window: int | None) -> int:
     """Keys that the tokens at positions from `first` to `stop` see, summed."""
     edge = stop if window is None else min(max(first, window), stop)

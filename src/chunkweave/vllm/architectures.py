@@ -29,11 +29,6 @@ class Call(StrEnum):
     TRANSFORMERS = "transformers"
     """As transformers calls it: a batch of one, with the cosines and sines of its positions; gives the stream."""
 
-    @property
-    def adds_later(self) -> bool:
-        """Whether a residual is handed on from layer to layer."""
-        return self in (Call.ADDED_LATER, Call.HIDDEN_FIRST)
-
 
 def _always(_: Any) -> bool:
     return True

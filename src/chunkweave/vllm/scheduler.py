@@ -17,9 +17,9 @@ from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
-from chunkweave.vllm.adapter_keys import AdapterKeys
 from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.block_owners import BlockOwners
+from chunkweave.vllm.lora import AdapterKeys
 from chunkweave.vllm.orders import (
     PLACED_PER_COMPUTED,
     AskedOrder,

@@ -11,11 +11,13 @@ from math import inf
 
 import torch
 
+from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
 from chunkweave.planning.cost import stored_cost_model, too_slow
 from chunkweave.planning.method import ReuseMethod, make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
+from chunkweave.planning.outcome import recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
@@ -27,7 +29,6 @@ from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.orders import AskedOrder, Holdings, NotWoven, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
-from chunkweave.vllm.read_ahead import ReadAhead
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
@@ -35,7 +36,7 @@ from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
-from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, WeaveQueue
+from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
 from chunkweave.weaving.segments import Prefetch, WeavingStore
 from chunkweave.weaving.stores import open_store, store_counts
 
@@ -532,17 +533,18 @@ def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:
     """Tokens by KV source, with the fields of the project's `ReuseReport`."""
-    reused, exact, recomputed = plan.tokens(KVSource.REUSED), plan.tokens(KVSource.EXACT), job.recomputed
+    recomputed = job.recomputed
+    counts = TokenCounts.of(plan, len(recomputed))
     return {
         "method": plan.method,
         "why": str(order.request.choice.why),
         "parameters": dict(order.request.choice.parameters_raised(plan.raised_to)),
         "prompt_tokens": plan.prompt_tokens,
-        "prefix_exact_tokens": exact,
-        "reused_tokens": reused - len(recomputed),
-        "recomputed_tokens": len(recomputed),
-        "computed_tokens": plan.prompt_tokens - exact - reused,
-        "recompute_fraction": job.recompute_work / (num_layers * reused) if reused else 0.0,
+        "prefix_exact_tokens": counts.prefix_exact,
+        "reused_tokens": counts.reused,
+        "recomputed_tokens": counts.recomputed,
+        "computed_tokens": counts.computed,
+        "recompute_fraction": recompute_fraction(plan, job.recompute_work, num_layers),
         "local_tokens": order.first,
         "recomputed": recomputed,
         "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
