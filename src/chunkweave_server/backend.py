@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter
@@ -10,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
+from chunkweave.conversation.prepare import RequestPreparer
 from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -188,3 +191,18 @@ class Backend(Protocol):
 
     async def metrics(self) -> bytes:
         """Metrics of other processes, in Prometheus's text format; empty where there are none."""
+
+
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
+
+
+async def storable_parts(
+    preparer: RequestPreparer, threads: TenantThreads, tenant: str, chunks: Sequence[Chunk], salt: str
+) -> list[PromptPart]:
+    """Chunks as they are in every prompt, without those that no context can hold, tokenized in a tenant's turns."""
+    parts: list[PromptPart] = []
+    for start in range(0, len(chunks), _AT_A_TIME):
+        some = chunks[start : start + _AT_A_TIME]
+        parts += await threads.run(tenant, partial(preparer.storable_parts, some, cache_salt=salt))
+    return parts

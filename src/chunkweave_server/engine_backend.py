@@ -18,7 +18,7 @@ from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
-from chunkweave_server.backend import BackendParts, Stage, Submission
+from chunkweave_server.backend import BackendParts, Stage, Submission, storable_parts
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
 from chunkweave_server.requests import CompletionBody, refuse_for_engine
@@ -118,10 +118,6 @@ class EngineBackend:
         self.engine.close()
 
 
-_AT_A_TIME = 16
-"""Chunks that are tokenized in one of a tenant's turns."""
-
-
 class EngineCache:
     """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
 
@@ -194,12 +190,8 @@ class EngineCache:
 
     async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
         """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
-        found: dict[ChunkId, None] = {}
-        for start in range(0, len(chunks), _AT_A_TIME):
-            some = chunks[start : start + _AT_A_TIME]
-            work = partial(self._engine.preparer.storable_parts, some, cache_salt=salt)
-            found |= dict.fromkeys(part.id for part in await self._threads.run(tenant, work) if part.id is not None)
-        return list(found)
+        parts = await storable_parts(self._engine.preparer, self._threads, tenant, chunks, salt)
+        return list(dict.fromkeys(part.id for part in parts if part.id is not None))
 
     def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
         with self._pinning:
