@@ -14,6 +14,7 @@ from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.request import weave_params
+from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
@@ -60,22 +61,20 @@ class VllmAnswer:
         self,
         context: AnswerContext,
         prepared: PreparedRequest,
+        submission: Submission,
         body: dict[str, Any],
         *,
-        arrived_s: float,
-        speculative: bool = False,
-        tenant: str = "",
         parsing: Mapping[str, Any] | None = None,
-        streamed: bool = False,
+        speculative: bool = False,
     ) -> None:
         """`body` is what vLLM is sent but for the prompt, `parsing` what its parsers read, if it is to be parsed."""
-        self._parsing, self._streamed = parsing, streamed
-        self._tenant = tenant
         self._answered = False
         self._context = context
         self._prepared = prepared
         self._body = body
-        self._arrived_s = arrived_s
+        self._parsing = parsing
+        self._arrived_s, self._tenant = submission.arrived_s, submission.tenant
+        self._streamed = submission.body.stream
         self._whole = WholeChoices()
         self._placed: Placed | None = None
         self._usage: dict[str, Any] = {}
