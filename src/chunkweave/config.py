@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from pathlib import Path
 
 from chunkweave.errors import UsageError
-from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, configuration, setting
+from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -74,12 +74,12 @@ class ModelConfig:
     model: str | None = setting(
         None,
         "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or the bundled `reader`.",
-        places=_OWN_ENGINE | {Place.VLLM},
+        places=PROGRAMS,
     )
     adapter: str | None = setting(
         None,
         "LoRA adapter of the model: folder in PEFT's format, or the name of a bundled one.",
-        places=_OWN_ENGINE | {Place.VLLM},
+        places=PROGRAMS,
     )
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
     device: str = setting("auto", "auto, cpu or cuda.")
@@ -131,7 +131,7 @@ class RequestDefaults:
     order: str | None = setting(
         "fixed",
         "fixed: chunks stand as they come; free: as is best for reuse, which is another prompt than the one sent.",
-        places=_OWN_ENGINE | {Place.VLLM, Place.REQUEST},
+        places=PROGRAMS | {Place.REQUEST},
     )
     document_tag: str = setting(
         "",
@@ -240,9 +240,6 @@ class FocusReading(StrEnum):
     LARGEST_GAP = "largest-gap"
 
 
-_BEFOREHAND = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
-
-
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
@@ -273,14 +270,14 @@ class CaptureConfig:
         400,
         "Tokens of neutral passages that a chunk is computed behind when it is computed beforehand; 0: it is computed "
         "alone, without the instruction too.",
-        places=_BEFOREHAND,
+        places=PROGRAMS,
         least=0,
     )
     neutral_file: Path | None = setting(
         None,
         "Neutral passages, separated by empty lines, of the kind of your documents; none: neutral.txt beside the "
         "model, or the bundled ones.",
-        places=_BEFOREHAND,
+        places=PROGRAMS,
     )
     layers: int | None = 8
     heads: int | None = 4
@@ -434,10 +431,9 @@ class ReuseConfig:
 
 
 _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
-_CONVERSATIONS = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
 
 
-@configuration(_CONVERSATIONS)
+@configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class ConversationConfig:
     """How long conversations may get and how many there may be.

@@ -115,6 +115,8 @@ EVERYWHERE = frozenset(Place) - {Place.REQUEST}
 """Where the operator sets them."""
 REQUESTS = frozenset(Place)
 SERVERS = frozenset({Place.ENGINE, Place.VLLM})
+PROGRAMS = SERVERS | {Place.COMMANDS}
+"""Commands and servers, which have all that is around vLLM's connector."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
         response = JSONResponse(form.whole(*await _whole_answer(running, request.receive)))
-    if not body.names_something:
+    reuse = body.chunkweave
+    if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response

@@ -24,7 +24,7 @@ from chunkweave.config import (
     WeaveConfig,
 )
 from chunkweave.errors import UsageError, unknown_names
-from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method_choice import checked_method
 from chunkweave.scheduling.budget import BatchingConfig
@@ -240,7 +240,6 @@ class Settings:
     vllm_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        make_ordering(self.ordering.ordering)
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
