@@ -10,10 +10,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
-from starlette.types import Receive
 
 import chunkweave
-from chunkweave.conversation.answer import AnswerEnd, Choice
 from chunkweave.errors import NotRemovedError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
@@ -22,7 +20,6 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
-from chunkweave_server.answering import RunningAnswer
 from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
@@ -98,26 +95,17 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         events = form.events(running, first, body.n)
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
-        response = JSONResponse(form.whole(*await _whole_answer(running, request.receive)))
+        try:
+            choices = await unless_gone(request.receive, running.whole())
+        finally:
+            await running.aclose()
+        assert running.end is not None, "it came to its end"
+        response = JSONResponse(form.whole(choices, running.end))
     reuse = body.chunkweave
     if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
-
-
-async def _whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
-    """The choices of an answer and what is known at its end; unless its client goes before that.
-
-    Raises:
-        ClientGoneError: it has.
-    """
-    try:
-        choices = await unless_gone(receive, running.whole())
-    finally:
-        await running.aclose()
-    assert running.end is not None, "it came to its end"
-    return choices, running.end
 
 
 models = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
