@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from chunkweave.config import SamplingParams
+from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, WholeChoices
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.request import Request
@@ -16,7 +17,7 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
-from chunkweave_server.backend import AnswerEnd, Backend, BackendAnswer, BackendParts, Event, Submission
+from chunkweave_server.backend import Backend, BackendParts, Event, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import Observer, RequestMeta
@@ -62,25 +63,33 @@ class RunningAnswer:
         self._meta = meta
         self._slot = slot
         self._observed = False
-        self.answer: BackendAnswer | None = None
+        self.answer: PendingAnswer[Event] | None = None
         self.retrieval: _Retrieval | None = None
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Sequence[Choice]:
         """The next pieces; raises what the backend raises."""
         assert self.answer is not None, "it has started"
         try:
-            return await anext(self.answer)
-        except StopAsyncIteration:
-            if self.answer.end is not None and self.end is None:
-                self._conclude(self.answer.end)
-            raise
+            while True:
+                event = await anext(aiter(self.answer))
+                if (end := event.end) is not None:
+                    self._conclude(end)
+                if event.choices:
+                    return event.choices
         except (ChunkweaveError, HttpError) as error:
             self._observed = True
             self._answering.observer.failed(self._meta, error)
             raise
+
+    async def whole(self) -> list[Choice]:
+        """All choices, once they have come to their ends; raises what the backend raises."""
+        whole = WholeChoices()
+        async for pieces in self:
+            whole.add(pieces)
+        return whole.choices
 
     @property
     def tenant(self) -> str:
@@ -140,7 +149,7 @@ class Answering:
         self._limits = limits
         self._threads = threads
         self._starting: dict[RunningAnswer, None] = {}
-        self._submitted: dict[BackendAnswer, None] = {}
+        self._submitted: dict[PendingAnswer[Event], None] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
 
     async def start(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta) -> RunningAnswer:
@@ -223,7 +232,7 @@ class Answering:
         turn = turn_of(body, question)
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
 
-        async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> BackendAnswer:
+        async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> PendingAnswer[Event]:
             request = Request(
                 question.text,
                 chunks,
@@ -241,7 +250,7 @@ class Answering:
             self._note(answer)
             return answer
 
-        async def submit_found(found: Sequence[RetrievedChunk], speculative: bool) -> BackendAnswer:
+        async def submit_found(found: Sequence[RetrievedChunk], speculative: bool) -> PendingAnswer[Event]:
             return await submit([one.chunk for one in found], speculative=speculative)
 
         if reuse.corpus is None:
@@ -261,7 +270,7 @@ class Answering:
                         running.answer = await submit_found(found.chunks, False)
                     else:
                         started.confirm()
-                        running.answer = cast("BackendAnswer", started)
+                        running.answer = started
             except BaseException:
                 await speculation.aclose()
                 raise
@@ -304,7 +313,7 @@ class Answering:
         """Requests, speculative ones included, whose first piece has not come."""
         return sum(not answer.begun for answer in list(self._submitted))
 
-    def _note(self, answer: BackendAnswer) -> None:
+    def _note(self, answer: PendingAnswer[Event]) -> None:
         for ended in [one for one in self._submitted if one.begun]:
             del self._submitted[ended]
         self._submitted[answer] = None

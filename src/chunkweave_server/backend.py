@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chunkweave.metrics import ReuseReport
+from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
+from chunkweave.conversation.prepare import RequestPreparer
 from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -31,14 +34,16 @@ class Stage(StrEnum):
     STOPPING = "stopping"
 
 
-Choice = dict[str, Any]
-"""A choice of an answer, or a piece of one, as vLLM's completions have them.
+class Event(Protocol):
+    """Pieces of the choices of one answer, which may be none; the last event has its end."""
 
-`index` and `text`, and where there are any `finish_reason`, `stop_reason`, `logprobs` and `token_ids`.
-"""
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """The pieces."""
 
-Event = Sequence[Choice]
-"""Pieces of the choices of one answer."""
+    @property
+    def end(self) -> AnswerEnd | None:
+        """What is known at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,56 +55,6 @@ class Submission:
     body: CompletionBody
     arrived_s: float
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """What is known of an answer when its last piece has come.
-
-    `shown` is the report as clients get it; `cached_tokens` of the prompt were not computed for it.
-    """
-
-    report: ReuseReport
-    shown: Mapping[str, Any]
-    cached_tokens: int
-    finish_reason: str
-    prefilled_s: float | None = None
-    """When what was computed ahead of its search was ready, by `time.perf_counter`; None if that was nothing."""
-
-
-class BackendAnswer(Protocol):
-    """An answer as it comes. Leave it by `aclose`."""
-
-    end: AnswerEnd | None
-    """There after the last piece."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is, or was, a first piece to be read, or the reason why there is none."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended, or will as soon as it is read, without an answer."""
-
-    def __aiter__(self) -> Self:
-        """Itself."""
-
-    async def __anext__(self) -> Event:
-        """The next pieces.
-
-        Raises:
-            HttpError: the request was refused, or its server went away.
-            ChunkweaveError: too many wait, the deadline has passed, or the backend stops.
-        """
-
-    def confirm(self) -> None:
-        """A speculative request is wanted; harmless for others."""
-
-    def abort(self) -> None:
-        """End it now; whoever reads it gets `RequestAbortedError`."""
-
-    async def aclose(self) -> None:
-        """End it if it runs; a second time is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +179,7 @@ class Backend(Protocol):
             HttpError: a field or a model that the backend does not know, or it is not ready.
         """
 
-    async def submit(self, submission: Submission, *, speculative: bool = False) -> BackendAnswer:
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> PendingAnswer[Event]:
         """Tokenize a request and let it wait for its turn. A `speculative` one delays no other until it is confirmed.
 
         Raises:
@@ -236,3 +191,18 @@ class Backend(Protocol):
 
     async def metrics(self) -> bytes:
         """Metrics of other processes, in Prometheus's text format; empty where there are none."""
+
+
+_AT_A_TIME = 16
+"""Chunks that are tokenized in one of a tenant's turns."""
+
+
+async def storable_parts(
+    preparer: RequestPreparer, threads: TenantThreads, tenant: str, chunks: Sequence[Chunk], salt: str
+) -> list[PromptPart]:
+    """Chunks as they are in every prompt, without those that no context can hold, tokenized in a tenant's turns."""
+    parts: list[PromptPart] = []
+    for start in range(0, len(chunks), _AT_A_TIME):
+        some = chunks[start : start + _AT_A_TIME]
+        parts += await threads.run(tenant, partial(preparer.storable_parts, some, cache_salt=salt))
+    return parts

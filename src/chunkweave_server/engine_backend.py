@@ -3,23 +3,22 @@
 import asyncio
 import logging
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
-from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
-from chunkweave_server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
+from chunkweave_server.backend import BackendParts, Stage, Submission, storable_parts
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
 from chunkweave_server.requests import CompletionBody, refuse_for_engine
@@ -29,54 +28,6 @@ from chunkweave_server.threads import TenantThreads, in_thread
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 30.0
-
-
-class EngineAnswer:
-    """An answer of the engine as a backend's: one choice, whose last piece says why it ended."""
-
-    def __init__(self, batching: AsyncEngine, stream: AnswerStream) -> None:
-        self.end: AnswerEnd | None = None
-        self._batching = batching
-        self._stream = stream
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is, or was, a first piece, or the reason why there is none."""
-        return self._stream.begun
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ends without an answer."""
-        return self._stream.failed
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[Choice]:
-        """The next piece of text, or the end."""
-        while True:
-            event = await anext(self._stream)
-            answer = event.answer
-            if answer is not None:
-                report = answer.report
-                cached = report.prefix_exact_tokens + report.reused_tokens
-                self.end = AnswerEnd(report, report.as_dict(), cached, answer.finish_reason, time.perf_counter())
-                return [{"index": 0, "text": event.text, "finish_reason": answer.finish_reason}]
-            if event.text:
-                return [{"index": 0, "text": event.text}]
-
-    def confirm(self) -> None:
-        """A speculative request is wanted."""
-        self._stream.confirm()
-
-    def abort(self) -> None:
-        """Have the engine end the request."""
-        with suppress(UnknownRequestError):
-            self._batching.abort(self._stream.id)
-
-    async def aclose(self) -> None:
-        """End it if it runs; a second time is harmless."""
-        await self._stream.aclose()
 
 
 class EngineBackend:
@@ -139,7 +90,7 @@ class EngineBackend:
             raise HttpError(404, message, param="model", code="model_not_found")
         refuse_for_engine(body)
 
-    async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> AnswerStream:
         """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
         work = partial(
             self.batching.submit,
@@ -150,8 +101,7 @@ class EngineBackend:
             tenant=submission.tenant,
         )
         assert self._threads is not None, "it has started"
-        stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
-        return EngineAnswer(self.batching, stream)
+        return await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
 
     def samples(self) -> Iterator[MetricSample]:
         """What the engine does and what is stored."""
@@ -166,10 +116,6 @@ class EngineBackend:
         if not self.engine.store.flush(_FLUSH_S):
             logger.warning("some segments were not written in time")
         self.engine.close()
-
-
-_AT_A_TIME = 16
-"""Chunks that are tokenized in one of a tenant's turns."""
 
 
 class EngineCache:
@@ -244,12 +190,8 @@ class EngineCache:
 
     async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
         """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
-        found: dict[ChunkId, None] = {}
-        for start in range(0, len(chunks), _AT_A_TIME):
-            some = chunks[start : start + _AT_A_TIME]
-            work = partial(self._engine.preparer.storable_parts, some, cache_salt=salt)
-            found |= dict.fromkeys(part.id for part in await self._threads.run(tenant, work) if part.id is not None)
-        return list(found)
+        parts = await storable_parts(self._engine.preparer, self._threads, tenant, chunks, salt)
+        return list(dict.fromkeys(part.id for part in parts if part.id is not None))
 
     def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
         with self._pinning:

@@ -4,17 +4,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chunkweave.conversation.answer import AnswerEnd, Choice
 from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.method_choice import FIELD
-from chunkweave_server.backend import AnswerEnd, Choice, Event
+from chunkweave_server.answering import RunningAnswer
 from chunkweave_server.errors import HttpError, http_error_of
 from chunkweave_server.threads import ClientGoneError, unless_gone
 
@@ -41,27 +42,33 @@ class ReplyForm:
         body = self._frame(kind, [self._choice(one) for one in choices])
         return {**body, "usage": _usage(end), FIELD: dict(end.shown)}
 
-    def opening(self, choices: int) -> Iterator[dict[str, Any]]:
-        """What a stream begins with: in a chat, who speaks."""
+    async def events(
+        self, running: RunningAnswer, first: Sequence[Choice], choices: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """An answer of so many `choices` as the events of a stream; its `first` pieces have been read.
+
+        What ends a choice waits for the next event, since the last one with a choice carries the report. That has no
+        event of its own: much code reads `choices[0]` of each, unless it wants usage.
+        """
         for index in range(choices if self.chat else 0):
             delta = {"role": "assistant", "content": ""}
             yield self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-
-    def piece(self, event: Event) -> dict[str, Any]:
-        """An event of the backend's as one of a stream."""
-        return self._event([self._piece(choice) for choice in event])
-
-    def closing(self, last: dict[str, Any], end: AnswerEnd) -> Iterator[dict[str, Any]]:
-        """The last event with a choice, and what follows it; the report is in the last one.
-
-        It has no event of its own: much code reads `choices[0]` of each, unless it wants usage.
-        """
-        report = {FIELD: dict(end.shown)}
-        if not self.with_usage:
-            yield {**last, **report}
-            return
-        yield last
-        yield {**self._frame(self._event_kind, []), "usage": _usage(end), **report}
+        held = self._event(list(map(self._piece, first)))
+        if not _ends(held):
+            yield held
+        async for pieces in running:
+            if _ends(held):
+                yield held
+            held = self._event(list(map(self._piece, pieces)))
+            if not _ends(held):
+                yield held
+        assert running.end is not None, "it came to its end"
+        report = {FIELD: dict(running.end.shown)}
+        if self.with_usage:
+            yield held
+            yield {**self._frame(self._event_kind, []), "usage": _usage(running.end), **report}
+        else:
+            yield {**held, **report}
 
     def _choice(self, choice: Choice) -> Choice:
         text = choice["text"]
@@ -102,6 +109,10 @@ class ReplyForm:
         return {"id": number, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
+def _ends(event: dict[str, Any]) -> bool:
+    return any(choice["finish_reason"] is not None for choice in event["choices"])
+
+
 def _parsed(choice: Choice) -> dict[str, Any]:
     """What parsers found in a choice, or a piece of one."""
     return {name: choice[name] for name in ("tool_calls", "reasoning") if choice.get(name)}
@@ -116,39 +127,6 @@ def _usage(end: AnswerEnd) -> dict[str, Any]:
         "total_tokens": report.prompt_tokens + report.new_tokens,
         "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
     }
-
-
-class WholeChoices:
-    """Adds up the pieces of a stream, choice by choice."""
-
-    def __init__(self) -> None:
-        self._choices: dict[int, Choice] = {}
-
-    def add(self, event: Event) -> None:
-        """The next pieces."""
-        for piece in event:
-            whole = self._choices.setdefault(
-                piece["index"], {"index": piece["index"], "text": "", "token_ids": [], "logprobs": None}
-            )
-            whole["text"] += piece.get("text") or ""
-            whole["token_ids"] += piece.get("token_ids") or []
-            for name in ("finish_reason", "stop_reason"):
-                if piece.get(name) is not None:
-                    whole[name] = piece[name]
-            if piece.get("reasoning"):
-                whole["reasoning"] = whole.get("reasoning", "") + piece["reasoning"]
-            if piece.get("tool_calls"):  # whole ones: pieces of calls are for streams
-                calls = [
-                    {name: value for name, value in call.items() if name != "index"} for call in piece["tool_calls"]
-                ]
-                whole["tool_calls"] = [*whole.get("tool_calls", []), *calls]
-            if piece.get("logprobs"):
-                whole["logprobs"] = joined_logprobs(whole["logprobs"], piece["logprobs"])
-
-    @property
-    def choices(self) -> list[Choice]:
-        """All choices so far, by their numbers."""
-        return [self._choices[index] for index in sorted(self._choices)]
 
 
 def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -183,24 +161,7 @@ def _alternative(token: str, logprob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
 
 
-def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Log-probabilities of one piece and of the next."""
-    if before is None:
-        return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
-    return {
-        name: [*(before.get(name) or []), *values] if isinstance(values, list) else values
-        for name, values in more.items()
-    }
-
-
 _DONE = b"data: [DONE]\n\n"
-
-
-class Closable(Protocol):
-    """The source of a stream, closed when that ends."""
-
-    async def aclose(self) -> None:
-        """Stop; a second time is harmless."""
 
 
 class EventStream(Response):
@@ -212,11 +173,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: Closable, events: AsyncIterator[dict[str, Any]], *, stalled_s: float) -> None:
-        """A stream of `events`; `source` is closed at its end, however that comes."""
+    def __init__(self, running: RunningAnswer, events: AsyncIterator[dict[str, Any]], *, stalled_s: float) -> None:
+        """A stream of `events`; `running` is closed at its end, however that comes."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._source = source
+        self._running = running
         self._read = events
         self._stalled_s = stalled_s
 
@@ -226,7 +187,7 @@ class EventStream(Response):
             with suppress(ClientGoneError, TimeoutError):
                 await unless_gone(receive, self._send_all(send))
         finally:
-            await self._source.aclose()
+            await self._running.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

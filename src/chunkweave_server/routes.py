@@ -1,6 +1,6 @@
 """The endpoints of the server."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
-from starlette.types import Receive
 
 import chunkweave
 from chunkweave.errors import NotRemovedError
@@ -21,8 +20,6 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
-from chunkweave_server.answering import RunningAnswer
-from chunkweave_server.backend import AnswerEnd, Choice, Event
 from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
@@ -30,7 +27,7 @@ from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.markers import with_marked_documents
 from chunkweave_server.metrics import CONTENT_TYPE
 from chunkweave_server.observability import RequestMeta
-from chunkweave_server.replies import EventStream, ReplyForm, WholeChoices
+from chunkweave_server.replies import EventStream, ReplyForm
 from chunkweave_server.requests import (
     Body,
     ChatBody,
@@ -95,57 +92,20 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         except BaseException:
             await running.aclose()
             raise
-        events = _events(running, first, form, body.n)
+        events = form.events(running, first, body.n)
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
-        response = JSONResponse(form.whole(*await _whole_answer(running, request.receive)))
+        try:
+            choices = await unless_gone(request.receive, running.whole())
+        finally:
+            await running.aclose()
+        assert running.end is not None, "it came to its end"
+        response = JSONResponse(form.whole(choices, running.end))
     reuse = body.chunkweave
     if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
-
-
-async def _whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
-    """The choices of an answer and what is known at its end; unless its client goes before that.
-
-    Raises:
-        ClientGoneError: it has.
-    """
-    whole = WholeChoices()
-
-    async def add_all() -> None:
-        async for event in running:
-            whole.add(event)
-
-    try:
-        await unless_gone(receive, add_all())
-    finally:
-        await running.aclose()
-    assert running.end is not None, "it came to its end"
-    return whole.choices, running.end
-
-
-async def _events(running: RunningAnswer, first: Event, form: ReplyForm, choices: int) -> AsyncIterator[dict[str, Any]]:
-    """A stream's events. What ends a choice waits for the next one, since the last carries the report."""
-    for one in form.opening(choices):
-        yield one
-    held = form.piece(first)
-    if not _ends(held):
-        yield held
-    async for event in running:
-        if _ends(held):
-            yield held
-        held = form.piece(event)
-        if not _ends(held):
-            yield held
-    assert running.end is not None, "it came to its end"
-    for one in form.closing(held, running.end):
-        yield one
-
-
-def _ends(piece: dict[str, Any]) -> bool:
-    return any(choice["finish_reason"] is not None for choice in piece["choices"])
 
 
 models = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)

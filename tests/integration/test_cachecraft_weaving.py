@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spread

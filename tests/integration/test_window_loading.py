@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chunkweave import Chunk, Engine, Request, SamplingParams
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Runner
 from chunkweave.planning.method import make_method

@@ -17,7 +17,7 @@ from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, pref
 from chunkweave.calibration.questions import Example
 from chunkweave.calibration.summaries import FidelitySample, f1
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
-from chunkweave.conversation.report import Durations
+from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine, Progress
 from chunkweave.engine.prefill import PrefillOptions

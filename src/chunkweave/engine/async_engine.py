@@ -104,12 +104,16 @@ class AnswerStream:
         """
         self.on_confirm()
 
+    def abort(self) -> None:
+        """End the request, which raises `RequestAbortedError` where it is read, unless it has ended."""
+        with suppress(UnknownRequestError):  # it has ended meanwhile
+            self._abort(self.id)
+
     async def aclose(self) -> None:
-        """Abort the request unless it has ended; a second time is harmless."""
+        """Abort the request unless it has ended."""
         if not self._ended:
             self._ended = True
-            with suppress(UnknownRequestError):  # it has ended meanwhile
-                self._abort(self.id)
+            self.abort()
 
     def deliver(self, event: StreamEvent | Exception) -> None:
         """Put an event in, from any thread. After the loop has ended it is dropped."""

@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.answer import Durations, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.report import Durations
 from chunkweave.conversation.turns import TurnUnderWay
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions

@@ -6,10 +6,9 @@ from dataclasses import replace
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.answer import Answer
+from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
-from chunkweave.conversation.turns import NextTurn, history_after
+from chunkweave.conversation.turns import TurnUnderWay, history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
@@ -209,7 +208,7 @@ class DecodeState:
             self._tiers,
             prepared.choice,
             prepared.arranged,
-            content=None if prepared.turn is None else prepared.turn.content,
+            turn=prepared.turn,
         )
         explanation = explain_plan(
             self.prefilled.plan,
@@ -230,12 +229,12 @@ def make_report(
     choice: MethodChoice | None = None,
     arranged: Arranged | None = None,
     *,
-    content: NextTurn | None = None,
+    turn: TurnUnderWay | None = None,
 ) -> ReuseReport:
     """The report of a prefill, and of the answer behind it.
 
     `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
-    chunks were ordered, `content` what a conversation's turn put into the prompt.
+    chunks were ordered, `turn` is a conversation's turn, if it is one.
     """
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
@@ -244,7 +243,7 @@ def make_report(
         for part in plan.parts
     ]
     outcome = Outcome(plan.method, TokenCounts.of(plan, len(recomputed)), sources, recomputed)
-    report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
+    report = build_report(arranged or Arranged(prefilled.prompt), choice, turn, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),

@@ -8,12 +8,13 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from chunkweave.conversation.answer import PendingAnswer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestEndedError, UsageError
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.retrievers import DocumentName, RetrievedChunk, StagedCorpus
@@ -21,33 +22,8 @@ from chunkweave.retrieval.retrievers import DocumentName, RetrievedChunk, Staged
 logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT")
-EventT_co = TypeVar("EventT_co", covariant=True)
 RequestT = TypeVar("RequestT", bound=Hashable)
 DocumentT = TypeVar("DocumentT", bound=Hashable)
-
-
-class PendingAnswer(Protocol[EventT_co]):
-    """The answer of a submitted request, as a stream of events. `AsyncEngine.submit` returns one."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether its prefill is over, or it has ended: it no longer counts as pending."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended, or will as soon as it is read, without an answer."""
-
-    def confirm(self) -> None:
-        """Make a speculative request an ordinary one. Does nothing if it has ended.
-
-        Raises:
-            QueueFullError: it would have to wait, and as many wait as may.
-        """
-
-    def __aiter__(self) -> AsyncIterator[EventT_co]: ...
-
-    async def aclose(self) -> None:
-        """End the request unless it has ended; a second time is harmless."""
 
 
 Submit = Callable[[Sequence[RetrievedChunk], bool], Awaitable[PendingAnswer[EventT]]]

@@ -11,7 +11,7 @@ from math import inf
 
 import torch
 
-from chunkweave.conversation.report import TokenCounts
+from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
 from chunkweave.planning.cost import stored_cost_model, too_slow

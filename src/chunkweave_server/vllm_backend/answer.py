@@ -4,19 +4,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from chunkweave.conversation.answer import AnswerEnd, Choice, Durations, WholeChoices
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.report import Durations
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.request import weave_params
-from chunkweave_server.backend import AnswerEnd, Choice, Event
+from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
-from chunkweave_server.replies import WholeChoices
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
 from chunkweave_server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
@@ -42,6 +41,14 @@ class AnswerContext:
     forms: AnswerForms = field(default_factory=AnswerForms)
 
 
+@dataclass(frozen=True, slots=True)
+class VllmEvent:
+    """Pieces of the choices of an answer, or its end behind them all."""
+
+    choices: Sequence[Choice]
+    end: AnswerEnd | None = None
+
+
 class VllmAnswer:
     """Pieces of an answer as vLLM's events bring them. Leave it by `aclose`. Belongs to the event loop's thread.
 
@@ -54,22 +61,20 @@ class VllmAnswer:
         self,
         context: AnswerContext,
         prepared: PreparedRequest,
+        submission: Submission,
         body: dict[str, Any],
         *,
-        arrived_s: float,
-        speculative: bool = False,
-        tenant: str = "",
         parsing: Mapping[str, Any] | None = None,
-        streamed: bool = False,
+        speculative: bool = False,
     ) -> None:
         """`body` is what vLLM is sent but for the prompt, `parsing` what its parsers read, if it is to be parsed."""
-        self._parsing, self._streamed = parsing, streamed
-        self._tenant = tenant
-        self.end: AnswerEnd | None = None
+        self._answered = False
         self._context = context
         self._prepared = prepared
         self._body = body
-        self._arrived_s = arrived_s
+        self._parsing = parsing
+        self._arrived_s, self._tenant = submission.arrived_s, submission.tenant
+        self._streamed = submission.body.stream
         self._whole = WholeChoices()
         self._placed: Placed | None = None
         self._usage: dict[str, Any] = {}
@@ -93,12 +98,12 @@ class VllmAnswer:
         """Whether it ended, or its prefill did, without a result."""
         ahead = self._ahead
         lost = ahead is not None and ahead.done() and (ahead.cancelled() or ahead.result() is None)
-        return (self._ended and self.end is None) or lost
+        return (self._ended and not self._answered) or lost
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> VllmEvent:
         """The next pieces.
 
         Raises:
@@ -139,7 +144,7 @@ class VllmAnswer:
             self._context.fleet.leave(self._placed)
         self._context.preparer.abandon(self._prepared)
 
-    async def _all(self) -> AsyncGenerator[Event, None]:
+    async def _all(self) -> AsyncGenerator[VllmEvent, None]:
         failed: Replica | None = None
         ahead = None if self._ahead is None else await asyncio.shield(self._ahead)
         for last in (attempt == TRIES - 1 for attempt in range(TRIES)):
@@ -159,7 +164,7 @@ class VllmAnswer:
                 failed, ahead = None if self._placed is None else self._placed.replica, None
                 self._context.retries += 1
 
-    async def _attempt(self, *, avoid: Replica | None, like: Placed | None) -> AsyncGenerator[Event, None]:
+    async def _attempt(self, *, avoid: Replica | None, like: Placed | None) -> AsyncGenerator[VllmEvent, None]:
         fleet, prepared = self._context.fleet, self._prepared
         self._placed = placed = await fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant)
         self._queued_s = time.perf_counter() - self._arrived_s
@@ -178,11 +183,12 @@ class VllmAnswer:
                             self._first_s = time.perf_counter()
                         self._whole.add(choices)
                         if parsed := choices if parser is None else await parser.parsed(choices):
-                            yield parsed
+                            yield VllmEvent(parsed)
             if self._first_s is not None:
-                await self._conclude(placed, request_id if "kv_transfer_params" in body else None)
+                end = await self._conclude(placed, request_id if "kv_transfer_params" in body else None)
+                yield VllmEvent((), end)
         finally:
-            fleet.leave(placed, served=self.end is not None)
+            fleet.leave(placed, served=self._answered)
 
     def _parser(self, placed: Placed) -> AnswerParser | None:
         if self._parsing is None:
@@ -205,7 +211,7 @@ class VllmAnswer:
             return None
         return placed
 
-    async def _conclude(self, placed: Placed, report_id: str | None) -> None:
+    async def _conclude(self, placed: Placed, report_id: str | None) -> AnswerEnd:
         """All of it has come: get its report, if there is one, and let everybody know."""
         context, choice = self._context, self._whole.choices[0]
         reported = None
@@ -221,9 +227,10 @@ class VllmAnswer:
         self._end_turn(placed, choice)
         shown = shown_report(placed, report, reported)
         finish_reason = str(choice.get("finish_reason") or "stop")
-        self.end = AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s)
+        self._answered = True
         if context.shadow is not None and report.reused_tokens:
             context.shadow.offer(placed, self._body, choice)
+        return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s)
 
     def _end_turn(self, placed: Placed, choice: Choice) -> None:
         """Keep a complete answer for its conversation, if it is one's; what was cut away is not in its tokens then."""

@@ -155,16 +155,8 @@ class VllmBackend:
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
-        return VllmAnswer(
-            self.context,
-            prepared,
-            body,
-            arrived_s=submission.arrived_s,
-            speculative=speculative,
-            tenant=submission.tenant,
-            parsing=self._parsing(submission.body),
-            streamed=submission.body.stream,
-        )
+        parsing = self._parsing(submission.body)
+        return VllmAnswer(self.context, prepared, submission, body, parsing=parsing, speculative=speculative)
 
     def samples(self) -> Iterator[MetricSample]:
         """What this server knows of its replicas, and what the segment stores in vLLM's workers count, all together."""

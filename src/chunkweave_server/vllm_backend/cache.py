@@ -7,8 +7,8 @@ from typing import Any
 
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.errors import QueueFullError
-from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import Chunk
+from chunkweave_server.backend import storable_parts
 from chunkweave_server.errors import HttpError
 from chunkweave_server.threads import TenantThreads, to_its_end
 from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, compute_ahead
@@ -16,8 +16,6 @@ from chunkweave_server.vllm_backend.removal import EVERYTHING, FleetRemovals, Re
 from chunkweave_server.vllm_backend.upstream import UpstreamLostError
 
 _POLL_S = 0.5
-_AT_A_TIME = 16
-"""Chunks that are tokenized in one of a tenant's turns."""
 
 
 class VllmCache:
@@ -65,14 +63,12 @@ class VllmCache:
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> int:
         """Have every replica remove chunks from its stores, and what vLLM's own prefix cache has of their salt."""
-        preparer, parts = self._context.preparer, list[PromptPart]()
-        for start in range(0, len(texts), _AT_A_TIME):
-            some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
-            parts += await self._threads.run(tenant, partial(preparer.storable_parts, some, cache_salt=salt))
+        preparer, chunks = self._context.preparer, [Chunk(text) for text in texts]
+        parts = await storable_parts(preparer, self._threads, tenant, chunks, salt)
         if not parts:
             return 0
-        chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
-        removal = Removal(salt, chunks, tuple(preparer.builder.tokenizer.start_ids))
+        tokens = tuple(dict.fromkeys(part.token_ids for part in parts))
+        removal = Removal(salt, tokens, tuple(preparer.builder.tokenizer.start_ids))
         ids = frozenset(part.id for part in parts if part.id is not None)
         return await to_its_end(self._removals.remove(removal, ids))
 

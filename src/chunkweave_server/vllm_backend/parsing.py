@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunkweave_server.backend import Choice, Event
+from chunkweave.conversation.answer import Choice, joined_logprobs
 from chunkweave_server.errors import HttpError
-from chunkweave_server.replies import joined_logprobs
 from chunkweave_server.vllm_backend.upstream import Upstream
 
 PARSE = "/v1/chat/completions/derender"
@@ -107,14 +106,14 @@ class AnswerParser:
         self._number = uuid.uuid4().hex
         self._choices: dict[int, _Unparsed] = {}
 
-    async def parsed(self, event: Event) -> Event:
-        """Pieces that are known now that `event` has come, which may be none.
+    async def parsed(self, pieces: Sequence[Choice]) -> Sequence[Choice]:
+        """What is known now that `pieces` have come, which may be nothing.
 
         Raises:
             UpstreamLostError, HttpError: vLLM did not parse them.
         """
-        pieces = [await self._next(choice) for choice in event]
-        return [piece for piece in pieces if piece is not None]
+        found = [await self._next(choice) for choice in pieces]
+        return [piece for piece in found if piece is not None]
 
     async def _next(self, choice: Choice) -> Choice | None:
         waiting = self._choices.setdefault(choice["index"], _Unparsed())

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
+from chunkweave.conversation.answer import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
@@ -201,7 +201,7 @@ def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
-    choice, turn = placed.prepared.choice, placed.prepared.turn
+    choice = placed.prepared.choice
     said: Report = reported or {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
@@ -209,9 +209,7 @@ def reuse_report(
     sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
     outcome = Outcome(method, counts, sources, recomputed)
-    report = build_report(
-        placed.arranged, choice, None if turn is None else turn.content, outcome, durations, new_tokens
-    )
+    report = build_report(placed.arranged, choice, placed.prepared.turn, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkweave.conversation.answer import Choice, WholeChoices
 from chunkweave.errors import ChunkweaveError
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
-from chunkweave_server.backend import Choice
 from chunkweave_server.errors import HttpError
-from chunkweave_server.replies import WholeChoices
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed
 
 logger = logging.getLogger(__name__)
