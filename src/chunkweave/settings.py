@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache, wraps
-from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from chunkweave.errors import UsageError
-from chunkweave.plugins import plugin_names
+from chunkweave.plugins import Plugins
 
 logger = logging.getLogger(__name__)
 
@@ -235,12 +234,12 @@ def setting(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
-    plugins: str | None = None,
+    plugins: Plugins | None = None,
 ) -> Any:
     """A field of a configuration class that is a setting; see `Setting`.
 
     Left out, `name` is the field's own without its unit, and `places` are those of the class. With `plugins` it names
-    a plug-in of that package, and `meaning` is completed by the names there are.
+    one of these, and `meaning` is completed by the names there are.
     """
     declared = locals()
     return field(default=declared.pop("default"), metadata={"setting": declared})
@@ -261,8 +260,8 @@ def _declared(config: Any) -> Mapping[str, Setting]:
         declared = dict(one.metadata["setting"])
         declared["places"] = declared["places"] or config.places
         declared["defaults"] = declared["defaults"] or {}
-        if package := declared.pop("plugins"):
-            declared["meaning"] += f" There are: {', '.join(plugin_names(import_module(package)))}."
+        if plugins := declared.pop("plugins"):
+            declared["meaning"] += f" There are: {plugins.listed}."
         unit = declared["unit"]
         name = declared.pop("name") or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
         found[name] = Setting(name=name, attribute=one.name, kind=hints[one.name], default=one.default, **declared)

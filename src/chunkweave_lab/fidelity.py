@@ -24,7 +24,7 @@ from chunkweave.models.attention import attend_masked, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
+from chunkweave_lab.baselines import BENCH_METHODS, bench_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import PromptMaker
 from chunkweave_lab.decoding import answer_text, decode_greedily
@@ -120,17 +120,17 @@ class FidelityConfig:
             UsageError: a value is out of range, or a setting unknown.
         """
         fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self._reuse_methods) if spec not in self.fitted]
-        made = make_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
+        made = bench_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
         found = {label: self.at(label.rpartition("@")[0], x) for label, x in values.items() if x is not None}
         return {**made, **found}
 
     def at(self, spec: str, value: float) -> ReuseMethod:
         """A method with its settings at one value of its parameter."""
-        return next(iter(make_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
+        return next(iter(bench_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
 
 
 def parameter_of_spec(spec: str) -> str | None:
-    return parameter_of(spec.partition(":")[0])
+    return parameter_of(spec.partition(":")[0], BENCH_METHODS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from chunkweave.engine.request import Durations, make_report
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
+from chunkweave_lab.baselines import bench_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.decoding import answer_text, decode_greedily
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
@@ -48,7 +48,7 @@ class QualityConfig:
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
         methods, _ = split_baselines(self.methods, self.ratios)
-        return make_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
+        return bench_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
 
     def baselines(self) -> dict[str, PromptBaseline]:
         """The prompt baselines among the methods, by the name of their row.

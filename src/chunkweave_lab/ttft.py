@@ -16,7 +16,7 @@ from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.contenders import make_contenders
+from chunkweave_lab.baselines import bench_contenders
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import PromptMaker
 from chunkweave_lab.summaries import TtftSample
@@ -62,7 +62,7 @@ class TtftConfig:
             UsageError: a value or a setting of one that it cannot have.
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
-        methods = make_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
+        methods = bench_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
         hugging_face = {HF_REFERENCE: None} if self.hf_reference else {}
         return {REFERENCE: methods[REFERENCE], **hugging_face, **methods}
 

@@ -15,7 +15,8 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_of_kinds
 from chunkweave.page.render import STATIC
 from chunkweave.page.views import KINDS, kind_tokens, share_of_tiers
-from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave.planning.method import parameter_of
+from chunkweave.plugins import METHODS
 from chunkweave_server.auth import Tenant
 from chunkweave_server.bodies import validated
 from chunkweave_server.errors import HttpError
@@ -64,7 +65,7 @@ pieces = APIRouter(prefix="/v1/page", include_in_schema=False, dependencies=[*NE
 @shell.get("/")
 async def page(service: AnyService) -> HTMLResponse:
     """The page, empty."""
-    methods = [*(name for name in METHODS if name not in _EXACT), *_EXACT]
+    methods = [*(name for name in METHODS.names if name not in _EXACT), *_EXACT]
     names = {"model": service.backend.name, "version": chunkweave.__version__}
     text = render("page.html", **names, keys=bool(len(service.keys)), methods=methods, usual=_USUAL)
     headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-store"}
@@ -203,7 +204,7 @@ async def ask(
         raise HttpError(400, "the question is empty")
     if not methods:
         raise HttpError(400, "choose a method")
-    if unknown := [name for name in methods if name not in METHODS]:
+    if unknown := [name for name in methods if name not in METHODS.names]:
         raise HttpError(400, f"no method {unknown[0]!r}")
     there = bool(asked.documents or asked.corpus)
     return HTMLResponse(render("asked.html", methods=methods, warm=bool(warm) and there))
@@ -225,7 +226,7 @@ async def answer(
     tenant: OfTenant,
 ) -> HTMLResponse:
     """One answer, with its report."""
-    if method not in METHODS:
+    if method not in METHODS.names:
         raise HttpError(400, f"no method {method!r}")
     body = asked.chat(method)
     meta = RequestMeta(request.state.request_id, tenant.name)

@@ -19,6 +19,7 @@ from chunkweave.config import (
     ComputeConfig,
     ConversationConfig,
     ModelConfig,
+    PluginConfig,
     RequestDefaults,
     ReuseConfig,
     StoreConfig,
@@ -27,7 +28,8 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method_choice import checked_method
+from chunkweave.planning.method import make_method
+from chunkweave.planning.method_choice import EXACT_METHOD
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
@@ -224,6 +226,7 @@ class Settings:
     """
 
     model: ModelConfig
+    plugins: PluginConfig
     requests: RequestDefaults
     reuse: ReuseConfig
     capture: CaptureConfig
@@ -246,8 +249,7 @@ class Settings:
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
-        if self.requests.method is not None:
-            checked_method(self.requests.method)
+        make_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.model.adapter is not None and self.fleet.upstream:
@@ -256,7 +258,7 @@ class Settings:
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: what is not as it is there by default. Secrets are in its environment."""
         config = {}
-        for group in (self.requests, self.reuse, self.capture, self.store, self.weave):
+        for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave):
             for one in settings_of(type(group)).values():
                 value = getattr(group, one.attribute)
                 told = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret
@@ -275,6 +277,7 @@ class Settings:
 
 GROUPS: Mapping[str, type[Any]] = {
     "model": ModelConfig,
+    "plugins": PluginConfig,
     "requests": RequestDefaults,
     "reuse": ReuseConfig,
     "capture": CaptureConfig,

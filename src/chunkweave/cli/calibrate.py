@@ -12,9 +12,8 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
-from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ModelConfig, PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.calibration import (
     BOUNDS,
     CANDIDATES,
@@ -28,7 +27,8 @@ from chunkweave.planning.calibration import (
     record_path,
     save_record,
 )
-from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave.planning.method import parameter_of
+from chunkweave.plugins import METHODS
 from chunkweave_lab.cli.bench import measured_with
 from chunkweave_lab.cli.fidelity import PromptOptions, neutral_of, samples_of
 from chunkweave_lab.results import QuestionLog, check_writable
@@ -46,11 +46,12 @@ _BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
 class _TargetOptions:
     """What is to be reached, and which points are measured for it."""
 
+    plugins: PluginConfig
     methods: Annotated[
         str,
         typer.Option(
             help="Methods to choose from, separated by commas, with settings after a colon: `query:two-rounds`. "
-            f"There are: {options.listed(reuse_methods)}."
+            f"There are: {METHODS.listed}."
         ),
     ] = ",".join(CANDIDATES)
     target_agreement: Annotated[
@@ -237,7 +238,7 @@ def curve_table(record: CalibrationRecord) -> Table:
 
 def _parameter(point: CurvePoint) -> str:
     name = method_named(point.method)
-    parameter = parameter_of(name) if name in METHODS else None
+    parameter = parameter_of(name) if name in METHODS.names else None
     return "" if parameter is None else f"{parameter} {point.value:g}"
 
 

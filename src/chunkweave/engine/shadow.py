@@ -11,7 +11,7 @@ from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.scheduler import BlockPool
-from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.planning.methods.positional import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor

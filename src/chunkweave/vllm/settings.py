@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from chunkweave.config import CaptureConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
+from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import make_codec
 from chunkweave.settings import Place, read, settings_at, spelled
@@ -21,8 +21,8 @@ REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
 _STORE = settings_at(StoreConfig, Place.CONNECTOR) | settings_at(WeaveConfig, Place.CONNECTOR)
-_REQUESTS = (RequestDefaults, ReuseConfig, CaptureConfig)
-_KNOWN = _STORE | {name: one for kind in _REQUESTS for name, one in settings_at(kind, Place.CONNECTOR).items()}
+_OTHERS = (PluginConfig, RequestDefaults, ReuseConfig, CaptureConfig)
+_KNOWN = _STORE | {name: one for kind in _OTHERS for name, one in settings_at(kind, Place.CONNECTOR).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class PluginSettings:
             raise UsageError(f"unknown keys of kv_connector_extra_config: {', '.join(unknown)}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
         given = ({"remote_url": url} if url else {}) | given
+        _read(PluginConfig, given)  # what the others name may be in its files
         store = _read(StoreConfig, given)
         if store.cache_dir is not None:
             store = replace(store, cache_dir=store.cache_dir.expanduser())

@@ -13,9 +13,9 @@ from rich.table import Table
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, seconds, stderr, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
-from chunkweave.config import StoreConfig
+from chunkweave.config import PluginConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
+from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures, measured_with
 from chunkweave_lab.contenders import PROMPT_BASELINES
 from chunkweave_lab.dataset_formats import Example
@@ -99,12 +99,13 @@ def _refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
 def quality(
     *,
     model: SeededModelOptions,
+    _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
             "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
-            f"There are: {options.listed(reuse_methods)}. Baselines that change the prompt: "
+            f"There are: {BENCH_METHODS.listed}. Baselines that change the prompt: "
             f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
         ),
     ] = "cacheblend,epic,random",
