@@ -30,7 +30,7 @@ help: ## Show this list
 demo: $(DEMO_VENV)/.installed ## Install into .venv; answers by method, time saved, distance from full prefill
 	$(DEMO_VENV)/bin/chunkweave demo
 
-test: ## Fresh .venv-test, then linters, type check and all tests that need no server
+test: ## Fresh .venv-test, then linters, type check, size limits and all tests that need no server
 	rm -rf $(TEST_VENV)
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
@@ -48,7 +48,7 @@ test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the pl
 test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
 	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
 
-lint: $(TEST_VENV)/.installed checks ## Linters and type check alone
+lint: $(TEST_VENV)/.installed checks ## Linters, type check and size limits alone
 
 results-check: $(TEST_VENV)/.installed ## Result files say where they are from, and the documentation says what they say
 	$(TEST_VENV)/bin/python benchmarks/results_check.py
@@ -61,6 +61,7 @@ checks:
 	$(TEST_VENV)/bin/ruff format --check .
 	$(TEST_VENV)/bin/mypy --strict src
 	$(TEST_VENV)/bin/lint-imports
+	$(TEST_VENV)/bin/python benchmarks/structure.py
 
 audit: $(TEST_VENV)/.installed $(AUDIT_VENV)/.installed ## Known vulnerabilities of what is installed; needs PyPI, a mirror has no advisories
 	$(TEST_VENV)/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > audit.partial

@@ -34,8 +34,8 @@ from rich.progress import track
 from rich.table import Table
 
 from chunkweave.config import ConversationConfig, SamplingParams
+from chunkweave.conversation.answer import Answer
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.scores import best_scores, mean_interval

@@ -1,22 +1,22 @@
 """Numbers in the prose of documentation pages, held against the result files that they come from.
 
-A section of a page that names a result file says of every number in it where it is from, in a comment that readers do
-not see:
+docs/results/claims.toml says of every number in a section that names a result file where it is from, by document and
+heading:
 
-    <!-- figures
-    2.5 = rows/cacheblend/over_full
-    0.10 s = server-load: rows/cacheblend/runs/1/ttft_p50_s
-    2.28x = max rows/*/rounds/*/speedup
-    1.10 = rows/cacheblend/ttft_mean_s / rows/query/ttft_mean_s
-    2.8, 5: RAGCache's
-    -->
+    ["docs/evidence.md"]
+    "Under load" = [
+        "2.5 = server-load: rows/cacheblend/over_full",
+        "0.10 s = server-load: rows/cacheblend/runs/1/ttft_p50_s",
+        "2.28x = most loading: rows/*/rounds/*/speedup",
+        "1.10 = server-load: rows/cacheblend/ttft_mean_s / server-load: rows/query/ttft_mean_s",
+        "2.8, 5: RAGCache's",
+    ]
 
-A number (several where they share a source) and `=` with where it is in the file, or `:` with a reason why it is in
-none. A file is named by its stem, which may be left out where the section names one file only. A place is a path of
-keys; an entry of a list is named by its number, by a value that it has (`4`, `layers=4`), or by some of them with
-commas between; `*` stands for all. Operators `+ - * /` have spaces around them and go from left to right, what is in
-brackets first; `least`, `most`, `mean`, `median` and `sum` in front make one number of many. The result has to round to
-what is printed, in its unit.
+A number (several where they share a source) and `=` with where it is, or `:` with a reason why it is in no file. A
+place is the stem of a file in docs/results and a path of keys; an entry of a list is named by its number, by a value
+that it has (`4`, `layers=4`), or by some of them with commas between; `*` means all. Operators `+ - * /` have spaces
+around them and are applied from left to right, what is in brackets first; `least`, `most`, `mean`, `median` and `sum`
+in front make one number of many. The result has to round to what is printed, in its unit.
 
 Settings, which are numbers of the file's command and configuration, need no line; neither do whole numbers up to 12
 without a unit, nor numbers in code, links, names, and references such as §5.1 or Figure 3.
@@ -24,6 +24,7 @@ without a unit, nor numbers in code, links, names, and references such as §5.1 
 
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -68,7 +69,6 @@ _NO_NUMBERS = re.compile(
     r"|§+[\d.]+|\b(?:Figures?|Tables?|Algorithm|Theorem|eqs?\.|Sections?)\s\d[\d.]*(?:(?:, | and | to )\d[\d.]*)*",
     re.MULTILINE,
 )
-_FIGURES = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
 _NAMED = re.compile(r"(?:\bresults/|\]\()([\w.-]+?)\.json\b")
 _REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "least": min,
@@ -85,8 +85,12 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
 }
 
 
+Claims = Mapping[str, Mapping[str, Sequence[str]]]
+"""Lines that say where numbers are from, by document and heading."""
+
+
 class FigureError(ValueError):
-    """A line of figures that cannot be read, or a place that is not in its file; says which."""
+    """A claim that cannot be read, or a place that is not in its file; says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Line:
 
     @staticmethod
     def of(text: str) -> "Line":
-        """One line of a comment.
+        """A line of the claims.
 
         Raises:
             FigureError: it is no such line.
@@ -171,28 +175,43 @@ class Section:
         for line in self.lines:
             used = [number for number in self.numbers if line.covers(number)]
             if len({one.digits for one in used}) < len({one.digits for one in line.numbers}):
-                yield f"a line is about {_joined(line.numbers)}, which is not in the text"
+                yield f"a claim is about {_joined(line.numbers)}, which is not in the text"
             if line.place:
                 yield from _wrong(line.place, used, results)
         for number in self.numbers:
             if any(line.covers(number) for line in self.lines):
                 continue
             if results and not _is_setting(number, settings):
-                yield f"{number}: no line says where it is from{_guess(number, results)}"
+                yield f"{number}: no claim says where it is from{_guess(number, results)}"
             elif not results and _is_claim(number, self.text):
-                yield f"{number}: the section names no result file, and no line says where it is from"
+                yield f"{number}: the section names no result file, and no claim says where it is from"
 
 
-def sections(page: Path, results: Path) -> Iterator[Section]:
-    """The sections of a page, from heading to heading.
+def read_claims(path: Path) -> Claims:
+    """Lines by document and heading; none if there is no file.
 
     Raises:
-        FigureError: a line of figures cannot be read.
+        FigureError: the file cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise FigureError(f"cannot read {path}: {error}") from error
+
+
+def sections(page: Path, results: Path, claims: Mapping[str, Sequence[str]]) -> Iterator[Section]:
+    """The sections of a page, from heading to heading, each with those of the page's `claims` that have its heading.
+
+    Raises:
+        FigureError: a line of the claims cannot be read, or no section has their heading.
     """
     fenced = re.sub(r"^```.*?^```", lambda code: re.sub(r"(?m)^#", " #", code[0]), page.read_text(), flags=re.M | re.S)
+    left = dict(claims)
     for text in re.split(r"(?m)^(?=#+ )", fenced):
-        lines = [Line.of(line) for found in _FIGURES.findall(text) for line in found.splitlines() if line.strip()]
-        yield Section(text.partition("\n")[0].lstrip("# "), text, results, tuple(lines))
+        title = text.partition("\n")[0].lstrip("# ")
+        yield Section(title, text, results, tuple(map(Line.of, left.pop(title, ()))))
+    if left:
+        raise FigureError(f"claims.toml has lines for the section {next(iter(left))!r}, which is not there")
 
 
 def numbers_of(text: str) -> Iterator[Number]:
@@ -239,9 +258,9 @@ def _operand(text: str, results: Mapping[str, Mapping[str, Any]]) -> list[float]
     if re.fullmatch(r"-?[\d.]+(?:e[-+]?\d+)?", text):
         return [float(text)]
     stem, colon, path = text.rpartition(": ")
-    if not colon and len(results) != 1:
+    if not colon:
         raise FigureError(f"{text}: say of which file: {', '.join(f'{name}: ...' for name in results) or 'NAME: ...'}")
-    result = results.get(stem) if colon else next(iter(results.values()))
+    result = results.get(stem)
     if result is None:
         raise FigureError(f"{text}: there is no result {stem}")
     found: list[Any] = [result]
@@ -296,12 +315,13 @@ def _is_claim(number: Number, text: str) -> bool:
 
 def _guess(number: Number, results: Mapping[str, Mapping[str, Any]]) -> str:
     places = (
-        f"{f'{name}: ' if len(results) > 1 else ''}{place}"
+        f"{name}: {place}"
         for name, result in results.items()
         for place, value in _leaves(result, "")
         if isinstance(value, int | float) and not isinstance(value, bool) and number.shows(value)
+        if not place.startswith(("config", "samples", "seed"))
     )
-    found = list(islice((place for place in places if not place.startswith(("config", "samples", "seed"))), 4))
+    found = list(islice(places, 4))
     return f"; perhaps {'; '.join(found)}" if found else ""
 
 

@@ -7,7 +7,7 @@
 Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
 the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
 named on a page, and what pages name is there. Tables on pages and in docs/results/tables-*.md: made anew from their
-files, they are the same (docs_tables). Numbers in the text: they are those of the files that the section names
+files, they are the same (docs_tables). Numbers in the text: they are those of the files that claims.toml names
 (docs_figures).
 
 What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
@@ -24,7 +24,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from docs_figures import FigureError, sections
+from docs_figures import Claims, FigureError, read_claims, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
 from chunkweave.errors import DocumentError
@@ -63,10 +63,10 @@ class Repository:
 
     @cache  # noqa: B019
     def has(self, name: str, path: str, pattern: str = "") -> bool:
-        """Whether a commit (empty: the files as they are) has a file, or a folder of files one of which matches."""
+        """Whether a commit (empty: the files as they are) has a file, or folders with a file that matches."""
         if not name:
-            found = self.root / path
-            files = [found] if found.is_file() else sorted(found.rglob("*.py"))
+            found = sorted(self.root.glob(path))
+            files = [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]
             return any(re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) for file in files)
         if not pattern:
             return self._git("cat-file", "-e", f"{name}:{path}") is not None
@@ -108,14 +108,14 @@ def _draws(result: Mapping[str, Any], picture: Path) -> bool:
 
 
 def program_of(command: str) -> tuple[str, str]:
-    """The file or folder that has to be there for a command, and a pattern that it has to match (empty: none)."""
+    """What has to be there for a command (a file, or folders by pattern) and match an expression (empty: none)."""
     if script := re.search(r"\bbenchmarks/\S+\.py\b", command):
         return script[0], ""
     if target := re.match(r"make ([\w-]+)", command):
         return "Makefile", f"^{target[1]}:"
     if words := re.search(r"\bchunkweave ((?:bench )?[a-z]+)", command):
         name = words[1].split()[-1]
-        return "src/chunkweave/cli", rf"def {name}\(|[\"']{name}[\"']"
+        return "src/*/cli*", rf"def {name}\(|[\"']{name}[\"']"
     raise DocumentError(f"no known program in the command {command!r}")
 
 
@@ -146,7 +146,7 @@ def origin_problems(origin: Mapping[str, Any], repository: Repository) -> Iterat
         yield f"its commit {name[:8]} has no {program}{' with this command' if pattern else ''}"
 
 
-def page_problems(page: Path, results: Path) -> Iterator[str]:
+def page_problems(page: Path, results: Path, claims: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Tables, numbers and names of files on one page that are not what they should be."""
     text = page.read_text(encoding="utf-8")
     for named in sorted(set(re.findall(r"\bresults/([\w.-]+\.(?:json|txt|png))", text))):
@@ -162,7 +162,7 @@ def page_problems(page: Path, results: Path) -> Iterator[str]:
         except (DocumentError, LookupError, TypeError, ValueError) as error:
             yield f"the table {marked.name!r} cannot be made from {' and '.join(marked.sources)}: {error!r}"
     try:
-        for section in sections(page, results):
+        for section in sections(page, results, claims):
             yield from (f"{section.title!r}: {problem}" for problem in section.problems())
     except (FigureError, DocumentError) as error:
         yield str(error)
@@ -185,13 +185,19 @@ class Found:
 def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Check everything below `root`, say what is found, and return how many problems there are."""
     repository, folder = Repository(root), root / "docs" / "results"
-    pages = pages_of(root)
-    files = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.suffix != ".md")
+    pages = {page.relative_to(root).as_posix(): page for page in pages_of(root)}
+    files = sorted(path for path in folder.iterdir() if path.name[0] != "." and path.suffix not in (".md", ".toml"))
     found = check_files(files, allowed, repository)
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    try:
+        claims = read_claims(folder / "claims.toml")
+    except FigureError as error:
+        claims = {}
+        found.problems.append(str(error))
+    texts = "\n".join([*(page.read_text(encoding="utf-8") for page in pages.values()), *_lines(claims)])
     found.problems.extend(f"{path.name}: is named on no page" for path in files if not _is_named(path, texts))
-    for page in pages:
-        found.problems.extend(f"{page.relative_to(root)}: {one}" for one in page_problems(page, folder))
+    found.problems.extend(f"claims.toml: there is no page {name}" for name in claims.keys() - pages.keys())
+    for name, page in pages.items():
+        found.problems.extend(f"{name}: {one}" for one in page_problems(page, folder, claims.get(name, {})))
     for one in (*found.allowed, *found.problems):
         say(one)
     if repository.why_no_history:
@@ -227,8 +233,14 @@ def check_files(files: Sequence[Path], allowed: Mapping[str, str], repository: R
 
 
 def _is_named(path: Path, texts: str) -> bool:
-    """Whether pages name a file, or a line of figures its stem."""
+    """Whether pages name a file, or a claim its stem."""
     return re.search(rf"\b{re.escape(path.name)}|[= ]{re.escape(path.stem)}: ", texts) is not None
+
+
+def _lines(claims: Claims) -> Iterator[str]:
+    for sections_of_page in claims.values():
+        for lines in sections_of_page.values():
+            yield from lines
 
 
 def main() -> None:

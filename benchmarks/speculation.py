@@ -36,9 +36,9 @@ from rich.table import Table
 
 from chunkweave import AsyncEngine, AsyncRagPipeline, Chunk, Engine, RagAnswer, SamplingParams, StoreConfig
 from chunkweave.models.loading import load_shape
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss
 from chunkweave.retrieval.indexes import Hits, timed_stages
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 WITH, WITHOUT = "speculation", "without"

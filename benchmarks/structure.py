@@ -1,24 +1,47 @@
-"""Count what makes a code base hard to carry: files, lines, modules that serve one other module, rooms of one noun.
+"""How large the code is and how it hangs together; fails above the limits kept in pyproject.toml.
 
-    python benchmarks/structure.py [--json] [--out FILE] [--list]
+    python benchmarks/structure.py [--no-rooms]
 
-Imports are read from the code, not by importing it: any import counts, inside functions and under TYPE_CHECKING too,
-and so does a module's dotted name in a string (lazy registries). `__init__` modules, registered plug-ins
-(`planning/methods`, `ordering/orderings`, `store/policies`) and CLI commands are not counted among the modules with
-one importer: a module of `cli` that only `cli/app.py` imports holds commands.
+It prints, and holds against `[tool.chunkweave.structure]`:
+
+- `code_lines` of each package and of `all`: lines without blank ones, comments and docstrings.
+- `files_entered` by one warm `Engine.generate`, and by one answer of `chunkweave serve`: files of the packages in which
+  a function runs (--no-rooms leaves them out: they take half a minute).
+- `files_in_cycles`: files whose imports lead back to them. Type-checking and function-level imports count, and so do
+  imports of packages (`__init__.py`).
 """
 
 import argparse
 import ast
 import json
+import os
+import shlex
+import signal
+import socket
 import sys
-from collections import Counter, defaultdict
+import tempfile
+import threading
+import time
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
-PLUGINS = ("planning/methods", "ordering/orderings", "store/policies")
-LONGEST = 600
-SHORT = 40
+ROOT = Path(__file__).resolve().parents[1]
+QUESTION = "How many steps has the Sel Tower?"
+PASSAGES = [f"The {name} Tower has {steps} steps." for name, steps in (("Ger", 200), ("Sel", 201), ("Mor", 202))]
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
 
 
 def modules(source: Path) -> dict[str, Path]:
@@ -30,76 +53,184 @@ def modules(source: Path) -> dict[str, Path]:
     return found
 
 
-def imported(tree: ast.Module, known: dict[str, Path]) -> set[str]:
-    """Which of the `known` modules a module names."""
-    names: set[str] = set()
+def code_lines(path: Path) -> int:
+    """Lines of a file without blank ones, comments and docstrings (also those of attributes)."""
+    used: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in _LAYOUT:
+                used.update(range(token.start[0], token.end[0] + 1))
+    for one in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+        used.difference_update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    return len(used)
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
+    """Strings that are statements: docstrings, and those that document attributes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value.partition(":")[0])
-    return names & known.keys()
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                yield statement
 
 
-def measure(source: Path) -> dict[str, object]:
-    """All counts, with the modules that stand behind them."""
+def lines_by_package(source: Path) -> dict[str, int]:
+    """Code lines of each package below `source`, and of `all`."""
+    counts: Counter[str] = Counter()
+    for path in modules(source).values():
+        counts[path.relative_to(source).parts[0]] += code_lines(path)
+    return {**counts, "all": counts.total()}
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """Which modules each module below `source` imports, anywhere in its code."""
     known = modules(source)
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in known.items()}
-    lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in known.items()}
-    importers: dict[str, set[str]] = defaultdict(set)
-    for name, tree in trees.items():
-        for other in imported(tree, known) - {name}:
-            importers[other].add(name)
-    inits = {name for name, path in known.items() if path.name == "__init__.py"}
-    exempt = {
-        name
-        for name, path in known.items()
-        if any(f"/{folder}/" in path.as_posix() for folder in PLUGINS)
-        or ("/cli/" in path.as_posix() and importers[name] == {"chunkweave.cli.app"})
-    }
-    rooms = known.keys() - inits
-    single = sorted(name for name in rooms - exempt if len(importers[name]) == 1)
-    basenames = Counter(name.rpartition(".")[2] for name in rooms)
-    return {
-        "modules": len(known),
-        "lines": sum(lines.values()),
-        "with_one_importer": len(single),
-        "under_40_lines": sum(lines[name] < SHORT for name in rooms),
-        "over_600_lines": sum(count > LONGEST for count in lines.values()),
-        "longest": max(lines.values()),
-        "names_used_twice": sum(count > 1 for count in basenames.values()),
-        "lists": {
-            "with_one_importer": {name: next(iter(importers[name])) for name in single},
-            "over_600_lines": sorted(name for name in lines if lines[name] > LONGEST),
-            "never_imported": sorted(name for name in rooms - exempt if not importers[name]),
-            "names_used_twice": sorted(name for name, count in basenames.items() if count > 1),
-        },
-    }
+    found: dict[str, set[str]] = {}
+    for name, path in known.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                names.update(one if one in known else node.module for one in inside)
+        found[name] = names & known.keys() - {name}
+    return found
+
+
+def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of modules that each lead to every other of their group, the largest first."""
+    reached = {name: _reachable(name, graph) for name in graph}
+    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in graph}
+    return sorted((list(group) for group in groups if group), key=lambda group: (-len(group), group))
+
+
+def _reachable(name: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [*graph[name]]
+    while waiting:
+        other = waiting.pop()
+        if other not in seen:
+            seen.add(other)
+            waiting.extend(graph[other])
+    return seen
+
+
+class FileWatch:
+    """Files below `source` in which functions run, in this thread and in those that start later."""
+
+    def __init__(self, source: Path) -> None:
+        self.files: set[str] = set()
+        self._source = f"{source}{os.sep}"
+
+    def __enter__(self) -> "FileWatch":
+        threading.setprofile(self._enter)
+        sys.setprofile(self._enter)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(self._source):
+            self.files.add(code.co_filename.removeprefix(self._source))
+
+
+def files_of_generate(source: Path) -> list[str]:
+    """Files that a warm `Engine.generate` enters until its first token."""
+    from chunkweave import Chunk, Engine
+
+    chunks = [Chunk(text, source=str(number)) for number, text in enumerate(PASSAGES)]
+    engine = Engine.load("reader", method="query")
+    engine.precompute(chunks)
+    with FileWatch(source) as watch:
+        engine.generate(QUESTION, chunks, max_new_tokens=1)
+    return sorted(watch.files)
+
+
+def serve_watched(source: Path, written: Path, port: str) -> None:
+    """Run `chunkweave serve`; SIGUSR1 forgets the files entered so far, SIGUSR2 writes them to `written`."""
+    from chunkweave.cli.app import main as command_line
+
+    watch = FileWatch(source)
+    signal.signal(signal.SIGUSR1, lambda *_: watch.files.clear())
+    signal.signal(signal.SIGUSR2, lambda *_: written.write_text(json.dumps(sorted(watch.files)), encoding="utf-8"))
+    sys.argv = ["chunkweave", "serve", "--model", "reader", "--port", port]
+    with watch:
+        command_line()
+
+
+def files_of_serve(source: Path) -> list[str]:
+    """Files that one answer of `chunkweave serve` enters, from the HTTP request to the end of its answer.
+
+    Raises:
+        ChunkweaveError: the server ended, or was not ready within ten minutes; the message has what it printed.
+    """
+    import httpx
+    from server_process import serving
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": "reader", "max_tokens": 4, "messages": [{"role": "user", "content": QUESTION}]}
+    body |= {"documents": PASSAGES, "chunkweave": {"method": "query"}}
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "files.json")
+        command = [sys.executable, __file__, "--root", str(source.parent), "--watch-server", str(written), port]
+        with serving(shlex.join(command), url, ready_path="/ready", log=Path(folder, "log")) as server:
+            for after in (signal.SIGUSR1, signal.SIGUSR2):  # only the second answer counts
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+                os.kill(server, after)
+                time.sleep(1.0)
+        files: list[str] = json.loads(written.read_text(encoding="utf-8"))
+        return files
+
+
+def above(found: Mapping[str, Any], limits: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """What of `found` is above its limit, and by how much; a figure without a limit is a fault too."""
+    for name, count in found.items():
+        limit = limits.get(name)
+        if isinstance(count, Mapping):
+            yield from above(count, limit or {}, f"{place}{name} of ")
+        elif limit is None:
+            yield f"{place}{name}: {count}, and pyproject.toml has no limit"
+        elif count > limit:
+            yield f"{place}{name}: {count}, {count - limit} above the limit of {limit}"
 
 
 def main() -> None:
-    """Print the counts, as a table or as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--source", type=Path, default=SOURCE, help="folder that holds the package")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--list", action="store_true", help="name the modules behind the counts")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    """Print the figures; end with 1 if one is above its limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--no-rooms", action="store_true", help="do not run the engine and the server")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder with pyproject.toml and src")
+    parser.add_argument("--watch-server", nargs=2, metavar=("FILE", "PORT"), help="serve; SIGUSR2 writes what ran")
     options = parser.parse_args()
-    counts = measure(options.source)
-    if options.out is not None:
-        options.out.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
-    if options.json:
-        json.dump(counts, sys.stdout, indent=1)
-        print()
+    source = options.root.resolve() / "src"
+    sys.path.insert(0, str(source))
+    if options.watch_server:
+        serve_watched(source, Path(options.watch_server[0]), options.watch_server[1])
         return
-    lists = counts.pop("lists")
-    for name, count in counts.items():
-        print(f"{name.replace('_', ' '):20}{count:>8}")
-    if options.list:
-        print(json.dumps(lists, indent=1))
+    limits = tomllib.loads((options.root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["chunkweave"]
+    groups = cycles(imports(source))
+    found: dict[str, Any] = {"code_lines": lines_by_package(source), "files_in_cycles": sum(map(len, groups))}
+    if not options.no_rooms:
+        entered = {"generate": files_of_generate(source), "serve": files_of_serve(source)}
+        found["files_entered"] = {name: len(files) for name, files in entered.items()}
+    for name, figure in found.items():
+        for part, count in figure.items() if isinstance(figure, Mapping) else [("", figure)]:
+            print(f"{count:8}  {name.replace('_', ' ')} {part}")
+    for group in groups:
+        print(f"cycle of {len(group)}: {', '.join(group)}")
+    problems = list(above(found, limits["structure"]))
+    print(*problems, sep="\n", end="\n" if problems else "")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

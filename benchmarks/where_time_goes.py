@@ -38,8 +38,9 @@ from chunkweave.config import AttentionKernel, Weights
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.memory import keep_freed_memory
 from chunkweave.kv.request_cache import RequestCache
-from chunkweave.models.attention import FlatAttention, make_attention
+from chunkweave.models.attention import FlatAttention
 from chunkweave.models.huggingface import HuggingFaceModel
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt

@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from bench_setup import Report, dtype_of, parser_of, seconds
 
 from chunkweave.config import AttentionKernel
-from chunkweave.models.attention import OwnQueries, ScatteredQueries, make_attention
+from chunkweave.models.attention import OwnQueries, ScatteredQueries
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.types import Geometry
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+    from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
     from chunkweave.engine.engine import Conversation, Engine
-    from chunkweave.engine.request import Answer, Request, StreamEvent
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
+    from chunkweave.prompt.request import Request
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
@@ -48,7 +49,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "chunkweave.engine.request",
+    "Answer": "chunkweave.conversation.answer",
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
@@ -63,12 +64,12 @@ _HOMES = {
     "OrderingConfig": "chunkweave.ordering.ordering",
     "RagAnswer": "chunkweave.retrieval.pipeline",
     "RagPipeline": "chunkweave.retrieval.pipeline",
-    "Request": "chunkweave.engine.request",
+    "Request": "chunkweave.prompt.request",
     "ReuseConfig": "chunkweave.config",
     "ReuseReport": "chunkweave.metrics",
     "SamplingParams": "chunkweave.config",
     "StoreConfig": "chunkweave.config",
-    "StreamEvent": "chunkweave.engine.request",
+    "StreamEvent": "chunkweave.conversation.answer",
 }
 
 

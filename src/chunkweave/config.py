@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
@@ -17,8 +16,6 @@ DEFAULT_RECOMPUTE_RATIO = 0.15
 DEFAULT_MAX_VARIANTS = 5
 """M of Cache-Craft's evaluation (its §5.1.2)."""
 
-
-_Kind = TypeVar("_Kind", bound=StrEnum)
 
 _OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
 """Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
@@ -59,13 +56,6 @@ class Backend(StrEnum):
         return Place(self.value)
 
 
-def _named(kind: type[_Kind], text: str, what: str) -> _Kind:
-    """The member of `kind` that is called `text`. Raises `UsageError` if there is none."""
-    if text not in list(kind):
-        raise UsageError(f"no such {what}: {text!r}; there are: {', '.join(kind)}")
-    return kind(text)
-
-
 class Weights(StrEnum):
     """How the weights of a model's linear layers are kept."""
 
@@ -75,15 +65,6 @@ class Weights(StrEnum):
     """As transformers loads them."""
     INT8 = "int8"
     """One byte a weight, on CPUs: half the memory of bfloat16, and slightly other results."""
-
-    @classmethod
-    def parse(cls, text: str) -> "Weights":
-        """The way of that name.
-
-        Raises:
-            UsageError: there is none.
-        """
-        return _named(cls, text, "weights")
 
 
 @configuration(_OWN_ENGINE)
@@ -116,11 +97,9 @@ class ModelConfig:
         None,
         "What /v1/models calls the model; its folder's or hub name if left out, with +ADAPTER where it has one.",
         places=frozenset({Place.ENGINE}),
-        old=("served_name",),
     )
 
     def __post_init__(self) -> None:
-        Weights.parse(self.weights)
         if self.model is not None and self.shape is not None:
             raise UsageError("give either model (--model FOLDER) or shape (--shape NAME), not both")
         if self.adapter is not None and self.shape is not None:
@@ -138,9 +117,9 @@ class ModelConfig:
 @configuration()
 @dataclass(frozen=True, slots=True)
 class PluginConfig:
-    """Where methods, orderings and eviction policies come from, beside this package and other installed ones.
+    """Files that bring methods, orderings and eviction policies.
 
-    The files run when this is made. They are code: what is read from a request never gets here.
+    They run when this is made. They are code: what is read from a request never gets here.
     """
 
     method_file: tuple[str, ...] = setting(
@@ -196,9 +175,7 @@ class StoreConfig:
     1073741824
     """
 
-    host_budget_bytes: int = setting(
-        4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, old=("store_budget", "budget_bytes"), least=0
-    )
+    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, least=0)
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     device_budget_bytes: int = setting(
         0,
@@ -265,15 +242,6 @@ class AttentionKernel(StrEnum):
     ONEDNN = "onednn"
     SDPA = "sdpa"
 
-    @classmethod
-    def parse(cls, text: str) -> "AttentionKernel":
-        """The kernel of that name.
-
-        Raises:
-            UsageError: there is none.
-        """
-        return _named(cls, text, "attention")
-
 
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
@@ -293,9 +261,6 @@ class ComputeConfig:
         name="staging_pinned",
         least=0,
     )
-
-    def __post_init__(self) -> None:
-        AttentionKernel.parse(self.attention)
 
 
 _BEFOREHAND = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
@@ -475,7 +440,6 @@ class ConversationConfig:
         None,
         "Most tokens of a turn's prompt, older turns are cut off; none: the model's context, less the answer.",
         name="conversation_tokens",
-        old=("max_tokens",),
         least=1,
     )
     keep: float = setting(
@@ -519,7 +483,6 @@ class WeaveConfig:
         None,
         "Tokens that weaves compute, through all layers, in a step with other requests; none: an eighth of vLLM's "
         "max_num_batched_tokens.",
-        old=("step_tokens",),
         least=1,
     )
     load_timeout_s: float = setting(
@@ -529,7 +492,6 @@ class WeaveConfig:
         0.5,
         "Maximum wait for a remote lookup before the request is prefilled normally.",
         unit=Unit.SECONDS,
-        old=("ask_timeout", "ask_timeout_s"),
         above=0,
     )
 

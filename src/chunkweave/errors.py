@@ -30,7 +30,9 @@ ChunkweaveError
 A cache miss is not an error, and neither is a segment that cannot be stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 
 def install_extra(name: str) -> str:
@@ -40,6 +42,22 @@ def install_extra(name: str) -> str:
     "pip install -e '.[server]' in a checkout of chunkweave"
     """
     return f"pip install -e '.[{name}]' in a checkout of chunkweave"
+
+
+def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}") -> str:
+    """Those of the given names that are not known, sorted, each with the known one that it is close to; "" if none.
+
+    Names are written in `form`.
+
+    >>> unknown_names(["prot", "host", 3], ["host", "port"])
+    '3, prot (did you mean port?)'
+    """
+    unknown = sorted(str(name).encode("utf-8", "backslashreplace").decode() for name in given if name not in known)
+    close = [get_close_matches(name, known, n=1, cutoff=0.75) for name in unknown]
+    return ", ".join(
+        f"{form.format(name)} (did you mean {form.format(found[0])}?)" if found else form.format(name)
+        for name, found in zip(unknown, close, strict=True)
+    )
 
 
 class ChunkweaveError(Exception):

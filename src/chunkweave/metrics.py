@@ -108,6 +108,5 @@ class ReuseReport:
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values, `flops_limit` included; `fate`, the old name of `kv_source`, for one version more."""
-        chunks = tuple({**asdict(chunk), "fate": chunk.kv_source} for chunk in self.chunks)
-        return {**asdict(self), "chunks": chunks, "flops_limit": self.flops_limit}
+        """Plain JSON-able values, `flops_limit` included."""
+        return {**asdict(self), "flops_limit": self.flops_limit}

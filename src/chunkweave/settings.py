@@ -1,27 +1,26 @@
-"""How a setting is declared, once, and how every place that takes settings reads it: text, numbers, old spellings.
+"""How a setting is declared, once, and how every place that takes settings reads it: text and numbers.
 
 A field of a frozen dataclass that is made by `setting(...)` is the declaration: its default, help, unit, and where it
 may be changed. Constructors, command line, server (flags, environment, file), vLLM's connector and the tables of the
 docs derive from it. A setting is called what its field is called, without the unit: `ttl_s` is `ttl`, and takes 3600
 as well as "1h". Torch-free, and below all that has settings.
+
+Not on pydantic: it would bring strict types, bounds and refusals, some 60 of these lines, and need about as many for
+what it does not know (places, units, `none`, our errors, positional constructors), at 0.2 s more for each import.
 """
 
-import logging
 import re
 import types
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, wraps
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, unknown_names
 from chunkweave.plugins import Plugins
-
-logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -112,7 +111,7 @@ class Place(StrEnum):
 
 
 EVERYWHERE = frozenset(Place) - {Place.REQUEST}
-"""Where whoever runs things sets them."""
+"""Where the operator sets them."""
 REQUESTS = frozenset(Place)
 SERVERS = frozenset({Place.ENGINE, Place.VLLM})
 
@@ -122,23 +121,23 @@ class Setting:
     """One declared setting.
 
     `name` is what it is called outside of Python, `attribute` its field; `kind` its type. `defaults` has the places
-    where another default than `default` holds. `old` are spellings that still work, with a warning. A `secret` is
-    shown without user, password and options. A number is finite, at least `least` or above `above`, and at most `most`.
+    where another default than `default` holds. A `secret` is shown without user, password and options. A number is
+    finite, at least `least` or above `above`, and at most `most`. With `plugins` it names one of these.
     """
 
-    name: str
-    attribute: str
-    kind: Any
     default: Any
     meaning: str
-    unit: Unit | None
-    places: frozenset[Place]
-    defaults: Mapping[Place, Any]
-    old: tuple[str, ...]
-    secret: bool
-    least: float | None
-    above: float | None
-    most: float | None
+    unit: Unit | None = None
+    name: str = ""
+    attribute: str = ""
+    kind: Any = None
+    places: frozenset[Place] = frozenset()
+    defaults: Mapping[Place, Any] = field(default_factory=dict)
+    secret: bool = False
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    plugins: Plugins | None = None
 
     @property
     def plain(self) -> Any:
@@ -149,9 +148,9 @@ class Setting:
         return get_origin(kind) or kind
 
     @property
-    def spellings(self) -> tuple[str, ...]:
-        """What it may be called beside its name: its field, where that is the name with the unit."""
-        return (self.attribute,) if self.unit is not None and self.attribute == self.name + self.unit.suffix else ()
+    def flag(self) -> str:
+        """Its option on a command line."""
+        return f"--{self.name.replace('_', '-')}"
 
     @property
     def optional(self) -> bool:
@@ -159,8 +158,8 @@ class Setting:
         return type(None) in get_args(self.kind) or None in self.defaults.values()
 
     def default_at(self, place: Place | None) -> Any:
-        """What holds in a place where nothing is said."""
-        return self.defaults.get(place, self.default) if place is not None else self.default
+        """The default in a place."""
+        return self.default if place is None else self.defaults.get(place, self.default)
 
     def text(self, value: Any) -> str:
         """A value as it is written in text."""
@@ -189,12 +188,9 @@ class Setting:
             if kind is tuple:
                 inner = get_args(self.kind)[0]
                 return tuple(inner(part.strip()) for part in text.split(",") if part.strip())
-            return getattr(kind, "parse", kind)(text)
+            return kind(text)
         except (ValueError, KeyError) as error:
-            why = f" ({error})" if isinstance(error, UsageError) else ""
-            raise UsageError(
-                f"{origin or self.name}: {text!r} is no value of {self.name}: {self.meaning}{why}"
-            ) from error
+            raise self._no_value(text, origin, str(error) if isinstance(error, UsageError) else "") from error
 
     def check(self, value: Any, origin: str | None = None) -> Any:
         """A value of JSON, TOML, YAML or Python as the field has it; sizes and durations may be text.
@@ -205,44 +201,64 @@ class Setting:
         kind = self.plain
         if value is None and self.optional:
             return None
-        if _is_text_of(self, value):
+        if self.is_parsed(value):
             return self.parse(value, origin)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             try:
                 return float(value)
             except OverflowError as error:
-                raise UsageError(f"{origin or self.name}: {value!r} is no value of {self.name}") from error
+                raise self._no_value(value, origin) from error
         if kind is tuple and isinstance(value, list | tuple):
             inner = get_args(self.kind)[0]
             if all(isinstance(part, inner) and not isinstance(part, bool) for part in value):
                 return tuple(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"{origin or self.name}: {value!r} is no value of {self.name}: {self.meaning}")
+            raise self._no_value(value, origin)
         return value
 
+    def is_parsed(self, value: Any) -> bool:
+        """Whether a value has to be parsed although it came from Python or JSON."""
+        kind = self.plain
+        texts = self.unit is not None or (self.optional and value == NO_LIMIT and kind is not str)
+        return isinstance(value, str) and (texts or issubclass(kind, Path | StrEnum))
 
-def setting(
-    default: Any,
-    meaning: str,
-    *,
-    unit: Unit | None = None,
-    name: str | None = None,
-    places: frozenset[Place] | None = None,
-    defaults: Mapping[Place, Any] | None = None,
-    old: tuple[str, ...] = (),
-    secret: bool = False,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    plugins: Plugins | None = None,
-) -> Any:
-    """A field of a configuration class that is a setting; see `Setting`.
+    def refuse_out_of_range(self, value: Any) -> None:
+        """Refuse a number that is not finite or not between the bounds, and what an enum does not have.
 
-    Left out, `name` is the field's own without its unit, and `places` are those of the class. With `plugins` it names
-    one of these, and `meaning` is completed by the names there are.
+        Raises:
+            UsageError: it is one; the message says what is allowed.
+        """
+        if issubclass(self.plain, StrEnum):
+            self.parse(value)
+        if not isinstance(value, int | float) or (self.least is None and self.above is None):
+            return
+        above_least = value > self.above if self.above is not None else value >= (self.least or 0)
+        if above_least and isfinite(value) and (self.most is None or value <= self.most):
+            return
+        if self.above is not None:
+            allowed = "positive" if self.most is None else f"above {self.above} and at most {self.most}"
+        elif self.most is not None:
+            allowed = f"between {self.least} and {self.most}"
+        elif self.least:
+            allowed = f"at least {self.least}"
+        else:
+            allowed = "a number from 0 on" if self.plain is float else "a number that is not negative"
+        raise UsageError(f"{self.attribute} must be {allowed}, not {value}")
+
+    def _no_value(self, value: Any, origin: str | None, why: str = "") -> UsageError:
+        if issubclass(self.plain, StrEnum):
+            said = f"no such {self.name}: {value!r}; there are: {', '.join(self.plain)}"
+        else:
+            said = f"{value!r} is no value of {self.name}: {self.meaning}" + (f" ({why})" if why else "")
+        return UsageError(f"{origin or self.name}: {said}")
+
+
+def setting(default: Any, meaning: str, **more: Any) -> Any:
+    """A field of a configuration class that is a setting; `more` are fields of `Setting`.
+
+    Left out, `name` is the field's own without its unit, and `places` are those of the class.
     """
-    declared = locals()
-    return field(default=declared.pop("default"), metadata={"setting": declared})
+    return field(default=default, metadata={"setting": Setting(default, meaning, **more)})
 
 
 def settings_of(config: type[Any]) -> Mapping[str, Setting]:
@@ -255,16 +271,21 @@ def _declared(config: Any) -> Mapping[str, Setting]:
     hints = get_type_hints(config)
     found = {}
     for one in fields(config):
-        if "setting" not in one.metadata:
+        declared: Setting | None = one.metadata.get("setting")
+        if declared is None:
             continue
-        declared = dict(one.metadata["setting"])
-        declared["places"] = declared["places"] or config.places
-        declared["defaults"] = declared["defaults"] or {}
-        if plugins := declared.pop("plugins"):
-            declared["meaning"] += f" There are: {plugins.listed}."
-        unit = declared["unit"]
-        name = declared.pop("name") or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
-        found[name] = Setting(name=name, attribute=one.name, kind=hints[one.name], default=one.default, **declared)
+        name = declared.name or (one.name.removesuffix(declared.unit.suffix) if declared.unit else one.name)
+        meaning = declared.meaning
+        if declared.plugins is not None:
+            meaning += f" There are: {declared.plugins.listed}."
+        found[name] = replace(
+            declared,
+            name=name,
+            attribute=one.name,
+            kind=hints[one.name],
+            meaning=meaning,
+            places=declared.places or config.places,
+        )
     return found
 
 
@@ -273,101 +294,54 @@ def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
     return {name: one for name, one in settings_of(config).items() if place in one.places}
 
 
-def spelled(given: Mapping[str, Any], known: Mapping[str, Setting], warn: Callable[[str], None]) -> dict[str, Any]:
-    """`given` by the names of `known` settings. Old spellings are told to `warn`; what is no setting stays as it is."""
-    names: dict[str, str] = {}
-    for name, one in known.items():  # of two with one old spelling the first has it
-        names = dict.fromkeys((name, *one.spellings, *one.old), name) | names
-    found = {}
-    for spelling, value in given.items():
-        name = names.get(spelling, spelling)
-        if name in known and spelling in known[name].old:
-            warn(f"{spelling} is now called {name}: the old name goes with the next version")
-        found[name] = value
-    return found
+def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str = "") -> None:
+    """Refuse names that are no settings.
+
+    Raises:
+        UsageError: there are such names; the message begins with `where`, and says what they are close to.
+    """
+    known = list(known)
+    if unknown := unknown_names(given, known):
+        raise UsageError(f"{where}no such settings: {unknown}; there are: {', '.join(known)}")
 
 
 def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[ConfigT]], type[ConfigT]]:
     """Make a frozen dataclass take settings as every other place does, when they are given by keyword.
 
-    Beside its fields its constructor then takes names without unit, sizes and durations as text, and old spellings
-    with a warning. `places` is where those of its settings can be changed that do not say.
+    Beside its fields its constructor then takes names without unit, and sizes and durations as text. `places` is where
+    those of its settings can be changed that do not say.
     """
 
-    def configured(config: type[ConfigT]) -> type[ConfigT]:
-        config.places = places  # type: ignore[attr-defined]
-        return _taking_settings(config)
+    def configured(config: Any) -> Any:
+        config.places = places
+        plain = config.__init__
+
+        @wraps(plain)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            known = settings_of(config)
+            by_attribute = {one.attribute: one for one in known.values()}
+            values = {}
+            for name, value in given.items():
+                one = by_attribute.get(name) or known.get(name)
+                values[name if one is None else one.attribute] = (
+                    one.parse(value) if one is not None and one.is_parsed(value) else value
+                )
+            plain(self, *args, **values)
+            for one in known.values():
+                one.refuse_out_of_range(getattr(self, one.attribute))
+
+        config.__init__ = init
+        return config
 
     return configured
 
 
-def _taking_settings(config: type[ConfigT]) -> type[ConfigT]:
-    plain = config.__init__
-
-    @wraps(plain)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        known = settings_of(config)
-        values = {one.attribute: given.pop(one.attribute) for one in known.values() if one.attribute in given}
-        renamed = spelled(given, known, lambda told: warnings.warn(told, DeprecationWarning, stacklevel=4))
-        values |= {known[name].attribute if name in known else name: value for name, value in renamed.items()}
-        for one in known.values():
-            if _is_text_of(one, values.get(one.attribute)):
-                values[one.attribute] = one.parse(values[one.attribute])
-        plain(self, *args, **values)
-        for one in known.values():
-            _refuse_out_of_range(one, getattr(self, one.attribute))
-
-    def renamed(self: Any, attribute: str) -> Any:
-        for one in settings_of(config).values():
-            if attribute in one.old:
-                warnings.warn(f"{attribute} is now called {one.attribute}", DeprecationWarning, stacklevel=2)
-                return getattr(self, one.attribute)
-        raise AttributeError(f"{config.__name__} has no {attribute!r}")
-
-    config.__init__ = init  # type: ignore[method-assign]
-    config.__getattr__ = renamed  # type: ignore[attr-defined]
-    return config
-
-
-def read(
-    config: type[ConfigT],
-    given: Mapping[str, Any],
-    place: Place | None = None,
-    *,
-    warn: Callable[[str], None] = logger.warning,
-) -> ConfigT:
-    """A configuration from values by name, and in a place from the defaults that hold there.
+def read(config: type[ConfigT], given: Mapping[str, Any], place: Place) -> ConfigT:
+    """A configuration from those values by name that are its own settings in a place, and the defaults there.
 
     Raises:
-        UsageError: an unknown name, a value of a wrong type, or what the configuration refuses.
+        UsageError: a value of a wrong type, or what the configuration refuses.
     """
-    known = settings_of(config) if place is None else settings_at(config, place)
-    found = spelled(given, known, warn)
-    if unknown := sorted(found.keys() - known.keys()):
-        raise UsageError(f"no such settings: {', '.join(unknown)}; there are: {', '.join(known)}")
-    values = {name: one.check(found[name]) if name in found else one.default_at(place) for name, one in known.items()}
+    known = settings_at(config, place)
+    values = {name: one.check(given[name]) if name in given else one.default_at(place) for name, one in known.items()}
     return config(**{known[name].attribute: value for name, value in values.items()})
-
-
-def _refuse_out_of_range(one: Setting, value: Any) -> None:
-    if not isinstance(value, int | float):
-        return
-    if one.least is not None and one.most is not None:
-        fits, told = one.least <= value <= one.most, f"between {one.least} and {one.most}"
-    elif one.least is not None:
-        from_zero = "a number from 0 on" if one.plain is float else "a number that is not negative"
-        fits, told = value >= one.least, f"at least {one.least}" if one.least else from_zero
-    elif one.above is not None:
-        fits = value > one.above and (one.most is None or value <= one.most)
-        told = f"above {one.above} and at most {one.most}" if one.most is not None else "positive"
-    else:
-        return
-    if not (fits and isfinite(value)):
-        raise UsageError(f"{one.attribute} must be {told}, not {value}")
-
-
-def _is_text_of(one: Setting, value: Any) -> bool:
-    """Whether a value has to be parsed although it came from Python or JSON."""
-    kind = one.plain
-    texts = one.unit is not None or (one.optional and value == NO_LIMIT and kind is not str)
-    return isinstance(value, str) and (texts or issubclass(kind, Path | StrEnum))

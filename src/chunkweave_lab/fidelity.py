@@ -14,9 +14,10 @@ import torch
 from torch.nn import functional
 
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.prefill import PrefillOptions
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport

@@ -5,8 +5,9 @@ from functools import cache
 from itertools import count
 from statistics import fmean
 
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.planning.method import ALPHA, ReuseMethod
 from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.fidelity import FidelityConfig, Task, parameter_of_spec, prepare

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkweave.config import ReuseConfig
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt

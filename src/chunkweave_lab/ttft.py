@@ -9,8 +9,9 @@ from random import Random
 import torch
 
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Durations, make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel

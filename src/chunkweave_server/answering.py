@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
 from chunkweave.config import SamplingParams
-from chunkweave.engine.request import Request
 from chunkweave.errors import ChunkweaveError, NotRemovedError
 from chunkweave.prompt.builder import PromptLimit
-from chunkweave.retrieval.corpus import RetrievedChunk
+from chunkweave.prompt.request import Request
 from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
 from chunkweave_server.auth import Tenant

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chunkweave.engine.request import Request as EngineRequest
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk

@@ -15,7 +15,7 @@ from rich.table import Table
 from chunkweave.cli.console import Json, Out, Output, stderr
 from chunkweave.cli.options import as_command, given_options, heading, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
-from chunkweave.errors import UsageError, install_extra
+from chunkweave.errors import UsageError, install_extra, unknown_names
 from chunkweave.settings import settings_of
 from chunkweave.store.shared_folder import require_writable
 from chunkweave_server.settings import (
@@ -55,7 +55,7 @@ def with_settings(
 
     def call(**values: Any) -> None:
         file, flags = values.pop("config"), given_options(known, values)
-        resolved = resolve(flags, os.environ, file, backend=backend, warn=warn)
+        resolved = resolve(flags, os.environ, file, backend=backend)
         for variable in unused_variables(os.environ, resolved.settings.model.backend):
             warn(f"{variable} is no setting here: it is not used.")
         command(**values, resolved=resolved)
@@ -78,7 +78,8 @@ def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
     """
     model = resolved.settings.model
     if model.backend is Backend.ENGINE and ctx.args:
-        raise UsageError(f"no such option: {ctx.args[0]}")
+        options = [one.flag for one in server_settings(Backend.ENGINE).values()]
+        raise UsageError(f"no such option: {unknown_names([ctx.args[0].partition('=')[0]], options)}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
         raise UsageError("which model? give --model FOLDER, FILE.gguf, a hub name, or reader, the bundled one")
     _run(resolved.settings, model.model or "", ctx.args)

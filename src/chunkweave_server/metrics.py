@@ -79,13 +79,13 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
 
 def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
     """What is stored by tier, what came and went, and which faults were survived."""
-    from chunkweave.engine.stores import store_counts
+    from chunkweave.weaving.stores import store_counts
 
     yield from counted_samples(store_counts(store))
 
 
 def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
-    """The same from what `engine.stores.store_counts` says of a store, here or in another process."""
+    """The same from what `weaving.stores.store_counts` says of a store, here or in another process."""
     levels, tiers, remotes = (counts.get(name) or {} for name in ("levels", "tiers", "remotes"))
 
     def by_tier(

@@ -16,9 +16,10 @@ from starlette.types import Receive
 import chunkweave
 from chunkweave.errors import NotRemovedError
 from chunkweave.prompt.documents import SplitConfig
-from chunkweave.retrieval.corpus import CorpusChange, RetrievedChunk
+from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
 from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
 from chunkweave_server.answering import RunningAnswer

@@ -3,15 +3,14 @@
 What an engine takes is declared where the engine declares it; here is what only servers have.
 """
 
-import logging
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
 from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from chunkweave.config import (
     Backend,
@@ -25,7 +24,7 @@ from chunkweave.config import (
     StoreConfig,
     WeaveConfig,
 )
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import make_method
@@ -34,11 +33,9 @@ from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.settings import SERVERS, Place, Setting, Unit, configuration, setting, settings_of, spelled
+from chunkweave.settings import SERVERS, Place, Setting, Unit, configuration, refuse_unknown, setting, settings_of
 from chunkweave.store.eviction import make_policy
 from chunkweave.tiers.blobs import without_secrets
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ANY_HOST = "*"
@@ -275,25 +272,12 @@ class Settings:
         return {} if url is None else {f"{PREFIX}REMOTE_URL": url}
 
 
-GROUPS: Mapping[str, type[Any]] = {
-    "model": ModelConfig,
-    "plugins": PluginConfig,
-    "requests": RequestDefaults,
-    "reuse": ReuseConfig,
-    "capture": CaptureConfig,
-    "compute": ComputeConfig,
-    "store": StoreConfig,
-    "ordering": OrderingConfig,
-    "conversations": ConversationConfig,
-    "batching": BatchingConfig,
-    "shadow": ShadowConfig,
-    "weave": WeaveConfig,
-    "fleet": FleetSettings,
-    "listen": ListenSettings,
-    "limits": LimitSettings,
-    "corpora": CorpusSettings,
-    "watch": WatchSettings,
+GROUPS: Mapping[str, Any] = {
+    name: next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))  # one may be None instead
+    for name, hint in get_type_hints(Settings).items()
+    if name != "vllm_flags"
 }
+"""The class of each group of `Settings`, by its field."""
 _VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens", "block_size")
 """Settings of our engine that vLLM has under the same name."""
 _IN_VLLM = {
@@ -349,7 +333,6 @@ def resolve(
     file: Path | None = None,
     *,
     backend: Backend | None = None,
-    warn: Callable[[str], None] = logger.warning,
 ) -> Resolved:
     """The server's settings from all sources: flags before environment before file before defaults.
 
@@ -358,7 +341,6 @@ def resolve(
         environment: `CHUNKWEAVE_<NAME>` for each setting.
         file: TOML, or YAML if it is called so; None = what `CHUNKWEAVE_CONFIG` names, if it is set.
         backend: where it is known already; None = what the sources say.
-        warn: is told of old spellings.
 
     Raises:
         UsageError: a file that cannot be read, a setting that does not exist or is of the other backend, or a value
@@ -367,20 +349,16 @@ def resolve(
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
     known = server_settings()
-    given = {}
-    written = spelled({} if file is None else read_settings_file(file), known, lambda told: warn(f"{file}: {told}"))
-    if unknown := sorted(written.keys() - known.keys()):
-        raise UsageError(f"{file}: no such settings: {', '.join(unknown)}; there are {', '.join(known)}")
-    for name, value in written.items():
-        given[name] = (known[name].check(value, str(file)), str(file))
-    for name, text in spelled(_variables(environment), known, warn).items():
+    written = {} if file is None else read_settings_file(file)
+    refuse_unknown(written, known, f"{file}: ")
+    given = {name: (known[name].check(value, str(file)), str(file)) for name, value in written.items()}
+    for name, text in _variables(environment).items():
         if name in known:
             variable = PREFIX + name.upper()
             given[name] = (known[name].parse(text, variable), variable)
-    for name, value in spelled(flags, known, warn).items():
+    for name, value in flags.items():
         if value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            given[name] = (known[name].check(value, flag), flag)
+            given[name] = (known[name].check(value, known[name].flag), known[name].flag)
     chosen = backend or given.get("backend", (Backend.ENGINE, ""))[0]
     return _resolved(given | {"backend": (chosen, given.get("backend", (None, "default"))[1])}, chosen)
 
@@ -395,7 +373,7 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
             instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
             hint = "" if instead is None else f"; {instead}"
             raise UsageError(f"{origin}: {name} is a setting of the other backend, this one is {backend}{hint}")
-        vllm_flags += [f"--{name.replace('_', '-')}", known[name].text(value)]
+        vllm_flags += [known[name].flag, known[name].text(value)]
     values = {name: given[name][0] if name in given else one.default_at(backend.place) for name, one in here.items()}
     groups: dict[str, Any] = {}
     for group, kind in GROUPS.items():
@@ -412,10 +390,10 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unused_variables(environment: Mapping[str, str], backend: Backend | None = None) -> list[str]:
-    """Variables that look like settings and are none of this backend: probably misspelt."""
-    known = server_settings(backend)
-    spellings = {name for one in known.values() for name in (one.name, *one.spellings, *one.old)}
-    return sorted(PREFIX + name.upper() for name in _variables(environment) if name not in spellings)
+    """Variables that look like settings and are none of this backend, each with the setting that it is close to."""
+    known = [name.upper() for name in server_settings(backend)]
+    names = sorted(name.upper() for name in _variables(environment))
+    return [unknown_names([name], known, PREFIX + "{}") for name in names if name not in known]
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from chunkweave.config import AttentionKernel
-from chunkweave.models.attention import KeyParts, OwnQueries, ScatteredQueries, make_attention
+from chunkweave.models.attention import KeyParts, OwnQueries, ScatteredQueries
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.types import Geometry
 from tests.triton.oracle import make_case, written_out
 

@@ -5,11 +5,11 @@ import torch
 
 from chunkweave.config import AttentionKernel, ComputeConfig, StoreConfig
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.stores import open_store
 from chunkweave.fusion.loop import PassRun
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
 from chunkweave.testing import toy_model
+from chunkweave.weaving.stores import open_store
 from tests.integration.weaving import alone, make_bench, make_prompt
 
 SIZES = [60, 44, 70]

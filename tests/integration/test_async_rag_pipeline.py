@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chunkweave import AsyncEngine, AsyncRagPipeline, BatchingConfig, Corpus, Engine, RagPipeline, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chunkweave import Answer, Chunk, Engine, Request, ReuseConfig, SamplingParams, StreamEvent
 from chunkweave.engine.core import BatchingCore
-from chunkweave.engine.request import RequestState
+from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import (
     DeadlineError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.cli import bench
+from chunkweave_lab.cli import bench
 from tests.integration.command_line import invoke
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[bench]'")

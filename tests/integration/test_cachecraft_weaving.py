@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.engine.request import Durations, make_report
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spread
 from chunkweave.fusion.rows import ActiveRows

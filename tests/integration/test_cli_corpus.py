@@ -189,7 +189,7 @@ def test_ask_orders_chunks_if_it_is_asked_to(corpus, notes):
     assert [chunk["rank"] for chunk in fixed["report"]["chunks"]] == [None, 0, 1, 2]
     documents = told(*ask, "--docs", notes / "ferry.md", "Where is the ferry?")["answers"][0]
     assert documents["report"]["order"] == "original"
-    for wrong in (("--order", "loose"), ("--ordering", "alphabetical"), ("--promote", 0)):
+    for wrong in (("--order", "loose"), ("--ordering", "alphabetical"), ("--promotion-threshold", 0)):
         assert invoke(*ask, "--corpus", corpus, *wrong, "Why?").exit_code == 2
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import StoreConfig
-from chunkweave.engine.stores import open_store
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
@@ -17,6 +16,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
+from chunkweave.weaving.stores import open_store
 from tests.unit.tier_fakes import id_of, record_of
 
 

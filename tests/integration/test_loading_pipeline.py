@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.prefill import PlanSources, PrefillJob
+from chunkweave.engine.prefill import PrefillJob
 from chunkweave.engine.profiling import kv_bytes_per_token, measure_throughput, profile_prefill
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.request_cache import Placement
@@ -25,6 +25,7 @@ from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
+from chunkweave.weaving.sources import PlanSources
 from chunkweave_lab.loading import (
     MEMORY,
     MODES,
@@ -182,9 +183,8 @@ def test_a_level_is_blamed_only_for_its_own_late_layers(lost, told):
     heard = []
     store = SimpleNamespace(remove=lambda _: heard.append("remove"), was_late=lambda _: heard.append("was_late"))
     opened = []
-    job = SimpleNamespace(
-        _given_up=set(), _context=SimpleNamespace(store=store), close=list, _open=lambda: opened.append(1)
-    )
+    context = SimpleNamespace(store=SimpleNamespace(store=store))
+    job = SimpleNamespace(_given_up=set(), _context=context, close=list, _open=lambda: opened.append(1))
     PrefillJob.go_on_without(job, lost)
     assert (heard, opened, job._given_up) == (told, [1], {"a"})
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from chunkweave.config import AttentionKernel
 from chunkweave.errors import UsageError
 from chunkweave.models import onednn_attention
-from chunkweave.models.attention import OwnQueries, ScatteredQueries, SdpaAttention, make_attention
+from chunkweave.models.attention import OwnQueries, ScatteredQueries, SdpaAttention
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.onednn_attention import OneDnnAttention
 from chunkweave.types import PLAIN_SCORES, Geometry
 from tests.integration.attention_oracle import RULES, of_heads, weights_written_out

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from chunkweave.config import ReuseConfig, StoreConfig
-from chunkweave.engine.prefill import PlanSources
-from chunkweave.engine.stores import open_store
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import Geometry
+from chunkweave.weaving.sources import PlanSources, WeavingStore
+from chunkweave.weaving.stores import open_store
 from tests.integration.segments import FINGERPRINT, make_segment
 
 LAYERS = 3
@@ -53,7 +53,7 @@ def wait_for(segments: PlanSources) -> None:
 
 def test_what_is_on_disk_comes_in_layer_by_layer(folder):
     store = opened(folder)
-    segments = PlanSources(store, plan_of(store), LAYERS, CPU)
+    segments = WeavingStore(store, GEOMETRY, CPU).pin(plan_of(store))
     wait_for(segments)
     for placement, (_, kv) in zip(segments.placements, SEGMENTS, strict=True):
         assert len(placement.span) == kv.tokens
@@ -62,7 +62,7 @@ def test_what_is_on_disk_comes_in_layer_by_layer(folder):
         assert store.promote(segment, whole)
     assert [store.tier_of(record.id) for record, _ in SEGMENTS] == ["host", "host"]
     segments.close()
-    again = PlanSources(store, plan_of(store), LAYERS, CPU)
+    again = WeavingStore(store, GEOMETRY, CPU).pin(plan_of(store))
     assert again.complete
     assert not list(again.loaded())
     again.close()
@@ -75,7 +75,7 @@ def test_one_that_is_gone_is_named_and_the_others_are_not_pinned(folder):
     plan = plan_of(store)
     lost = SEGMENTS[1][0].id
     next(folder.rglob(f"{lost}.safetensors")).unlink()
-    segments = PlanSources(store, plan, LAYERS, CPU)
+    segments = WeavingStore(store, GEOMETRY, CPU).pin(plan)
     assert [one.segment.name for one in segments.placements if isinstance(one.segment, Gone)] == [lost]
     assert segments.failure.segment == lost
     segments.close()
@@ -90,7 +90,7 @@ def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    segments = PlanSources(store, plan, LAYERS, CPU)
+    segments = WeavingStore(store, GEOMETRY, CPU).pin(plan)
     wait_for(segments)
     assert segments.failure is not None
     assert segments.failure.segment == SEGMENTS[0][0].id

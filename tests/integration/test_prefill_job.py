@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
-from chunkweave.engine.prefill import Prefilled, PrefillOptions, segments_of
+from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Decoding
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.planning.method import make_method
@@ -14,6 +14,7 @@ from chunkweave.planning.plan import KeepTop, Pass, can_be_cut, cut
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.types import Span
+from chunkweave.weaving.storing import segments_of
 from chunkweave_lab.baselines import bench_method
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 

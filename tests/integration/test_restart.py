@@ -12,7 +12,6 @@ import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.engine.stores import open_store
 from chunkweave.store.level import Level
 from chunkweave.store.shared_folder import PinFile
 from chunkweave.store.store import TieredStore
@@ -22,6 +21,7 @@ from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
+from chunkweave.weaving.stores import open_store
 from tests.integration.redis_server import Server
 
 CHUNKS = [

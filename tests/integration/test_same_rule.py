@@ -5,8 +5,8 @@ import random
 import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
-from chunkweave.engine.request import Request
 from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.prompt.request import Request
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tree_cache import TreeCache, TreeTier

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams
-from chunkweave.engine.request import RequestState
+from chunkweave.engine.request_state import RequestState
 from chunkweave.fusion.loop import PassRun
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.testing import toy_model

@@ -50,13 +50,13 @@ def parts_of(brought: zipfile.ZipFile) -> tuple[set[str], set[str], set[str]]:
 
 def test_a_wheel_has_the_package_the_licence_and_what_watches_it(brought: zipfile.ZipFile):
     package, shared, about = parts_of(brought)
-    assert package == {line.removeprefix("src/") for line in in_git("src/chunkweave")}
+    assert package == {line.removeprefix("src/") for line in in_git("src")}
     said = {name.partition(".dist-info/")[2] for name in about}
     assert said == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     watching = {line.removeprefix("deploy/") for line in in_git("deploy/grafana", "deploy/prometheus-rules.yml")}
     assert "grafana/chunkweave.json" in watching
     assert {name.partition(".data/data/share/chunkweave/")[2] for name in shared} == watching
-    assert {name.partition("/")[0] for name in package} == {"chunkweave"}
+    assert {name.partition("/")[0] for name in package} == {"chunkweave", "chunkweave_lab", "chunkweave_server"}
 
 
 def test_a_source_distribution_has_all_that_is_in_git(tmp_path: Path):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from chunkweave import Chunk, Engine, Request, SamplingParams
-from chunkweave.engine.request import Durations, make_report
+from chunkweave.conversation.report import Durations
+from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Runner
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from chunkweave.engine.stores import open_store, store_counts
+from chunkweave.weaving.stores import open_store, store_counts
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.service import Service, make_backend

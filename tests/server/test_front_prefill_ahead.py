@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from chunkweave.errors import CorpusError
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from tests.server.conftest import wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, Front, running_front

@@ -76,6 +76,11 @@ def test_a_wrong_field_is_named_as_the_client_wrote_it(client: Client, body: dic
     assert said in (None, error["message"])
 
 
+def test_a_misspelt_field_of_ours_is_refused_with_the_one_that_is_close(client: Client):
+    error = error_of(ask(client, chunkweave={"recompute_ratoi": 0.5}))
+    assert "of chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are" in error["message"]
+
+
 def test_a_body_that_is_no_object_is_refused(client: Client):
     assert error_of(post(client, "/v1/corpora", [1]))["message"] == "the body must be an object"
     refused = client.get("/v1/corpora/notes/documents", params={"limit": "many"})

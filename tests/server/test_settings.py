@@ -12,7 +12,7 @@ from chunkweave.settings import settings_of as declared_in
 from chunkweave_server.settings import GROUPS, resolve, server_settings, shown, unused_variables
 from tests.integration.command_line import invoke
 
-TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'
+TOML = 'model = "reader"\nport = 9001\nmax-body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline = 5\n'
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_every_setting_can_be_said_in_every_way(tmp_path: Path, backend: Backend
 
 def test_yaml_says_the_same_as_toml(tmp_path: Path, file: Path):
     yaml = tmp_path / "serve.yaml"
-    yaml.write_text("model: reader\nport: 9001\nmax_body: 1MB\ncorpus: [a, b=c]\ndeadline-s: 5\n")
+    yaml.write_text("model: reader\nport: 9001\nmax-body: 1MB\ncorpus: [a, b=c]\ndeadline: 5\n")
     assert resolve({}, {}, yaml).settings == resolve({}, {}, file).settings
     assert resolve({}, {"CHUNKWEAVE_CONFIG": str(yaml)}).settings.listen.port == 9001
 
@@ -112,7 +112,20 @@ def test_wrong_sources_are_refused(tmp_path: Path):
 
 def test_misspelt_variables_are_found():
     environment = {"CHUNKWEAVE_PROT": "1", "CHUNKWEAVE_PORT": "1", "CHUNKWEAVE_API_KEYS": "x", "PATH": "/"}
-    assert unused_variables(environment) == ["CHUNKWEAVE_PROT"]
+    assert unused_variables(environment) == ["CHUNKWEAVE_PROT (did you mean CHUNKWEAVE_PORT?)"]
+    assert unused_variables({"CHUNKWEAVE_COLOUR": "red"}) == ["CHUNKWEAVE_COLOUR"]
+
+
+def test_misspelt_names_are_refused_with_the_setting_that_is_close(tmp_path: Path):
+    file = tmp_path / "serve.toml"
+    file.write_text('prot = 1\nhost_budget_bytes = 1\ncolour = "red"\n')
+    close = r"colour, host_budget_bytes \(did you mean host_budget\?\), prot \(did you mean port\?\); there are: model"
+    with pytest.raises(UsageError, match=close):
+        resolve({}, {}, file)
+    refused = invoke("serve", "--shape", "demo", "--prot=1")
+    assert (refused.exit_code, "no such option: --prot (did you mean --port?)" in refused.output) == (2, True)
+    shown = invoke("config", "show", "--prot", "1")
+    assert (shown.exit_code, "--port" in shown.output) == (2, True)
 
 
 def test_config_show_masks_secrets(monkeypatch, file: Path):

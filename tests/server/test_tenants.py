@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from chunkweave import Chunk, StoreConfig
-from chunkweave.engine.stores import open_store
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.weaving.stores import open_store
 from chunkweave_server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave_server.errors import HttpError
 from chunkweave_server.limits import TenantLimits, TokenBucket

@@ -7,8 +7,9 @@ from chunkweave.config import AttentionKernel, CaptureConfig, ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.fusion.graphed_decode import GraphedDecode
-from chunkweave.models.attention import SdpaAttention, make_attention
+from chunkweave.models.attention import SdpaAttention
 from chunkweave.models.attention_mass import AttentionMeter
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.triton_attention import TritonAttention
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore

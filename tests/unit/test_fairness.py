@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.request import RequestState, RequestStatus
+from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.scheduler import Scheduler
 from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.planning.method_choice import MethodChoice, Why

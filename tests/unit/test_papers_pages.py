@@ -39,9 +39,9 @@ def wrong(words: list[str]) -> str:
     if words[0] == "chunkweave":
         command, rest = typer.main.get_command(app), words[1:]
         while hasattr(command, "commands"):
-            if rest[0] not in command.commands:
-                return f"no command {rest[0]}"
-            command, rest = command.commands[rest[0]], rest[1:]
+            command, rest = command.get_command(None, name := rest[0]), rest[1:]
+            if command is None:
+                return f"no command {name}"
         known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
         return ", ".join(one for one in asked if one not in known)
     script = re.fullmatch(r"benchmarks/(\w+)\.py", words[1]) if words[0] == "python" else None

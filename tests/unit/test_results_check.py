@@ -25,13 +25,14 @@ PAGE = """# Page
 
 `epic` is 2.0 times as fast with 512 tokens (CacheBlend: 3.3), [all](results/a.json), as §5.1 says of 2 layers.
 
-<!-- figures
-2.0 = rows/epic/speedup
-3.3: the paper's
--->
-
 <!-- ttft: results/a.json -->
 <!-- /ttft -->
+"""
+CLAIMS = """["docs/page.md"]
+"Times" = [
+    "2.0 = a: rows/epic/speedup",
+    "3.3: the paper's",
+]
 """
 
 
@@ -61,6 +62,8 @@ class Checkout:
         self.write("a.json")
         self.page = root / "docs" / "page.md"
         self.page.write_text(PAGE, encoding="utf-8")
+        self.claims = self.results / "claims.toml"
+        self.claims.write_text(CLAIMS, encoding="utf-8")
         update_page(self.page, self.results / "a.json")
 
     def git(self, *arguments: str) -> str:
@@ -71,9 +74,11 @@ class Checkout:
         (self.results / name).write_text(json.dumps({**self.result, **changes}), encoding="utf-8")
 
     def replace(self, old: str, new: str) -> None:
-        text = self.page.read_text(encoding="utf-8")
+        """Change the page or, if they have the text, the claims."""
+        file = self.claims if old in CLAIMS else self.page
+        text = file.read_text(encoding="utf-8")
         assert old in text
-        self.page.write_text(text.replace(old, new), encoding="utf-8")
+        file.write_text(text.replace(old, new), encoding="utf-8")
 
     def said(self, allowed: dict[str, str] | None = None) -> list[str]:
         lines: list[str] = []
@@ -102,7 +107,7 @@ def test_nothing_is_found_where_everything_is_in_order(checkout):
         ({"command": "python benchmarks/gone.py"}, "benchmarks/gone.py is not there any more"),
         ({"command": "chunkweave bench gone"}, "has no such command"),
         ({"command": "sh run"}, "no known program"),
-        ({"rows": [{**ROW, "speedup": 2.14}]}, "2.0: rows/epic/speedup is 2.14"),
+        ({"rows": [{**ROW, "speedup": 2.14}]}, "2.0: a: rows/epic/speedup is 2.14"),
         ({"rows": [{**ROW, "limit_share": 0.7}]}, "the table 'ttft' is not what results/a.json makes"),
         ({"rows": [{**ROW, "method": "query"}]}, "rows/epic/speedup: no number there"),
     ],
@@ -124,12 +129,16 @@ def test_a_commit_has_the_script_and_no_changed_files(checkout):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("2.0 times", "2.1 times", "2.1: no line says where it is from"),
-        ("512 tokens", "513 tokens", "513: no line says where it is from"),
+        ("2.0 times", "2.1 times", "2.1: no claim says where it is from"),
+        ("512 tokens", "513 tokens", "513: no claim says where it is from"),
         ("| 80% |", "| 81% |", "the table 'ttft' is not what"),
-        ("2.0 = rows/epic/speedup", "2.0 = rows/epic/speed", "rows/epic/speed: no number there"),
+        ("2.0 = a: rows/epic/speedup", "2.0 = a: rows/epic/speed", "rows/epic/speed: no number there"),
+        ("2.0 = a: rows/epic/speedup", "2.0 = rows/epic/speedup", "rows/epic/speedup: say of which file: a: ..."),
         ("3.3: the paper's", "3.3, 3.4: the paper's", "3.3, 3.4, which is not in the text"),
         ("3.3: the paper's", "3.3 the paper's", "cannot read the line"),
+        ('"Times" =', '"Hours" =', "claims.toml has lines for the section 'Hours', which is not there"),
+        ("docs/page.md", "docs/gone.md", "claims.toml: there is no page docs/gone.md"),
+        ('"Times" = [', '"Times" = ', "claims.toml: "),
         ("(results/a.json)", "(results/b.json)", "names results/b.json, which is not there"),
         ("<!-- ttft: results/a.json -->", "<!-- ttft -->", "names no file that it is made from"),
         ("<!-- ttft: results/a.json -->", "<!-- times: results/a.json -->", "no table"),
@@ -147,8 +156,10 @@ def test_tables_beside_the_results_are_checked_as_those_of_pages(checkout):
     tables.write_text("# A\n\n1.5 s of 2.04x.\n\n<!-- ttft: a.json -->\n<!-- /ttft -->\n", encoding="utf-8")
     assert sum("docs/results/tables-a.md" in line for line in checkout.said()) == 3  # the table, and two numbers
     update_page(tables, checkout.results / "a.json")
-    figures = "\n<!-- figures\n1.5 = rows/epic/ttft_median_s\n2.04 = rows/epic/speedup\n-->\n"
-    tables.write_text(tables.read_text(encoding="utf-8") + figures, encoding="utf-8")
+    claims = """["docs/results/tables-a.md"]
+"A" = ["1.5 = a: rows/epic/ttft_median_s", "2.04 = a: rows/epic/speedup"]
+"""
+    checkout.claims.write_text(CLAIMS + claims, encoding="utf-8")
     assert checkout.said() == ["1 files, 3 pages: 0 problems, 0 files allowed"]
 
 
@@ -202,13 +213,13 @@ def test_without_history_it_says_so_and_checks_the_rest(checkout):
 def test_a_place_is_a_path_and_may_be_reckoned_with():
     rows = [{"method": "a", "layers": 8, "s": 2.0, "each": [1.0, 3.0]}, {"method": "a", "layers": 24, "s": 4.0}]
     results = {"one": {"rows": rows}}
-    assert evaluate("rows/a,24/s / rows/a,8/s", results) == 2.0
+    assert evaluate("one: rows/a,24/s / one: rows/a,8/s", results) == 2.0
     assert evaluate("one: rows/0/each/-1 - 1 * 2", results) == 4.0
-    assert evaluate("most rows/*/s * 10", results) == 40.0
-    assert evaluate("mean rows/0/each/*", results) == 2.0
-    assert evaluate("(sum rows/*/s) / (most rows/0/each/*)", results) == 2.0
-    assert evaluate("rows/layers=8/s - 1e-1", results) == pytest.approx(1.9)
-    for wrong in ("rows/*/s", "two: rows/0/s", "rows/a/none", "rows/0/each/* / rows/*/none"):
+    assert evaluate("most one: rows/*/s * 10", results) == 40.0
+    assert evaluate("mean one: rows/0/each/*", results) == 2.0
+    assert evaluate("(sum one: rows/*/s) / (most one: rows/0/each/*)", results) == 2.0
+    assert evaluate("one: rows/layers=8/s - 1e-1", results) == pytest.approx(1.9)
+    for wrong in ("one: rows/*/s", "two: rows/0/s", "one: rows/a/none", "one: rows/0/each/* / one: rows/*/none"):
         with pytest.raises(FigureError):
             evaluate(wrong, results)
     with pytest.raises(FigureError, match="say of which file"):

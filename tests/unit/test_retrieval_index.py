@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
-from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, build_index, merged, timed_stages, top_hits
+from chunkweave.retrieval.faiss_indexes import build_index
+from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, merged, timed_stages, top_hits
 
 KINDS = list(IndexKind)
 EXACT = [IndexKind.FLAT, IndexKind.FAISS_FLAT]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever
 from chunkweave.types import Chunk
 

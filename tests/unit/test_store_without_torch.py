@@ -20,9 +20,9 @@ importlib.import_module("chunkweave.retrieval.corpus")
 importlib.import_module("chunkweave.retrieval.speculation")
 importlib.import_module("chunkweave_server.app")
 importlib.import_module("chunkweave_server.vllm_backend.backend")
-importlib.import_module("chunkweave.engine.request")
+importlib.import_module("chunkweave.engine.request_state")
 importlib.import_module("chunkweave.engine.scheduler")
-for folder in ("chunking", "trees", "store", "planning", "conversation"):
+for folder in ("prompt", "store", "planning", "conversation"):
     package = importlib.import_module(f"chunkweave.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)

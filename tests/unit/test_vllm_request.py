@@ -159,6 +159,7 @@ FINE = {"chunks": [[3, 6]]}
             {**FINE, "ratio": 1, 3: 4},
             "unknown fields of chunkweave: 3, ratio; there are alpha, asked, at_least",
         ),
+        ({**FINE, "recompute_ratoi": 1}, "chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are"),
         ({**FINE, "start_tokens": 4}, "start_tokens must be between 0 and 3, where the first chunk begins"),
         ({**FINE, "start_tokens": -1}, "start_tokens must be between 0 and 3"),
         ({**FINE, "start_tokens": None}, "start_tokens must be a whole number, not None"),

@@ -128,10 +128,11 @@ def test_the_connector_takes_each_setting_that_is_declared_for_it_and_no_other()
         read({"colour": "red"})
 
 
-@pytest.mark.parametrize(("old", "new"), [("step_tokens", "weave_step_tokens"), ("ask_timeout", "lookup_timeout")])
-def test_old_keys_still_work_and_the_log_names_the_new_one(caplog, old, new):
-    assert read({old: 3}).weave == read({new: 3}).weave
-    assert f"{old} is now called {new}" in caplog.text
+def test_a_misspelt_key_is_refused_with_the_one_that_is_close():
+    with pytest.raises(UsageError, match=r"extra_config: colour, host_bugdet \(did you mean host_budget\?\); there"):
+        read({"host_bugdet": "2GiB", "colour": "red"})
+    with pytest.raises(UsageError, match=r"recompute_ratios \(did you mean recompute_ratio\?\)"):
+        read({"recompute_ratios": 0.5})
 
 
 def test_a_request_may_say_no_more_than_the_connector_does():

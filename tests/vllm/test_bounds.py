@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from chunkweave.vllm import scheduler
-from chunkweave.vllm.scheduler import ConnectorScheduler, StepResults
+from chunkweave.vllm.orders import StepResults
+from chunkweave.vllm.scheduler import ConnectorScheduler
 from tests.vllm.test_scheduler import BOS, CHUNKS, FakeBlocks, FakeRequest, side, woven
 
 __all__ = ["side"]

@@ -8,7 +8,8 @@ import torch
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.types import Geometry, Span
-from chunkweave.vllm.paged_kv import PagedCache, PagedKV
+from chunkweave.vllm.paged_kv import PagedKV
+from chunkweave.vllm.weave import PagedCache
 
 LAYERS, HEADS, DIM, CAPACITY = 2, 1, 2, 20
 

@@ -4,7 +4,7 @@ from threading import Event
 
 import pytest
 
-from chunkweave.vllm.scheduler import LookupOrder
+from chunkweave.vllm.orders import LookupOrder
 from chunkweave.vllm.store_events import RemoteLookups
 from tests.unit.tier_fakes import Clock, prompt_of
 

@@ -12,9 +12,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 
 from chunkweave.store.records import segment_id
+from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
-from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepResults
+from chunkweave.vllm.scheduler import ConnectorScheduler
 
 BOS = 0
 CHUNKS = {"chunks": [[1, 41], [41, 91], [91, 121]]}

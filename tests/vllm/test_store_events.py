@@ -2,7 +2,7 @@
 
 from chunkweave.store.index import StoreChanges, StoreFollower
 from chunkweave.types import ChunkId
-from chunkweave.vllm.scheduler import StepResults
+from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.store_events import StoreEvents
 
 FOUND = ChunkId("found")

@@ -12,7 +12,7 @@ from chunkweave.kv.segment import SegmentLost
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Span
-from chunkweave.vllm.scheduler import NotWoven, WeaveOrder
+from chunkweave.vllm.orders import NotWoven, WeaveOrder
 from chunkweave.vllm.weave_queue import AHEAD, Alone, WeaveQueue
 from tests.unit.tier_fakes import Clock, prompt_of, record_of
 

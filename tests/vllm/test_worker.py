@@ -16,9 +16,9 @@ from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.background_work import BackgroundWork, Work
+from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
-from chunkweave.vllm.scheduler import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.worker import ConnectorWorker
 

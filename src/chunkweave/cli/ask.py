@@ -32,8 +32,9 @@ from chunkweave.types import Chunk, Span
 from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
+    from chunkweave.conversation.answer import Answer
     from chunkweave.engine.engine import Engine
-    from chunkweave.engine.request import Answer, Request
+    from chunkweave.prompt.request import Request
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
 
 
@@ -88,7 +89,7 @@ def ask(
         raise UsageError("--speculate needs --corpus, and cannot be had with --precompute or --html")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
-    from chunkweave.engine.request import Request
+    from chunkweave.prompt.request import Request
 
     with model.open(**engine_options) as engine:
         chunks = documents.chunks(engine, read)

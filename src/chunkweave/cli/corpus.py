@@ -13,8 +13,9 @@ from chunkweave.cli.options import warn, with_blocks
 from chunkweave.errors import DuplicateDocumentError, UsageError, install_extra
 
 if TYPE_CHECKING:
-    from chunkweave.retrieval.corpus import Corpus, RetrievedChunk
+    from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
+    from chunkweave.retrieval.retrievers import RetrievedChunk
 
 
 app = typer.Typer(no_args_is_help=True, help="List, search and remove the documents of a corpus.")

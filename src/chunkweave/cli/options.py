@@ -35,7 +35,7 @@ from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, mo
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.prompt.documents import Document, read_documents
-from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of, spelled
+from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
 
@@ -214,31 +214,23 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def option_parameters(known: Iterable[Setting], place: Place, panel: str | None = None) -> list[inspect.Parameter]:
-    """An option for each setting, and a hidden one for each other spelling. None is one that was not given.
+    """An option for each setting. None is one that was not given.
 
-    `panel` is the heading that they stand under in the help.
+    `panel` is their heading in the help.
     """
     shown = []
     for one in known:
-        for spelling in (one.name, *one.spellings, *one.old):
-            flag = f"--{spelling.replace('_', '-')}"
-            default = one.default_at(place)
-            option = typer.Option(
-                f"{flag}/--no-{flag[2:]}" if one.plain is bool else flag,
-                help=one.meaning,
-                rich_help_panel=panel,
-                hidden=spelling != one.name,
-                show_default=one.text(default) if default not in (None, "", False, ()) else False,
-                metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
-                envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
-            )
-            parameter = inspect.Parameter(
-                spelling,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[_option_kind(one), option],
-            )
-            shown.append(parameter)
+        default = one.default_at(place)
+        option = typer.Option(
+            f"{one.flag}/--no-{one.flag[2:]}" if one.plain is bool else one.flag,
+            help=one.meaning,
+            rich_help_panel=panel,
+            show_default=one.text(default) if default not in (None, "", False, ()) else False,
+            metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
+            envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
+        )
+        annotation: Any = Annotated[_option_kind(one), option]
+        shown.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return shown
 
 
@@ -257,14 +249,11 @@ def warn(message: str) -> None:
 
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """The options of settings that were given, by the settings' names; they are taken out of `values`."""
-    spellings = [spelling for one in known.values() for spelling in (one.name, *one.spellings, *one.old)]
-    given = {spelling: values.pop(spelling) for spelling in dict.fromkeys(spellings)}
-    given = {spelling: value for spelling, value in given.items() if value is not None and value != []}
-    found = spelled(given, known, warn)
-    flags = {name: f"--{name.replace('_', '-')}" for name in found}
+    given = {name: values.pop(name) for name in known}
     return {
-        name: (known[name].parse if isinstance(value, str) else known[name].check)(value, flags[name])
-        for name, value in found.items()
+        name: (known[name].parse if isinstance(value, str) else known[name].check)(value, known[name].flag)
+        for name, value in given.items()
+        if value is not None and value != []
     }
 
 
@@ -499,7 +488,6 @@ class OrderOptions:
 
     requests: Annotated[RequestDefaults, Only("order")]
     ordering: OrderingConfig
-    promote: Annotated[int | None, typer.Option("--promote", hidden=True)] = None
 
     def config(self) -> OrderingConfig:
         """How a free order is chosen.
@@ -509,10 +497,7 @@ class OrderOptions:
             UsageError: a threshold below 1.
         """
         make_ordering(self.ordering.ordering)
-        if self.promote is None:
-            return self.ordering
-        stderr().print("[yellow]--promote is now --promotion-threshold and --continuation-threshold[/yellow]")
-        return replace(self.ordering, promotion_threshold=self.promote, continuation_threshold=self.promote)
+        return self.ordering
 
     def said(self) -> str:
         """What requests say.

@@ -1,24 +1,17 @@
 """Turns of conversations: what goes into a turn's prompt, and what the next one goes on from (CRAFT §4.3)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
-from chunkweave.planning.plan import KVSource
+from chunkweave.planning.plan import Plan
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.store import TieredStore
-from chunkweave.types import ChunkId, SegmentId
-
-if TYPE_CHECKING:  # the server reads turns without torch
-    from chunkweave.engine.decode import DecodeState
-    from chunkweave.engine.prefill import Prefilled
-    from chunkweave.engine.request import Request
-    from chunkweave.kv.segment import SegmentSource
+from chunkweave.prompt.request import Request
+from chunkweave.store.records import segment_id
+from chunkweave.types import ChunkId, SegmentId, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +113,14 @@ class TurnUnderWay:
 
 
 class TurnBuilder:
-    """Begins and ends turns with one model's builder and store. What has been said is in `conversations`.
+    """Begins and ends turns with one model's builder. What has been said is in `conversations`."""
 
-    Without a store, because KV is kept elsewhere, turns end by `said`.
-    """
-
-    def __init__(
-        self,
-        builder: PromptBuilder,
-        store: "TieredStore[SegmentSource] | None",
-        conversations: Conversations,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, builder: PromptBuilder, conversations: Conversations, max_positions: int) -> None:
         self.conversations = conversations
         self._builder = builder
-        self._store = store
         self._max_positions = max_positions
 
-    def begin(self, request: "Request", *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
+    def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
         """The turn that `request` asks for and its prompt; `end` or `abandon` it.
 
         The oldest turns are cut off where prompt and answer would have more than `most_tokens` or the model's context.
@@ -184,44 +167,25 @@ class TurnBuilder:
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
         return TurnUnderWay(key, before, system, content, closing, self.conversations.holds), Prompt(parts)
 
-    def end(self, turn: TurnUnderWay, decode: "DecodeState") -> None:
-        """Keep the answer, which is complete, for the turns to come: its tokens, and their KV in the store."""
-        prefilled = decode.prefilled
-        said = self._turn_part(turn, prefilled.prompt, decode.token_ids)
-        try:
-            self._store_answer(prefilled, said)
-        finally:  # what cannot be stored is computed again; what was said stays said
-            self._commit(turn, prefilled.prompt, said, decode.history)
-
-    def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> None:
-        """Keep the tokens of a complete answer, without its KV."""
-        history = tuple(
-            HistoryPart(part, segment_id(part.id, context), own=False)
-            for part, context in zip(prompt.parts, prompt.contexts(), strict=True)
-            if part.id is not None and part.kind is not PartKind.SYSTEM
-        )
-        self._commit(turn, prompt, self._turn_part(turn, prompt, answer_ids), history)
-
-    def _turn_part(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
+    def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
+        """The part that a turn is in later prompts: its question, the complete answer, and what ends it."""
         return self._builder.turn_part(prompt.parts[-1], answer_ids, cache_salt=turn.key[0])
 
-    def _store_answer(self, prefilled: "Prefilled", said: PromptPart) -> None:
+    def end(
+        self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart] | None = None
+    ) -> None:
+        """Keep what was `said` for the turns to come, behind the `history`; without one, the KV is kept elsewhere."""
         assert said.id is not None, "a turn has an id"
-        assert self._store is not None, "an engine that computes KV has a store"
-        exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
-        kv = prefilled.cache.segment(len(said))
-        context = prefilled.prompt.contexts()[-1]
-        record = SegmentRecord.of(
-            said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes, owner=prefilled.owner
-        )
-        self._store.insert(record, kv)
-
-    def _commit(self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart]) -> None:
-        assert said.id is not None, "a turn has an id"
-        last = HistoryPart(said, segment_id(said.id, prompt.contexts()[-1]), own=self._store is not None)
+        own = history is not None
+        if history is None:
+            history = tuple(
+                HistoryPart(part, segment_id(part.id, context), own=False)
+                for part, context in zip(prompt.parts, prompt.contexts(), strict=True)
+                if part.id is not None and part.kind is not PartKind.SYSTEM
+            )
         turns: list[PastTurn] = []
         run: list[HistoryPart] = []
-        for one in (*history, last):
+        for one in (*history, HistoryPart(said, segment_id(said.id, prompt.contexts()[-1]), own)):
             run.append(one)
             if one.part.kind is PartKind.TURN:
                 turns.append(PastTurn(tuple(run)))
@@ -234,16 +198,16 @@ class TurnBuilder:
         self.conversations.abandon(turn.key, turn.before)
 
 
-def history_after(prefilled: "Prefilled", turn: TurnUnderWay) -> tuple[HistoryPart, ...]:
+def history_after(prompt: Prompt, plan: Plan, turn: TurnUnderWay, woven: Collection[Span]) -> tuple[HistoryPart, ...]:
     """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing.
 
-    A chunk may be taken from what is a conversation's own: from an earlier turn of this one, which may have been cut
-    off, or from another one. It is this one's own too then, so that it stays.
+    Parts whose spans are in `woven` are kept as they were recomputed. A chunk may be taken from what is a
+    conversation's own: from an earlier turn of this one, which may have been cut off, or from another one. It is this
+    one's own too then, so that it stays.
     """
-    woven = {capture.part.span for capture in prefilled.woven}
     history: list[HistoryPart] = []
     behind_turn = False
-    for part, context in zip(prefilled.plan.parts, prefilled.prompt.contexts(), strict=True):
+    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         if part.part.id is None or part.part.kind is PartKind.SYSTEM:
             continue
         in_context = segment_id(part.part.id, context)

@@ -14,12 +14,14 @@ from functools import partial
 from math import isfinite
 from typing import Any, Self, TypeVar, Unpack
 
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Deliver, Request, RequestState, StreamEvent
+from chunkweave.engine.request_state import Deliver, RequestState
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
+from chunkweave.prompt.request import Request
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.types import Chunk

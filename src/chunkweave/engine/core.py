@@ -8,10 +8,13 @@ from functools import partial
 
 import torch
 
+from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.report import Durations
+from chunkweave.conversation.turns import TurnUnderWay
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
-from chunkweave.engine.request import Durations, RequestState, RequestStatus, StreamEvent
+from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.runner import Decoding
 from chunkweave.engine.scheduler import BatchingStats, Scheduler
 from chunkweave.engine.shadow import ShadowChecks
@@ -380,7 +383,7 @@ class BatchingCore:
         rest = decode.finish()
         try:
             if request.prepared.turn is not None:
-                self._preparer.turn_builder.end(request.prepared.turn, decode)
+                self._end_turn(request.prepared.turn, decode)
         except Exception:  # what cannot be stored costs time in the conversation's next turn
             logger.exception("what request %d said is not stored", request.id)
         assert request.admitted_s is not None, "a running request was admitted"
@@ -394,6 +397,15 @@ class BatchingCore:
         self._end(request, StreamEvent(rest, answer))
         if self._checks is not None:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
+
+    def _end_turn(self, turn: TurnUnderWay, decode: DecodeState) -> None:
+        """Keep a complete answer for the conversation's turns to come: its tokens, and their KV in the store."""
+        turns, prefilled = self._preparer.turn_builder, decode.prefilled
+        said = turns.said(turn, prefilled.prompt, decode.token_ids)
+        try:
+            self._runner.store_answer(prefilled, said)
+        finally:  # what cannot be stored is computed again; what was said stays said
+            turns.end(turn, prefilled.prompt, said, decode.history)
 
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.

@@ -1,20 +1,25 @@
 """One request from its first token to its last: sampling, text, and its answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import history_after
+from chunkweave.conversation.answer import Answer
+from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
+from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
-from chunkweave.engine.request import Answer, Durations, make_report
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.outcome import explain_plan
+from chunkweave.metrics import ReuseReport
+from chunkweave.ordering.arrangement import Arranged
+from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops
+from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.store.store import TieredStore
-from chunkweave.types import Geometry
+from chunkweave.types import Geometry, SegmentId
 
 if TYPE_CHECKING:
     from chunkweave.engine.prepare import PreparedRequest
@@ -112,7 +117,9 @@ class DecodeState:
         self.prefilled = prefilled
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self.history = () if prepared.turn is None else history_after(prefilled, prepared.turn)
+        woven = {capture.part.span for capture in prefilled.woven}
+        prompt, plan, turn = prefilled.prompt, prefilled.plan, prepared.turn
+        self.history = () if turn is None else history_after(prompt, plan, turn, woven)
         """Of a conversation, what its next turn goes on from, but for this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)
@@ -216,3 +223,44 @@ class DecodeState:
             stop=self.prefilled.stop,
         )
         return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explanation)
+
+
+def make_report(
+    prefilled: Prefilled,
+    geometry: Geometry,
+    durations: Durations,
+    new_tokens: int,
+    tiers: Mapping[SegmentId, str] | None = None,
+    choice: MethodChoice | None = None,
+    arranged: Arranged | None = None,
+    *,
+    content: NextTurn | None = None,
+) -> ReuseReport:
+    """The report of a prefill, and of the answer behind it.
+
+    `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
+    chunks were ordered, `content` what a conversation's turn put into the prompt.
+    """
+    plan, tiers = prefilled.plan, tiers or {}
+    reused = plan.tokens(KVSource.REUSED)
+    recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
+    sources = [
+        PartSource(str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"))
+        for part in plan.parts
+    ]
+    exact, computed = plan.tokens(KVSource.EXACT), plan.tokens(KVSource.COMPUTED)
+    counts = TokenCounts(exact, reused - len(recomputed), len(recomputed), computed)
+    outcome = Outcome(plan.method, counts, sources, recomputed)
+    report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
+    return replace(
+        report,
+        recompute_fraction=prefilled.recompute_work / (geometry.num_layers * reused) if reused else 0.0,
+        lookup_s=prefilled.lookup_s,
+        load_s=prefilled.load_s,
+        weave_s=prefilled.weave_s,
+        prefill_flops=prefill_flops(geometry, list(prefilled.work)),
+        full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
+        parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
+        lost_segments=prefilled.lost_segments,
+        loaded_fraction=plan.loaded_fraction(geometry.windows),
+    )

@@ -9,14 +9,14 @@ from typing import Self, TypedDict, Unpack
 from uuid import uuid4
 
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
-from chunkweave.engine.request import Answer, Request, RequestState, StreamEvent
+from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.stores import open_store
 from chunkweave.errors import ConversationEndedError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
@@ -28,6 +28,7 @@ from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.neutral import neutral_passages
 from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
@@ -35,6 +36,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
+from chunkweave.weaving.stores import open_store
 
 
 class EngineOptions(TypedDict, total=False):
@@ -238,7 +240,7 @@ class Engine:
             self.runner,
             self._chooser,
             Arranger(ordering, store.tree, order=usual_order),
-            TurnBuilder(self.builder, store, self.conversations, loaded.model.geometry.max_positions),
+            TurnBuilder(self.builder, self.conversations, loaded.model.geometry.max_positions),
             passages,
             self.shadow,
         )

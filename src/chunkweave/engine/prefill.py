@@ -3,10 +3,9 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from sys import maxsize
 from typing import Self
 
 import torch
@@ -14,22 +13,20 @@ import torch
 from chunkweave.config import CaptureConfig
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.loop import LoopTimes, PassRun
-from chunkweave.fusion.rows import ActiveRows, CountedWork, counted, flags_of
-from chunkweave.kv.request_cache import Placement, RequestCache, before_rope
-from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
+from chunkweave.kv.request_cache import RequestCache, before_rope
+from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost import CostModel, too_slow
-from chunkweave.planning.method import ReuseMethod, with_history, without
+from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.outcome import LayerWork, Stop
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, can_be_cut, cut
+from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
 from chunkweave.prompt.parts import Prompt
-from chunkweave.store.index import PromptLookup, RequestUse
+from chunkweave.store.index import RequestUse
 from chunkweave.store.lease import TieredLease
-from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.store.store import TieredStore
-from chunkweave.tiers.device import BlockSegment, HostMemory, Send
-from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
+from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
+from chunkweave.weaving.sources import Prefetch, WeavingStore
+from chunkweave.weaving.storing import new_captures, parts_to_keep, segments_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,294 +63,6 @@ class Prefilled:
     lost_segments: int = 0
     owner: str = ""
     lease: TieredLease | None = None
-
-
-class Prefetch:
-    """Pins a waiting request's segments and reads their first layers. Hand it to `Runner.prefill`, then close it.
-
-    It helps as far as it goes: a plan that is made later takes from it what it still wants and reads the rest itself.
-    """
-
-    def __init__(self, lease: TieredLease, loader: LayerLoader) -> None:
-        self._lease = lease
-        self._loader = loader
-        self._by_id = {SegmentId(segment.name): segment for segment in loader.segments}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that its segments take once their first layers are in."""
-        return sum(segment.nbytes for segment in self._loader.segments)
-
-    def find(self, segment: SegmentId) -> LoadingSegment | None:
-        """The segment on its way, if it is one of these; not one that is behind another which is late."""
-        found = self._by_id.get(segment)
-        return None if found is None or (self._loader.late and not found.complete) else found
-
-    def start_using(self) -> None:
-        """The request's turn has come: read on without bound."""
-        self._loader.release()
-
-    def close(self) -> None:
-        """Stop reading and unpin."""
-        self._loader.close()
-        self._lease.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillContext:
-    """What all prefills of one runner share; its attributes say what each is for."""
-
-    model: HuggingFaceModel
-    store: TieredStore[SegmentSource]
-    cost: CostModel | None
-    load_order: LoadOrder
-    capture: CaptureConfig
-    send: Send
-    memory: HostMemory
-
-
-def make_plan(
-    context: PrefillContext,
-    prompt: Prompt,
-    method: ReuseMethod,
-    *,
-    given_up: Collection[SegmentId] = (),
-    history: Mapping[int, SegmentId] | None = None,
-) -> tuple[Plan, PromptLookup]:
-    """Plan with what is stored, but for what was given up or takes longer to load than to compute; and all that is.
-
-    `history` has the segments of a conversation's earlier turns by the place of their part.
-    """
-    found = context.store.lookup(prompt)
-    lookup = without(found, given_up)
-    if history:
-        lookup = with_history(lookup, dict(_stored(history, context.store, given_up)))
-    if context.cost is not None:
-        lookup = without(lookup, too_slow(lookup, context.cost, context.store.tier_of))
-    plan = method.plan(lookup, context.model.geometry)
-    plan.validate(context.model.geometry.num_layers)
-    return plan, found
-
-
-def must_be_loaded(source: SegmentSource, device: torch.device) -> bool:
-    """Whether a segment is not yet where it is computed with: in a slower tier, or on the host of a GPU."""
-    return not isinstance(source, SegmentKV | BlockSegment) or source.device.type != device.type
-
-
-def _stored(
-    history: Mapping[int, SegmentId], store: TieredStore[SegmentSource], given_up: Collection[SegmentId]
-) -> Iterator[tuple[int, SegmentRecord]]:
-    for place, segment in history.items():
-        record = None if segment in given_up else store.record(segment)
-        if record is not None:
-            yield place, record
-
-
-def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozenset[int]]:
-    """By segment, the layers on which nothing looks at it, wherever in the prompt it is placed."""
-    unseen: dict[str, frozenset[int]] = {}
-    for part in plan.parts:
-        if part.segment is not None:
-            here = plan.unseen_layers(part, windows)
-            unseen[part.segment] = unseen.get(part.segment, here) & here
-    return unseen
-
-
-class PlanSources:
-    """Pins the segments of one plan; those not on the device are read layer by layer on a thread. Close it.
-
-    `placements` says where every segment goes; a segment that left its store meanwhile is `Gone`. Owned by the request
-    whose plan it is.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore[SegmentSource],
-        plan: Plan,
-        num_layers: int,
-        device: torch.device,
-        *,
-        prefetched: Prefetch | None = None,
-        cost: CostModel | None = None,
-        order: LoadOrder = LoadOrder.LAYERS,
-        send: Send | None = None,
-        memory: HostMemory | None = None,
-        windows: Sequence[int | None] = (),
-    ) -> None:
-        """Pin and start to read; what was `prefetched` comes from there. For the rest see `PrefillContext`.
-
-        `windows` are those of the layers; with them, layers of a segment that nothing will look at are not read.
-        """
-        self._num_layers = num_layers
-        unseen = unseen_layers(plan, windows)
-        self._lease = store.lease(plan.segments())
-        self._loader: LayerLoader | None = None
-        exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
-        sources: dict[SegmentId, SegmentSource] = {}
-        try:
-            for segment in plan.segments():
-                ahead = None if prefetched is None else prefetched.find(segment)
-                if ahead is not None and not ahead.unseen <= unseen[segment]:
-                    ahead = None  # it was planned otherwise then
-                sources[segment] = ahead or store.get(segment, exact=segment in exact) or Gone(segment)
-        except BaseException:
-            self._lease.release()
-            raise
-        slow = [
-            (segment, source)
-            for segment, source in sources.items()
-            if not isinstance(source, LoadingSegment | Gone) and must_be_loaded(source, device)
-        ]
-        if prefetched is not None:
-            prefetched.start_using()
-        if slow:
-            self._loader = LayerLoader(
-                slow,
-                num_layers,
-                order=order,
-                wait_s=longest_wait_s(slow, cost),
-                send=send,
-                memory=memory,
-                unseen=unseen,
-            )
-            sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
-            self._loader.release()
-        chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
-        self.placements = [Placement(span, sources[segment], unseen[segment]) for span, segment in chosen]
-
-    @property
-    def layers_in(self) -> int:
-        """How many of the first layers of every segment are in memory."""
-        return min((segment.layers_in for segment in self._from_below()), default=self._num_layers)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every layer of every segment is in memory."""
-        return self.layers_in == self._num_layers
-
-    def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
-        """The segments that were read from a slower tier, as far as they came in whole."""
-        for segment in self._from_below():
-            whole = segment.whole()
-            if whole is not None:
-                yield SegmentId(segment.name), whole
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a segment is still being read, and may yet come in or be lost."""
-        return any(not segment.complete and segment.failure is None for segment in self._from_below())
-
-    @property
-    def failure(self) -> SegmentLost | None:
-        """Why a segment is known to be lost, or late; None as long as none is."""
-        sources = (placement.segment for placement in self.placements)
-        read = [source for source in sources if isinstance(source, LoadingSegment | Gone)]
-        losses = [*(source.failure or source.late for source in read), *(source.held_up for source in read)]
-        return next((loss for loss in losses if loss is not None), None)
-
-    def keep_lease(self) -> TieredLease:
-        """Stop reading; what was found stays pinned until the lease is released."""
-        self._stop_reading()
-        lease, self._lease = self._lease, TieredLease((), ())
-        return lease
-
-    def close(self) -> None:
-        """Stop reading and unpin; a second time is harmless."""
-        self._stop_reading()
-        self._lease.release()
-
-    def _stop_reading(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
-
-    def _from_below(self) -> tuple[LoadingSegment, ...]:
-        sources = (placement.segment for placement in self.placements)
-        return tuple(dict.fromkeys(source for source in sources if isinstance(source, LoadingSegment)))
-
-
-def longest_wait_s(slow: Sequence[tuple[str, SegmentSource]], cost: CostModel | None) -> float | None:
-    """Seconds after which a layer of one of these segments is not waited for: computing the largest takes no longer."""
-    return cost.prefill(max(source.tokens for _, source in slow)) if cost and slow else None
-
-
-def parts_to_keep(
-    prompt: Prompt,
-    plan: Plan,
-    placements: Sequence[Placement],
-    store: TieredStore[SegmentSource],
-    *,
-    woven_fraction: float | None,
-) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
-    """Each computed part that is to be kept, and with its origin each reused one that may be worth storing as woven.
-
-    The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
-    context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
-    Which tokens a rule will keep nobody knows yet: a part is expected to get its share of them. One that gets more by
-    chance is not stored again; to follow every part for its sake takes longer than that saves.
-    """
-    sources = {placement.span: placement.segment for placement in placements}
-    least = woven_fraction if len(plan.passes) == 1 else None
-    active = _active_tokens(plan.passes[0], plan.prompt_tokens) if least else torch.zeros(plan.prompt_tokens)
-    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        if part.part.id is None or not part.kept:
-            continue
-        if part.kv_source is KVSource.COMPUTED:
-            yield part, None
-        elif part.kv_source is not KVSource.REUSED or not least:
-            continue
-        elif (
-            active[part.span.start : part.span.stop].sum() >= least * len(part.span)
-            and segment_id(part.part.id, context) not in store
-        ):
-            record = None if part.segment is None else store.record(part.segment)
-            yield part, WovenFrom(sources[part.span], None if record is None else record.attention, least)
-
-
-def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
-    """Of each of so many tokens, how likely it is active at the last layer of a pass, `[tokens]` on the host."""
-    required, candidates = flags_of(a_pass.required, tokens), flags_of(a_pass.candidates, tokens)
-    share = a_pass.candidates_at(maxsize) / max(1, a_pass.candidate_tokens)
-    return required.double().maximum(candidates * share)
-
-
-def segments_of(
-    prompt: Prompt,
-    plan: Plan,
-    captures: Sequence[PartCapture],
-    attention: AttentionCapture | None,
-    *,
-    owner: str = "",
-) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-    """The finished segments in prompt order, with their profiles if attention was captured.
-
-    A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
-    """
-    captured = {capture.part.span: capture for capture in captures}
-    exact = True
-    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        exact = exact and part.kv_source is not KVSource.REUSED
-        capture = captured.get(part.span)
-        if capture is None or part.part.id is None:
-            continue
-        profile = None if attention is None else attention.profile(part, capture.recomputed, capture.attention_before)
-        record = SegmentRecord.of(
-            part.part.id,
-            context,
-            part.part.token_ids,
-            exact=exact,
-            nbytes=capture.nbytes,
-            source=part.part.source,
-            attention=profile,
-            owner=owner,
-        )
-        yield record, capture.segment()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -419,6 +128,15 @@ class LayeredPass:
     run: PassRun
     times: LoopTimes
     spent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillContext:
+    """What all prefills of one runner share: the model, the store, and what is kept for later prompts."""
+
+    model: HuggingFaceModel
+    store: WeavingStore
+    capture: CaptureConfig
 
 
 class PrefillJob:
@@ -495,7 +213,7 @@ class PrefillJob:
     @property
     def loading(self) -> bool:
         """Whether segments are still being read. It may be run even so, and then waits for each layer."""
-        return self._sources.under_way
+        return self._sources.reading
 
     @property
     def lost(self) -> SegmentLost | None:
@@ -559,9 +277,9 @@ class PrefillJob:
         logger.warning("%s; it is computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
         if not isinstance(lost, SegmentLate):
-            self._context.store.remove(SegmentId(lost.segment))
+            self._context.store.store.remove(SegmentId(lost.segment))
         elif not isinstance(lost, SegmentHeldUp):
-            self._context.store.was_late(SegmentId(lost.segment))
+            self._context.store.store.was_late(SegmentId(lost.segment))
         self.close()
         self._open()
 
@@ -580,25 +298,14 @@ class PrefillJob:
         self._sources.close()
 
     def _open(self, plan: Plan | None = None) -> None:
-        options, model = self._options, self._context.model
+        options, model, store = self._options, self._context.model, self._context.store
         if plan is None:
-            plan, found = make_plan(
-                self._context, self._prompt, self._method, given_up=self._given_up, history=options.history
-            )
+            found = store.store.lookup(self._prompt)
+            plan = store.plan(found, self._method, given_up=self._given_up, history=options.history)
             self.use = self.use or RequestUse.of(found, plan.segments())
         self.plan = plan
-        self._sources = PlanSources(
-            self._context.store,
-            self.plan,
-            model.geometry.num_layers,
-            model.device,
-            prefetched=options.prefetched,
-            cost=self._context.cost,
-            order=self._context.load_order,
-            send=self._context.send,
-            memory=self._context.memory,
-            windows=() if options.unseen else model.geometry.windows,
-        )
+        windows = () if options.unseen else model.geometry.windows
+        self._sources = store.pin(plan, prefetched=options.prefetched, windows=windows)
         started = time.perf_counter()
         self._lookup_s = started - self._began
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
@@ -622,8 +329,9 @@ class PrefillJob:
             return (), None
         model, config = self._context.model, self._context.capture
         fraction = config.woven_fraction if self._options.history is None else None
-        parts = parts_to_keep(self._prompt, self.plan, self._placements, self._context.store, woven_fraction=fraction)
-        captures = self._captures_of(parts)
+        store = self._context.store.store
+        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, woven_fraction=fraction)
+        captures = new_captures(parts, model.geometry, model.dtype, model.device)
         if not captures or not self._options.profiles:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
@@ -632,24 +340,18 @@ class PrefillJob:
         """For each reused part of which tokens may be recomputed: a conversation goes on from it as it is woven now."""
         if self._options.generated:
             return ()
-        sources = {placement.span: placement.segment for placement in self._placements}
-        return self._captures_of(
+        model, sources = self._context.model, {placement.span: placement.segment for placement in self._placements}
+        parts = (
             (part, WovenFrom(sources[part.span], None, 0.0))
             for part in self.plan.parts
             if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span)
         )
-
-    def _captures_of(self, parts: Iterable[tuple[PartPlan, WovenFrom | None]]) -> list[PartCapture]:
-        model = self._context.model
-        return [
-            PartCapture(part, model.geometry, model.dtype, device=model.device, woven_from=origin)
-            for part, origin in parts
-        ]
+        return new_captures(parts, model.geometry, model.dtype, model.device)
 
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
         self._cache.release_segments()
-        self._note_reuse()
+        self._context.store.note_reuse(self.plan)
         self.prefilled = Prefilled(
             prompt=self._prompt,
             plan=self.plan,
@@ -670,13 +372,6 @@ class PrefillJob:
             owner=self._options.owner,
             lease=self._sources.keep_lease(),
         )
-
-    def _note_reuse(self) -> None:
-        """Tell the store how much each segment saved. Where the method does not score them, a use is just a use."""
-        for part in self.plan.parts:
-            if part.segment is not None:
-                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self._context.store.note_reuse(part.segment, part.score.impact if part.score is not None else unscored)
 
 
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:

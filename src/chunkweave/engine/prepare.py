@@ -8,7 +8,6 @@ from pathlib import Path
 
 from chunkweave.config import ReuseConfig, SamplingParams
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
-from chunkweave.engine.request import Request
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.models.loading import LoadedModel
@@ -20,6 +19,7 @@ from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import Kept, MethodChoice, MethodChooser, MethodRequest, Why
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk, SegmentId
 

@@ -4,40 +4,31 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from chunkweave.config import CaptureConfig, ComputeConfig
-from chunkweave.engine.prefill import (
-    LayeredPass,
-    Prefetch,
-    PrefillContext,
-    Prefilled,
-    PrefillJob,
-    PrefillOptions,
-    longest_wait_s,
-    make_plan,
-    must_be_loaded,
-    segments_of,
-    unseen_layers,
-)
+from chunkweave.engine.prefill import LayeredPass, PrefillContext, Prefilled, PrefillJob, PrefillOptions
 from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.kv.segment import SegmentLost, SegmentSource
-from chunkweave.models.attention import SdpaAttention, make_attention
+from chunkweave.models.attention import SdpaAttention
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost import CostModel, preload_depth
+from chunkweave.models.kernels.choice import make_attention
+from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import Plan
-from chunkweave.prompt.parts import Prompt
+from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
-from chunkweave.tiers.preload import LayerLoader, LoadOrder
+from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
+from chunkweave.weaving.sources import Prefetch, WeavingStore
+from chunkweave.weaving.storing import segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode
@@ -143,7 +134,7 @@ class Runner:
 
     def start(self, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> PrefillJob:
         """Plan a prefill that `step` executes, piece by piece; close it."""
-        return PrefillJob(self._context, prompt, method, options)
+        return PrefillJob(PrefillContext(self.model, self._weaving_store, self.capture), prompt, method, options)
 
     @torch.inference_mode()
     def step(
@@ -249,30 +240,10 @@ class Runner:
     def prefetch(self, prompt: Prompt, method: ReuseMethod, *, max_bytes: int | None = None) -> Prefetch:
         """Start reading what `prefill` would read, while the request still waits; pass it to `prefill`, then close it.
 
-        Reads the first layers only, as many as keep the later ones from being waited for (Cache-Craft eq. 16), so
-        that a queue of waiting requests fills memory no further than it helps. Of segments that together take more than
-        `max_bytes` the first ones of the prompt are read, as many as fit.
+        Of segments that together take more than `max_bytes` the first ones of the prompt are read, as many as fit.
         """
-        plan, _ = make_plan(self._context, prompt, method)
-        lease = self.store.lease(plan.segments())
-        unseen = unseen_layers(plan, self.model.geometry.windows)
-        wanted = [(segment, self.store.get(segment)) for segment in plan.segments()]
-        slow = [(segment, source) for segment, source in wanted if source and must_be_loaded(source, self.model.device)]
-        if max_bytes is not None:
-            layers = self.model.geometry.num_layers
-            totals = accumulate(source.nbytes * (layers - len(unseen[segment])) // layers for segment, source in slow)
-            slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
-        loader = LayerLoader(
-            slow,
-            self.model.geometry.num_layers,
-            order=self.load_order,
-            depth=self._preload_depth(plan, slow),
-            wait_s=longest_wait_s(slow, self.cost),
-            send=self._send,
-            memory=self._memory,
-            unseen=unseen,
-        )
-        return Prefetch(lease, loader)
+        plan = self._weaving_store.plan(self.store.lookup(prompt), method)
+        return self._weaving_store.prefetch(plan, max_bytes=max_bytes, windows=self.model.geometry.windows)
 
     def wait(self) -> None:
         """Return once the device has done what it was given."""
@@ -302,14 +273,25 @@ class Runner:
             woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
             return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
 
+    def store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
+        """Store the KV of a conversation's turn, its question and the answer, which the cache has kept."""
+        assert said.id is not None, "a turn has an id"
+        exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
+        kv, context = prefilled.cache.segment(len(said)), prefilled.prompt.contexts()[-1]
+        record = SegmentRecord.of(
+            said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes, owner=prefilled.owner
+        )
+        self.store.insert(record, kv)
+
     def store_computed(self, job: PrefillJob) -> int:
         """Store the parts that a job had computed whole when it was given up; returns how many the store took."""
         return sum(self.store.insert(record, kv) for record, kv in job.computed())
 
     @property
-    def _context(self) -> PrefillContext:
-        return PrefillContext(
-            self.model, self.store, self.cost, self.load_order, self.capture, self._send, self._memory
+    def _weaving_store(self) -> WeavingStore:
+        model = self.model
+        return WeavingStore(
+            self.store, model.geometry, model.device, self.cost, self.load_order, self._send, self._memory
         )
 
     def _graphed_decode(self) -> "GraphedDecode | None":
@@ -326,12 +308,3 @@ class Runner:
         where = list(range(one.position, stop))
         tokens, positions = torch.tensor(one.token_ids, device=device), torch.tensor(where, device=device)
         return ActiveRows(one.cache, tokens, positions, dtype=self.model.dtype, stop=stop, where=where)
-
-    def _preload_depth(self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]]) -> int:
-        if self.cost is None:
-            return self.model.geometry.num_layers
-        layers, windows = self.model.geometry.num_layers, self.model.geometry.windows
-        load_s = plan.loaded_fraction(windows) * sum(
-            self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow
-        )
-        return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from chunkweave.engine.request import RequestState, RequestStatus
+from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.step_planner import StepGroup, StepPlanner
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.fairness import DECODED_COST, FairQueue, TenantWeights, VirtualTime

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from sys import maxsize
 
-from chunkweave.engine.request import RequestState
+from chunkweave.engine.request_state import RequestState
 from chunkweave.scheduling.fairness import VirtualTime
 from chunkweave.scheduling.pace import LEAST_TOKENS, StepPace
 from chunkweave.scheduling.queue import Prefilling, TokenBudget

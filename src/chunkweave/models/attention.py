@@ -11,23 +11,16 @@ without that.
 SDPA knows neither capped scores nor sinks. Where a model has them, scores and softmax are written out in float32.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that every PyTorch reader knows)
 
-from chunkweave.config import AttentionKernel
-from chunkweave.errors import UsageError
-from chunkweave.types import PLAIN_SCORES, Geometry, ScoreRule
-
-logger = logging.getLogger(__name__)
-
+from chunkweave.types import PLAIN_SCORES, ScoreRule
 
 _CPU_BLOCK_QUERIES = 32
 """Few, so that little beyond the visible keys is computed: a sixth faster than 128 for a hundred scattered queries."""
@@ -302,60 +295,6 @@ class SdpaAttention:
             row += len(owner.queries)
             states.append(owner.queries.attend(mine, owner.keys, owner.values, owner.scores))
         return FlatResult(states[0] if len(states) == 1 else torch.cat(states), [None] * len(owners))
-
-
-def make_attention(
-    kernel: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
-) -> FlatAttention:
-    """The kernel that is asked for, or the best one that runs here, else PyTorch's.
-
-    `auto` takes Triton on CUDA and oneDNN on CPUs that are faster with it, if the model's shape fits and a few
-    scattered queries come out as they should; a kernel that does not work here costs a warning, never an answer.
-
-    Raises:
-        UsageError: a kernel was asked for and cannot be had; the message says why.
-    """
-    if kernel == AttentionKernel.AUTO:
-        kernel = _best_kernel(dtype, device)
-        if kernel != AttentionKernel.SDPA:
-            attention, problem = _kernel_or_problem(kernel, geometry, dtype, device)
-            if attention is not None:
-                return attention
-            logger.warning("attention falls back to PyTorch's: %s", problem)
-        return SdpaAttention()
-    attention, problem = _kernel_or_problem(kernel, geometry, dtype, device)
-    if attention is None:
-        raise UsageError(f"the {kernel} kernel was asked for, but {problem}; use attention='sdpa'")
-    return attention
-
-
-def _best_kernel(dtype: torch.dtype, device: torch.device) -> AttentionKernel:
-    if device.type == "cuda":
-        return AttentionKernel.TRITON
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        from chunkweave.models.onednn_attention import worth_it
-
-        return AttentionKernel.ONEDNN if worth_it() else AttentionKernel.SDPA
-    return AttentionKernel.SDPA
-
-
-def _kernel_or_problem(
-    kernel: AttentionKernel, geometry: Geometry, dtype: torch.dtype, device: torch.device
-) -> tuple[FlatAttention | None, str | None]:
-    """The kernel, or None and why it does not run here."""
-    if kernel == AttentionKernel.ONEDNN:
-        from chunkweave.models import onednn_attention
-
-        problem = onednn_attention.unsupported_reason(geometry, dtype=dtype, device=device)
-        return (onednn_attention.OneDnnAttention(), None) if problem is None else (None, problem)
-    if kernel == AttentionKernel.TRITON:
-        if find_spec("triton") is None:
-            return None, "Triton is not installed"
-        from chunkweave.models import triton_attention
-
-        problem = triton_attention.unsupported_reason(geometry, dtype=dtype, device=device)
-        return (triton_attention.TritonAttention(), None) if problem is None else (None, problem)
-    return SdpaAttention(), None
 
 
 class Ranks:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from chunkweave.config import Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
+from chunkweave.config import ModelConfig, Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
 from chunkweave.errors import ModelNotFoundError
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
@@ -33,6 +33,7 @@ from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_at
 from chunkweave.models.weights import check_int8, keep_weights
 from chunkweave.planning.cost import known_shape
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
+from chunkweave.settings import settings_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ def load_folder(
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
         UsageError: device, dtype or weights do not exist here, or not together.
     """
-    kept = Weights.parse(weights)
+    kept = settings_of(ModelConfig)["weights"].parse(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
     path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model)
@@ -126,7 +127,7 @@ def load_shape(
     Raises:
         UnknownMethodError: no shape of that name.
     """
-    kept = Weights.parse(weights)
+    kept = settings_of(ModelConfig)["weights"].parse(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())

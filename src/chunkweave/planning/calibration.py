@@ -314,8 +314,6 @@ PARTIAL_FILE = "chunkweave-calibration.partial.jsonl"
 """Beside the record while a calibration is not finished."""
 
 _FORMAT = 2
-_OLDER = {1: "says what kept a share of full prefill's F1, not how close answers are to full prefill's"}
-"""Formats that are no longer read, and why."""
 
 
 class OtherFormatError(DocumentError):
@@ -374,15 +372,10 @@ def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
-        DocumentError: it cannot be read, is of an older format, or holds something else.
+        DocumentError: it cannot be read, or holds something else.
     """
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] in _OLDER:
-            raise DocumentError(
-                f"{path} is a calibration record of format {data['format']}, which {_OLDER[data['format']]}; make a "
-                "new one with `chunkweave calibrate`"
-            )
         if data["format"] != _FORMAT:
             raise OtherFormatError(
                 f"{path} is a calibration record of format {data['format']!r}; this version reads {_FORMAT}"
@@ -400,7 +393,7 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
     """Add a record to a file, whole or not at all; it replaces one of the same model or of the same dtype.
 
     Two dtypes are two fingerprints, and which one a machine computes in depends on its CPU: so a file beside a model
-    can hold both. A damaged file, or one of an older format, is replaced; one of a version not known is not.
+    can hold both. A damaged file is replaced; one of another format is not.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
@@ -419,7 +412,7 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
 
 
 def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
-    """What a new record will stand beside: nothing where there is no file, or a damaged or older one, which is logged.
+    """What a new record will stand beside: nothing where there is no file, or a damaged one, which is logged.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.

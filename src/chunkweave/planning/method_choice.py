@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, TypedDict
 
 from chunkweave.config import ReuseConfig
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.errors import UnknownMethodError, UsageError, unknown_names
 from chunkweave.planning.calibration import CalibrationRecord, Quality
 from chunkweave.planning.method import RATIO, needs_profiles, parameter_of, reuses_nothing
 from chunkweave.plugins import METHODS
@@ -263,9 +263,8 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
     Raises:
         UsageError: there are such keys; the message names them, and those there are.
     """
-    unknown = sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known)
-    if unknown:
-        raise UsageError(f"unknown fields of {FIELD}: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    if unknown := unknown_names(given, known):
+        raise UsageError(f"unknown fields of {FIELD}: {unknown}; there are {', '.join(sorted(known))}")
 
 
 def checked_method(value: Any) -> str:

@@ -1,12 +1,12 @@
 """Documents that can be searched: cut into chunks, embedded, kept in a folder or in memory."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,71 +17,19 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder
+from chunkweave.retrieval.faiss_indexes import FaissIndex, build_index, check_available, save_index, stored_index
 from chunkweave.retrieval.growth import Growth, GrowthLimits, document_bytes
 from chunkweave.retrieval.indexes import (
     Hits,
     IndexConfig,
     IndexKind,
     VectorIndex,
-    build_index,
-    check_available,
     check_top_k,
     checked_vectors,
     timed_stages,
 )
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.types import Chunk
-
-DocumentName = tuple[str, int]
-"""A chunk by its document and its place there."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievedChunk:
-    """A chunk that was found: `rank` counts from 1, `score` is the cosine with the question's vector.
-
-    `place` is its number within the document, from 0.
-    """
-
-    chunk: Chunk
-    document: str
-    place: int
-    rank: int
-    score: float
-    title: str
-    metadata: Mapping[str, Any]
-
-    @property
-    def name(self) -> DocumentName:
-        """What it is called in its corpus."""
-        return self.document, self.place
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "rank": self.rank,
-            "score": self.score,
-            "document": self.document,
-            "place": self.place,
-            "title": self.title,
-            "metadata": dict(self.metadata),
-            "text": self.chunk.text,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievalStage:
-    """The best chunks known after stage `number` (from 1) of a search that took `seconds` for this stage.
-
-    The chunks of the `last` stage are those of the search without stages. `distances` and `extra_distances` as in
-    `SearchStage`.
-    """
-
-    chunks: tuple[RetrievedChunk, ...]
-    number: int
-    last: bool
-    seconds: float
-    distances: int
-    extra_distances: int
 
 
 def document_chunks(document: StoredDocument) -> list[Chunk]:
@@ -169,8 +117,6 @@ class _Searcher:
         """
         if self._files is None or self._is_flat or not self._parts:
             return
-        from chunkweave.retrieval.faiss_indexes import FaissIndex, save_index
-
         index = self.index()
         assert isinstance(index, FaissIndex), "all kinds but flat are faiss's"
         save_index(self._files, self._manifest, index)
@@ -183,8 +129,6 @@ class _Searcher:
     def _stored_index(self) -> VectorIndex | None:
         if self._files is None or self._is_flat:
             return None
-        from chunkweave.retrieval.faiss_indexes import stored_index
-
         return stored_index(self._files, self._manifest)
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Indexes of faiss, searched in stages (RAGCache §6, pipelined vector search), and their file in a corpus."""
+"""Makes indexes; those of faiss, searched in stages (RAGCache §6, pipelined vector search), and their file in a corpus.
+
+faiss is imported when one of its indexes is made or read.
+"""
 
 import json
 import logging
@@ -14,10 +17,12 @@ from numpy.typing import NDArray
 from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError, install_extra
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, digest_of
 from chunkweave.retrieval.indexes import (
+    FlatIndex,
     Hits,
     IndexConfig,
     IndexKind,
     SearchStage,
+    VectorIndex,
     checked_query,
     checked_vectors,
     merged,
@@ -171,6 +176,32 @@ class HnswIndex(FaissIndex):
         scores, rows = _first(self.faiss_index.search(query, k, params=parameters))
         found = rows >= 0
         return top_hits(rows[found], scores[found], k), int(faiss.cvar.hnsw_stats.ndis - before)
+
+
+def check_available(kind: IndexKind) -> None:
+    """Find out before documents are embedded for nothing.
+
+    Raises:
+        UsageError: the kind needs faiss, and it is not installed.
+    """
+    if kind is not IndexKind.FLAT:
+        import_faiss()
+
+
+def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> VectorIndex:
+    """An index over the rows of all `blocks`, each `[rows, dimension]`, in their order.
+
+    Raises:
+        DimensionMismatchError: a block has another number of columns.
+        UsageError: the kind needs faiss, and it is not installed.
+    """
+    if config.kind is IndexKind.FLAT:
+        index: VectorIndex = FlatIndex(dimension, stages=config.stages)
+    else:
+        index = new_faiss_index(config.resolved(sum(map(len, blocks))), blocks, dimension)
+    for block in blocks:
+        index.add(block)
+    return index
 
 
 def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> FaissIndex:

@@ -145,36 +145,6 @@ class IndexConfig:
             raise UsageError(f"not the settings of an index: {error}") from error
 
 
-def check_available(kind: IndexKind) -> None:
-    """Find out before documents are embedded for nothing.
-
-    Raises:
-        UsageError: the kind needs faiss, and it is not installed.
-    """
-    if kind is not IndexKind.FLAT:
-        from chunkweave.retrieval.faiss_indexes import import_faiss
-
-        import_faiss()
-
-
-def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> VectorIndex:
-    """An index over the rows of all `blocks`, each `[rows, dimension]`, in their order.
-
-    Raises:
-        DimensionMismatchError: a block has another number of columns.
-        UsageError: the kind needs faiss, and it is not installed.
-    """
-    if config.kind is IndexKind.FLAT:
-        index: VectorIndex = FlatIndex(dimension, stages=config.stages)
-    else:
-        from chunkweave.retrieval.faiss_indexes import new_faiss_index
-
-        index = new_faiss_index(config.resolved(sum(map(len, blocks))), blocks, dimension)
-    for block in blocks:
-        index.add(block)
-    return index
-
-
 def timed_stages(
     index: VectorIndex,
     query: NDArray[np.float32],

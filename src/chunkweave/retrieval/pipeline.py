@@ -9,17 +9,18 @@ from math import isfinite
 from typing import Any, Unpack
 
 from chunkweave.config import SamplingParams
+from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request import Answer, Request, StreamEvent
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.method_choice import MethodOptions
-from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress, RetrievedChunk
+from chunkweave.prompt.request import Request
+from chunkweave.retrieval.corpus import Corpus, CorpusChange, Progress
 from chunkweave.retrieval.indexes import usual_top_k
-from chunkweave.retrieval.retrievers import RetrieverCorpus
-from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, StagedCorpus, left_s
+from chunkweave.retrieval.retrievers import RetrievedChunk, RetrieverCorpus, StagedCorpus
+from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, left_s
 
 Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
 """Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""

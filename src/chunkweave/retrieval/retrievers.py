@@ -1,14 +1,85 @@
-"""Retrievers of LangChain and LlamaIndex where a corpus is taken. Imports neither: what counts is what they can do."""
+"""What a pipeline searches and what it finds; retrievers of LangChain and LlamaIndex, of which neither is imported."""
 
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 from zlib import crc32
 
 from chunkweave.errors import UsageError
-from chunkweave.retrieval.corpus import RetrievalStage, RetrievedChunk
 from chunkweave.types import Chunk
+
+DocumentName = tuple[str, int]
+"""A chunk by its document and its place there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedChunk:
+    """A chunk that was found: `rank` counts from 1, `score` is the cosine with the question's vector.
+
+    `place` is its number within the document, from 0.
+    """
+
+    chunk: Chunk
+    document: str
+    place: int
+    rank: int
+    score: float
+    title: str
+    metadata: Mapping[str, Any]
+
+    @property
+    def name(self) -> DocumentName:
+        """What it is called in its corpus."""
+        return self.document, self.place
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "rank": self.rank,
+            "score": self.score,
+            "document": self.document,
+            "place": self.place,
+            "title": self.title,
+            "metadata": dict(self.metadata),
+            "text": self.chunk.text,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalStage:
+    """The best chunks known after stage `number` (from 1) of a search that took `seconds` for this stage.
+
+    The chunks of the `last` stage are those of the search without stages. `distances` and `extra_distances` as in
+    `SearchStage`.
+    """
+
+    chunks: tuple[RetrievedChunk, ...]
+    number: int
+    last: bool
+    seconds: float
+    distances: int
+    extra_distances: int
+
+
+class StagedCorpus(Protocol):
+    """What is searched; `chunkweave.Corpus` is one. Called in threads.
+
+    What `embed_query` returns is for `search` alone: a vector, or whatever the corpus searches by.
+    """
+
+    def __len__(self) -> int:
+        """How many chunks there are."""
+
+    def embed_query(self, question: str) -> Any:
+        """The vector of a question, `[dimension]`."""
+
+    def search(self, question: Any, k: int) -> tuple[RetrievedChunk, ...]:
+        """The `k` best chunks, the best first."""
+
+    def search_stages(self, question: Any, k: int) -> Iterator[RetrievalStage]:
+        """The same in stages; the chunks of the last are those of `search`."""
 
 
 class RetrieverCorpus:

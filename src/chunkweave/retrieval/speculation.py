@@ -12,13 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestEndedError, UsageError
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
-
-if TYPE_CHECKING:
-    from chunkweave.retrieval.corpus import DocumentName, RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.retrievers import DocumentName, RetrievedChunk, StagedCorpus
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ class PendingAnswer(Protocol[EventT_co]):
         """End the request unless it has ended; a second time is harmless."""
 
 
-Submit = Callable[[Sequence["RetrievedChunk"], bool], Awaitable[PendingAnswer[EventT]]]
+Submit = Callable[[Sequence[RetrievedChunk], bool], Awaitable[PendingAnswer[EventT]]]
 """Submits one question over these chunks, in the order of the prompt; the flag says whether it is speculative.
 
 A speculative request takes only capacity that is idle, and its events are not read before it is confirmed.
@@ -217,25 +215,6 @@ class Speculation(Generic[RequestT, DocumentT]):
         return terminated
 
 
-class StagedCorpus(Protocol):
-    """What is searched; `chunkweave.Corpus` is one. Called in threads.
-
-    What `embed_query` returns is for `search` alone: a vector, or whatever the corpus searches by.
-    """
-
-    def __len__(self) -> int:
-        """How many chunks there are."""
-
-    def embed_query(self, question: str) -> Any:
-        """The vector of a question, `[dimension]`."""
-
-    def search(self, question: Any, k: int) -> "tuple[RetrievedChunk, ...]":
-        """The `k` best chunks, the best first."""
-
-    def search_stages(self, question: Any, k: int) -> "Iterator[RetrievalStage]":
-        """The same in stages; the chunks of the last are those of `search`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """The best chunks so far, the best first, and whether the search is over.
@@ -243,7 +222,7 @@ class Found:
     `embed_s` and `search_s` are the seconds that it has taken, `at_s` when that was by `time.perf_counter`.
     """
 
-    chunks: "tuple[RetrievedChunk, ...]" = ()
+    chunks: tuple[RetrievedChunk, ...] = ()
     last: bool = True
     embed_s: float = 0.0
     search_s: float = 0.0
@@ -295,7 +274,7 @@ class Retriever:
         question: str,
         k: int,
         *,
-        on_stage: "Callable[[tuple[RetrievedChunk, ...]], Awaitable[None]] | None" = None,
+        on_stage: Callable[[tuple[RetrievedChunk, ...]], Awaitable[None]] | None = None,
         until_s: float | None = None,
         wait_for_thread: bool = False,
     ) -> Found:
@@ -434,7 +413,7 @@ class SpeculativeAnswer(Generic[EventT]):
         self.submitted_s = 0.0
         """When the newest request was submitted, by `time.perf_counter`."""
 
-    async def on_stage(self, chunks: "Sequence[RetrievedChunk]") -> None:
+    async def on_stage(self, chunks: Sequence[RetrievedChunk]) -> None:
         """A stage that is not the last has named `chunks`."""
         self._drop_failed()
         own = self._answer is not None and not self._answer.begun
@@ -449,7 +428,7 @@ class SpeculativeAnswer(Generic[EventT]):
                 logger.debug("nothing is computed ahead: %s", error)
                 self._speculation.failed(self)
 
-    async def final(self, chunks: "Sequence[RetrievedChunk]") -> PendingAnswer[EventT] | None:
+    async def final(self, chunks: Sequence[RetrievedChunk]) -> PendingAnswer[EventT] | None:
         """The search is over: what was started for exactly these chunks, not confirmed yet; None if nothing was."""
         self._drop_failed()
         decision = self._speculation.on_final(self, _names(chunks))
@@ -459,7 +438,7 @@ class SpeculativeAnswer(Generic[EventT]):
         return self._answer if self._matched else None
 
     async def answer_over(
-        self, chunks: "Sequence[RetrievedChunk]", *, until_s: float | None = None
+        self, chunks: Sequence[RetrievedChunk], *, until_s: float | None = None
     ) -> AsyncGenerator[EventT, None]:
         """The search is over: the events of the answer over `chunks`, computed already or from now on.
 
@@ -497,7 +476,7 @@ class SpeculativeAnswer(Generic[EventT]):
         if self._answer is not None:
             await self._answer.aclose()
 
-    async def _start(self, chunks: "Sequence[RetrievedChunk]", *, speculative: bool) -> PendingAnswer[EventT]:
+    async def _start(self, chunks: Sequence[RetrievedChunk], *, speculative: bool) -> PendingAnswer[EventT]:
         self.submitted_s = time.perf_counter()
         self._answer = await self._submit(chunks, speculative)
         return self._answer
@@ -528,5 +507,5 @@ def left_s(until_s: float | None) -> float | None:
     return seconds
 
 
-def _names(chunks: "Sequence[RetrievedChunk]") -> "list[DocumentName]":
+def _names(chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
     return [chunk.name for chunk in chunks]

@@ -353,12 +353,11 @@ class BatchingConfig:
     ...     batching.close()
     """
 
-    max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs", old=("max_running",))
+    max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs")
     step_tokens: int = setting(
         512,
         "Tokens of one step of the engine; the end of a prompt may take an eighth more.",
         name="max_num_batched_tokens",
-        old=("step_tokens",),
     )
     step_time_s: float | None = setting(
         0.1,
@@ -384,7 +383,6 @@ class BatchingConfig:
         DEFAULT_WINDOW,
         "How often a waiting request may be passed over by ones of which more is cached.",
         name="queue_window",
-        old=("window",),
         places=SERVERS,
         least=0,
     )

@@ -236,7 +236,8 @@ class LayerLoader:
         self._moved = threading.Condition()
         self._cancelled = False
         self._thread = threading.Thread(target=self._read_all, name="chunkweave-loader", daemon=True)
-        self._thread.start()
+        if self.segments:
+            self._thread.start()
 
     def release(self, first_layers: int = 0) -> None:
         """Read on without bound, and wait until the first `first_layers` layers are in (all of them when sync)."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.lora.layers import LoRAMapping
 
-from chunkweave.vllm.scheduler import NotWoven
+from chunkweave.vllm.orders import NotWoven
 
 
 class Adapters:

@@ -16,10 +16,11 @@ from chunkweave.errors import ModelError
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm.model_check import checked_layers, model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.orders import Holdings, StepOrders, StepResults
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
-from chunkweave.vllm.scheduler import ConnectorScheduler, Holdings, StepOrders, StepResults
+from chunkweave.vllm.scheduler import ConnectorScheduler
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker

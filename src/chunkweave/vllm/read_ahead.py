@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from chunkweave.engine.prefill import Prefetch
 from chunkweave.vllm.request import WeaveRequest
+from chunkweave.weaving.sources import Prefetch
 
 logger = logging.getLogger("vllm.chunkweave")
 

@@ -1,28 +1,22 @@
 """The connector's extra config: every key that vLLM's user may give, checked before anything is loaded."""
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
-from chunkweave.errors import UsageError
+from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
-from chunkweave.settings import Place, read, settings_at, spelled
+from chunkweave.settings import Place, read, settings_at
 from chunkweave.store.eviction import make_policy
 from chunkweave.vllm.request import SETTINGS, Defaults
-
-logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
-
-ConfigT = TypeVar("ConfigT")
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
-_STORE = settings_at(StoreConfig, Place.CONNECTOR) | settings_at(WeaveConfig, Place.CONNECTOR)
-_OTHERS = (PluginConfig, RequestDefaults, ReuseConfig, CaptureConfig)
-_KNOWN = _STORE | {name: one for kind in _OTHERS for name, one in settings_at(kind, Place.CONNECTOR).items()}
+_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, RequestDefaults, ReuseConfig, CaptureConfig)
+_KNOWN = {name: one for kind in _GROUPS for name, one in settings_at(kind, Place.CONNECTOR).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +41,18 @@ class PluginSettings:
             UsageError: an unknown key, or a value that is out of range or of the wrong type.
             UnknownMethodError: no such eviction policy, codec or method.
         """
-        given = spelled(extra, _KNOWN, logger.warning)
-        if unknown := sorted(str(key) for key in given if key not in _KNOWN and key not in SETTINGS):
+        if unknown := unknown_names(extra, {*_KNOWN, *SETTINGS}):
             there = ", ".join(sorted(_KNOWN))
-            raise UsageError(f"unknown keys of kv_connector_extra_config: {', '.join(unknown)}; there are: {there}")
+            raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
-        given = ({"remote_url": url} if url else {}) | given
-        _read(PluginConfig, given)  # what the others name may be in its files
-        store = _read(StoreConfig, given)
+        given = ({"remote_url": url} if url else {}) | dict(extra)
+        read(PluginConfig, given, Place.CONNECTOR)  # what the others name may be in its files
+        store = read(StoreConfig, given, Place.CONNECTOR)
         if store.cache_dir is not None:
             store = replace(store, cache_dir=store.cache_dir.expanduser())
         make_policy(store.policy)  # refused now, not in every worker
         make_codec(store.codec)
         requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record
-        weave = _read(WeaveConfig, given)
+        weave = read(WeaveConfig, given, Place.CONNECTOR)
         return cls(store, weave, requests, weave.weave_step_tokens or max(1, most_tokens // 8))
-
-
-def _read(config: type[ConfigT], given: Mapping[str, Any]) -> ConfigT:
-    known = settings_at(config, Place.CONNECTOR)
-    return read(config, {name: value for name, value in given.items() if name in known}, Place.CONNECTOR)

@@ -25,8 +25,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from chunkweave.config import AttentionKernel
 from chunkweave.models.anatomy import anatomy_of
-from chunkweave.models.attention import ALONE, Ranks, make_attention
+from chunkweave.models.attention import ALONE, Ranks
 from chunkweave.models.huggingface import geometry_of
+from chunkweave.models.kernels.choice import make_attention
 from chunkweave.types import Geometry
 from chunkweave.vllm.adapters import Adapters
 from chunkweave.vllm.architectures import Call, architecture_of, sinks_of, windows_of

@@ -12,7 +12,7 @@ from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.removal import Removed
 
 if TYPE_CHECKING:  # they need vLLM
-    from chunkweave.vllm.scheduler import LookupOrder, StepResults
+    from chunkweave.vllm.orders import LookupOrder, StepResults
 
 MOST_CHANGES = 4096
 """Most changed chunks and segments in the results of one step: the rest follows in the next."""

@@ -8,31 +8,234 @@ through vLLM's whole layers (`StockPass`), one that looks at attention or hides 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 import torch
 
 from chunkweave.config import CaptureConfig
-from chunkweave.engine.prefill import parts_to_keep, segments_of
-from chunkweave.fusion.capture import AttentionCapture, PartCapture
+from chunkweave.fusion.capture import AttentionCapture
 from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, flags_of
-from chunkweave.kv.request_cache import Placement, before_rope
+from chunkweave.kv.request_cache import Placement, Rotate, before_rope
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
 from chunkweave.prompt.parts import Prompt
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Scattered, Span, joined, spans_of
-from chunkweave.vllm.paged_kv import PagedCache, RequestBlocks
-from chunkweave.vllm.scheduler import PLACED_PER_COMPUTED
+from chunkweave.vllm.orders import PLACED_PER_COMPUTED
+from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.rotation import BEFORE_ROPE
 from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.weaving.storing import new_captures, parts_to_keep, segments_of
 
 START = -1
 """In place of a layer's number: what a pass started with."""
 
 Choices = Mapping[tuple[int, int], torch.Tensor]
 """Positions that evidence chose, by pass and layer."""
+
+
+_MOST_PASSIVE = 0.75
+"""Where a larger share of a segment's tokens is passive, all of them are brought."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """What the segments bring to one group of layers, where `passive` tokens need it: worked out once for all of them.
+
+    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others. They are
+    places in a row where the others are few, whose KV is overwritten behind it: to pick rows out costs a copy.
+    """
+
+    passive: torch.Tensor
+    rows: torch.Tensor | slice
+    at: torch.Tensor
+    to: torch.Tensor
+    slots: torch.Tensor
+
+
+class PagedCache:
+    """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
+
+    What lies before `first` is in the blocks already. What lies from `stop` on has no blocks yet: a question whose
+    attention is read beforehand; its KV is held for one layer at a time. For attention that is not vLLM's, keys and
+    values of the current layer are laid out in a row, `[2, capacity, kv_heads, head_dim]`; other passes fill the blocks
+    alone. Owned by one weave.
+
+    Where a layer's blocks begin later than the prompt, `first` is 0, and passes need the row: what lies before is laid
+    out from the segments for each of them, and what all but the last computed there is held on the host.
+    """
+
+    kept_from: int | None = None
+    last_pass = False
+    """Nothing is to be held for another one."""
+
+    def __init__(
+        self,
+        layers: StockLayers,
+        blocks: RequestBlocks,
+        placements: Sequence[Placement],
+        *,
+        first: int,
+        stop: int,
+        capacity: int,
+    ) -> None:
+        """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
+        self.capacity, self.geometry = capacity, layers.geometry
+        assert blocks.whole or not first, "what has left a window cannot be read back"
+        self._paged, self._blocks = layers.paged, blocks
+        self._rotations = layers.rotations
+        placed = [one for one in placements if one.span.stop > first]
+        self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
+        inside = [Span(max(first, one.span.start), one.span.stop) for one in placed]
+        assert all(one.stop <= other.start for one, other in pairwise(inside))
+        positions = [position for span in inside for position in span.positions()]
+        self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
+        """Positions of what the segments bring, ascending."""
+        keys_at = [position for segment, rows in self._sources for position in _keys_at(segment, rows)]
+        self._keys_at = torch.tensor(keys_at, dtype=torch.long, device=layers.device)
+        self._turned, self._rotated = keys_at != positions, set(keys_at) != {BEFORE_ROPE}
+        self._where = positions
+        self._turns: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._fills: dict[int, _Fill] = {}
+        self._below = torch.arange(stop, device=layers.device)
+        self._first = first
+        self._held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._loaded = [False] * layers.num_layers
+        self._row: torch.Tensor | None = None
+        self._at = -1
+        self._raw: tuple[int, torch.Tensor] | None = None
+        self._written: dict[int, tuple[torch.Tensor, slice, torch.Tensor]] = {}
+
+    def fill(self, layer: int, passive: torch.Tensor) -> None:
+        """Bring the segments' KV of a layer into the blocks, once; `passive` are the places in `cached` that need it.
+
+        The KV of the others is about to be computed.
+        """
+        if self._loaded[layer]:
+            return
+        self._loaded[layer] = True
+        group = self._paged.groups[layer]
+        if group not in self._fills or self._fills[group].passive is not passive:
+            inside = self._inside(layer, self.cached)
+            picked = passive[(passive >= inside.start) & (passive < inside.stop)]
+            most = len(picked) > _MOST_PASSIVE * (inside.stop - inside.start)
+            rows = inside if most else picked
+            to = self.cached[rows]
+            self._fills[group] = _Fill(passive, rows, self._keys_at[rows], to, self._blocks.of(layer).slots(to))
+        fill = self._fills[group]
+        if len(fill.slots):
+            keys, values = self._gather(layer)[:, fill.rows]
+            self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
+
+    def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
+        """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
+        self._at, loaded = layer, self._loaded[layer]
+        self._loaded[layer] = True
+        row, table, inside = self._row_of(layer), self._blocks.of(layer), self._inside(layer, self.cached)
+        known = self._below[table.begins :] if loaded else self._below[: self._first]
+        if len(known):
+            row[:, table.begins : table.begins + len(known)] = self._paged.read(layer, table.slots(known))
+        self._place(layer, slice(0, inside.start if loaded else inside.stop))
+        self._place(layer, slice(inside.stop, len(self.cached)))
+        for positions, held in self._held.get(layer, ()):
+            row[:, positions] = held.to(row.device, non_blocking=True)
+        if not loaded and inside.stop > inside.start:
+            keys, values = row[:, self._rows(inside)]
+            self._paged.write(layer, table.slots(self.cached[inside]), keys, values)
+
+    def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
+        places = torch.searchsorted(self.cached, positions)
+        found = self._gather(layer)[:, places]
+        if not self._rotated:
+            return found
+        nowhere = torch.full_like(places, BEFORE_ROPE)
+        return torch.stack((self._rotations.turn(layer, found[0], self._keys_at[places], nowhere), found[1]))
+
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite rows at `positions` `[tokens]`, ascending, with rotated `keys` and `values`, in row and blocks."""
+        row = self._row_of(layer)
+        row[0].index_copy_(0, positions, keys)
+        row[1].index_copy_(0, positions, values)
+        inside, slots = self._slots_of(layer, positions)
+        if len(slots):
+            self._paged.write(layer, slots, keys[inside], values[inside])
+        if inside.start and not self.last_pass:
+            held = torch.stack((keys[: inside.start], values[: inside.start])).cpu()
+            self._held.setdefault(layer, []).append((positions[: inside.start], held))
+
+    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
+        """Never called: the question's KV is vLLM's to compute and to keep."""
+        raise AssertionError(f"{len(keys)} keys of layer {layer} at {positions} have no place")
+
+    def clear(self, layer: int, hidden: torch.Tensor) -> None:
+        """Make the rows at the positions `hidden` finite; a later pass writes them into the blocks."""
+        self._row_of(layer).index_fill_(1, hidden, 0)
+
+    def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values of positions below `stop` in the current layer, `[stop, kv_heads, head_dim]`."""
+        row = self._row_of(layer)
+        return row[0, :stop], row[1, :stop]
+
+    def _row_of(self, layer: int) -> torch.Tensor:
+        assert layer == self._at, "a layer is loaded before it is used"
+        if self._row is None:
+            shape = (2, self.capacity, *self._paged.shape)
+            self._row = torch.zeros(shape, dtype=self._paged.dtype, device=self._paged.device)
+        return self._row
+
+    def _place(self, layer: int, places: slice) -> None:
+        """Lay out what the segments bring to those places in `cached`."""
+        if places.stop <= places.start:
+            return
+        row, where = self._row_of(layer), self._rows(places)
+        run = (places.start, places.stop)
+        if run not in self._turns:
+            self._turns[run] = self._keys_at[places], self.cached[places]
+        keys, values = self._gather(layer)[:, places]
+        row[0, where] = self._moved(layer, keys, *self._turns[run])
+        row[1, where] = values
+
+    def _rows(self, places: slice) -> slice | torch.Tensor:
+        """The positions of those places in `cached`: as a slice, which costs a copy less, where they are one run."""
+        first, stop = self._where[places.start], self._where[places.stop - 1] + 1
+        return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
+
+    def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Keys that are as `at` positions, as they are `to` others: untouched if all segments were computed there."""
+        return self._rotations.turn(layer, keys, at, to) if self._turned else keys
+
+    def _inside(self, layer: int, positions: torch.Tensor) -> slice:
+        """Those of the `positions`, ascending, that have blocks in a layer."""
+        begins = self._blocks.of(layer).begins
+        return slice(int((positions < begins).sum()) if begins else 0, int((positions < len(self._below)).sum()))
+
+    def _slots_of(self, layer: int, positions: torch.Tensor) -> tuple[slice, torch.Tensor]:
+        """Those of the positions that have blocks, and their slots; worked out once for the rows of many layers."""
+        group = self._paged.groups[layer]
+        if group not in self._written or self._written[group][0] is not positions:
+            inside = self._inside(layer, positions)
+            self._written[group] = positions, inside, self._blocks.of(layer).slots(positions[inside])
+        return self._written[group][1:]
+
+    def _gather(self, layer: int) -> torch.Tensor:
+        """Keys as they are stored and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
+        if self._raw is None or self._raw[0] != layer:
+            parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
+            device, dtype = self._paged.device, self._paged.dtype
+            self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
+        return self._raw[1]
+
+
+def _keys_at(segment: SegmentSource, rows: slice) -> Sequence[int]:
+    """The positions that the keys of some rows of a segment are stored for."""
+    count = rows.stop - rows.start
+    if segment.keys_at is None:
+        return [BEFORE_ROPE] * count
+    return range(segment.keys_at + rows.start, segment.keys_at + rows.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,11 +383,9 @@ class CapturedParts:
         woven_fraction = config.woven_fraction if before is None else None
         sources = before_rope(placements, layers.rotations.inverse, layers.device)
         parts = parts_to_keep(prompt, plan, sources, store, woven_fraction=woven_fraction)
-        self.captures = tuple(
-            PartCapture(part, layers.own_geometry, layers.dtype, device=layers.device, woven_from=origin)
-            for part, origin in parts
-            if part.span.start >= first and (before is None or part.span.start < before)
-        )
+        stop = plan.prompt_tokens if before is None else before
+        here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
+        self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)
         self.attention: AttentionCapture | None = None
         if self.captures and before is None:
             self.attention = AttentionCapture(

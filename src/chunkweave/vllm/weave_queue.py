@@ -13,14 +13,14 @@ import torch
 from torch import distributed
 from vllm.distributed import get_tp_group
 
-from chunkweave.engine.prefill import PlanSources
 from chunkweave.planning.method import without
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
-from chunkweave.vllm.scheduler import NotWoven, WeaveOrder
+from chunkweave.vllm.orders import NotWoven, WeaveOrder
 from chunkweave.vllm.weave import WeaveJob
+from chunkweave.weaving.sources import PlanSources
 
 AHEAD = 4
 """Weaves that are prepared before their turn: more would only read against one another, and take memory."""

@@ -11,8 +11,6 @@ from math import inf
 
 import torch
 
-from chunkweave.engine.prefill import PlanSources, Prefetch
-from chunkweave.engine.stores import open_store, store_counts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
 from chunkweave.planning.cost import stored_cost_model, too_slow
@@ -22,30 +20,24 @@ from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.tiers.device import BlockSegment, HostMemory, host_memory_for, streams_of
-from chunkweave.tiers.preload import Gone, LayerLoader
+from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
+from chunkweave.tiers.preload import Gone
 from chunkweave.types import SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
+from chunkweave.vllm.orders import AskedOrder, Holdings, NotWoven, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.read_ahead import ReadAhead
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.scheduler import (
-    AskedOrder,
-    Holdings,
-    NotWoven,
-    SaveOrder,
-    StepOrders,
-    StepResults,
-    WeaveOrder,
-)
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, WeaveQueue
+from chunkweave.weaving.sources import Prefetch, WeavingStore
+from chunkweave.weaving.stores import open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -54,8 +46,6 @@ _CHOICES = 4096
 
 _CHOSEN_POSITIONS = 4 << 20
 """All that are remembered, 8 bytes each: long prompts leave fewer prompts."""
-
-_IN_MEMORY = (SegmentKV, BlockSegment)
 
 _WAITING_SHARE = 1 / 8
 """Of vLLM's blocks, how many may wait to be copied."""
@@ -101,6 +91,9 @@ class ConnectorWorker:
         self._streams = streams_of(layers.device)
         self._store = open_store(settings.store, named, layers.device, self._streams)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
+        self._weaving_store = WeavingStore(
+            self._store, layers.geometry, layers.device, send=self._streams.send, memory=self._memory
+        )
         self._cost = stored_cost_model(settings.store.cache_dir, named)
         self._idle = False
         self._follower = self._store.follow()
@@ -242,21 +235,13 @@ class ConnectorWorker:
         found = without(found, self._too_slow(order, found))
         method = PrefixGrowingMethod(self._method(order), promotion)
         while found.hits or order.request.kept.profiles:
-            plan = method.plan(found, self._layers.geometry)
-            plan.validate(self._num_layers)
+            plan = self._weaving_store.plan(found, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
-            pinned = PlanSources(
-                self._store,
-                plan,
-                self._num_layers,
-                self._layers.device,
-                prefetched=None if self._ahead is None else self._ahead.find(order.request_id),
-                send=self._streams.send,
-                memory=self._memory,
-            )
+            ahead = None if self._ahead is None else self._ahead.find(order.request_id)
+            pinned = self._weaving_store.pin(plan, prefetched=ahead)
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
                 pinned.close()
@@ -299,14 +284,11 @@ class ConnectorWorker:
     def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
         """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
         plan = self._usual_plan(request, self._store.lookup(request.prompt))
-        lease = self._store.lease(plan.segments())
-        exact = {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
-        found = [(one, self._store.get(one, exact=one in exact)) for one in plan.segments()]
-        slow = [(one, source) for one, source in found if source is not None and not isinstance(source, _IN_MEMORY)]
-        if not slow:
-            lease.release()
-            return None
-        return Prefetch(lease, LayerLoader(slow, self._num_layers, send=self._streams.send, memory=self._memory))
+        prefetch = self._weaving_store.prefetch(plan, from_memory=False)
+        if prefetch.nbytes:
+            return prefetch
+        prefetch.close()
+        return None
 
     def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
         return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
@@ -391,10 +373,7 @@ class ConnectorWorker:
             self._store.promote(segment, whole)
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
-        for part in plan.parts:
-            if part.segment is not None:
-                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self._store.note_reuse(part.segment, unscored if part.score is None else part.score.impact)
+        self._weaving_store.note_reuse(plan)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans

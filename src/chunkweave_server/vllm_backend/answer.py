@@ -9,6 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from chunkweave.conversation.report import Durations
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave_server.backend import AnswerEnd, Choice, Event
@@ -211,15 +212,9 @@ class VllmAnswer:
             reported = await context.inbox.report(report_id, _REPORT_S)
         now, arrived_s = time.perf_counter(), self._arrived_s
         first_s = now if self._first_s is None else self._first_s
-        report = reuse_report(
-            placed,
-            reported,
-            self._usage,
-            queue_s=self._queued_s,
-            ttft_s=first_s - arrived_s,
-            decode_s=now - first_s,
-            new_tokens=int(self._usage.get("completion_tokens") or len(choice["token_ids"])),
-        )
+        durations = Durations(first_s - arrived_s, now - first_s, self._queued_s)
+        new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
+        report = reuse_report(placed, reported, self._usage, durations, new_tokens)
         cached = cached_tokens(report, reported)
         context.fleet.served(placed, cached_tokens=cached)
         self._end_turn(placed, choice)

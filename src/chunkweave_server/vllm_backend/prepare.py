@@ -11,7 +11,6 @@ from typing import Any
 from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, is_hub_name
 from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
-from chunkweave.engine.request import Request
 from chunkweave.errors import ModelNotFoundError, PromptTooLongError
 from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import models_folder
@@ -24,6 +23,7 @@ from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.neutral import is_neutral
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.prompt.rendering import Messages, Rendered
+from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import rendered_exchange, template_for, template_with
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer, TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
@@ -95,7 +95,7 @@ class PromptPreparer:
         self._model = model
         self._builder_for = lru_cache(_BUILDERS)(self._alike)
         self.conversations = Conversations(conversations)
-        self._turn_builder = TurnBuilder(self.builder, None, self.conversations, most_tokens)
+        self._turn_builder = TurnBuilder(self.builder, self.conversations, most_tokens)
         self._most_tokens = most_tokens
         self._usual_order = usual_order
         self._shadow = shadow
@@ -163,7 +163,8 @@ class PromptPreparer:
         said = answer_ids if text is None else self.tokenizer.encode(text)
         while said and said[-1] in self.tokenizer.stop_ids:  # what ends a turn comes from the template
             said = said[:-1]
-        self._turn_builder.said(prepared.turn, prompt, said)
+        part = self._turn_builder.said(prepared.turn, prompt, said)
+        self._turn_builder.end(prepared.turn, prompt, part)
 
     def abandon(self, prepared: PreparedPrompt) -> None:
         """A request ends without an answer; harmless behind `end`."""

@@ -7,18 +7,19 @@ import re
 import shutil
 import socket
 import tempfile
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave.types import Span, spans_of
+from chunkweave.types import Span
 from chunkweave_server.vllm_backend.fleet import Placed
 
 logger = logging.getLogger(__name__)
@@ -197,93 +198,53 @@ def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
 
 
 def reuse_report(
-    placed: Placed,
-    reported: Report | None,
-    usage: Mapping[str, Any],
-    *,
-    queue_s: float,
-    ttft_s: float,
-    decode_s: float,
-    new_tokens: int,
+    placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
     choice, turn = placed.prepared.choice, placed.prepared.turn
-    prompt_tokens = len(placed.prompt)
+    said: Report = reported or {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
-    prefix_exact, reused, recomputed, computed = tokens_by_source(reported, prompt_tokens, local_tokens)
-    content = None if turn is None else turn.content
-    return ReuseReport(
-        method=str((reported or {}).get("method") or choice.method),
-        prompt_tokens=prompt_tokens,
-        prefix_exact_tokens=prefix_exact,
-        reused_tokens=reused,
-        recomputed_tokens=recomputed,
-        computed_tokens=computed,
-        recompute_fraction=float((reported or {}).get("recompute_fraction") or 0.0),
-        queue_s=queue_s,
-        lookup_s=0.0,
-        load_s=0.0,
-        weave_s=max(0.0, ttft_s - queue_s),
-        ttft_s=ttft_s,
-        decode_s=decode_s,
-        new_tokens=new_tokens,
-        prefill_flops=0.0,
-        full_prefill_flops=0.0,
-        why=str(choice.why if reported is None or _woven(reported) else reported.get("why", choice.why)),
-        parameters={name: float(value) for name, value in ((reported or {}).get("parameters") or {}).items()}
-        or choice.parameters,
-        order=placed.arranged.ordering,
-        history_tokens=placed.prompt.turn_tokens if content is None else content.history_tokens,
-        chunks_not_sent=0 if content is None else len(content.not_sent),
-        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
-        turns_cut=0 if content is None else content.cut,
-        looked_up_tokens=sum(len(part) for part in placed.prompt.parts if part.id is not None),
-        hits=_hits(placed.prompt, reported, prefix_exact),
-        chunks=tuple(_chunks(placed, reported, prefix_exact)),
+    counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
+    sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
+    method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
+    outcome = Outcome(method, counts, sources, recomputed)
+    report = build_report(
+        placed.arranged, choice, None if turn is None else turn.content, outcome, durations, new_tokens
+    )
+    return replace(
+        report,
+        recompute_fraction=float(said.get("recompute_fraction") or 0.0),
+        weave_s=max(0.0, durations.ttft_s - durations.queue_s),
+        why=report.why if _woven(said) else str(said.get("why", report.why)),
+        parameters={name: float(value) for name, value in (said.get("parameters") or {}).items()} or report.parameters,
+        hits=_hits(placed.prompt, said, counts.prefix_exact),
     )
 
 
-def _chunks(placed: Placed, reported: Report | None, cached: int) -> Iterator[ChunkReport]:
-    """Each part that can be stored; its source is empty where the plug-in could not send it.
+def _sources(prompt: Prompt, said: Report, cached: int) -> Iterator[str]:
+    """The source of each part; empty where the plug-in could not send it.
 
     What vLLM found of a prompt that was not woven lies at its beginning.
     """
-    prompt, ranks = placed.prompt, placed.arranged.ranks
-    told: Mapping[str, Sequence[Sequence[int]]]
-    if reported is None or not _woven(reported):
-        told = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+    spans: Mapping[str, Sequence[Sequence[int]]]
+    if _woven(said):
+        spans = said.get("kv_sources") or {}
     else:
-        told = reported.get("kv_sources") or {}
-    recomputed = sorted((reported or {}).get("recomputed") or ())
-    for number, (part, span) in enumerate(zip(prompt.parts, prompt.spans(), strict=True)):
-        if part.id is None:
-            continue
-        inside = spans_of(recomputed[bisect_left(recomputed, span.start) : bisect_left(recomputed, span.stop)])
-        yield ChunkReport(
-            id=part.id,
-            source=part.source or str(part.kind),
-            kv_source=_source_of(span, told),
-            variant=None,
-            tier=None,
-            tokens=len(part),
-            recomputed_tokens=sum(map(len, inside)),
-            recomputed=inside,
-            rank=ranks.get(number),
-            start=span.start,
-        )
+        spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+    return (_source_of(span, spans) for span in prompt.spans())
 
 
-def _source_of(part: Span, told: Mapping[str, Sequence[Sequence[int]]]) -> str:
+def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
     """The source of a part's last token: vLLM's blocks may end within it."""
-    found = (source for source, spans in told.items() for start, stop in spans if start < part.stop <= stop)
+    found = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
     return str(next(found, ""))
 
 
-def _hits(prompt: Prompt, reported: Report | None, cached: int) -> dict[str, int]:
+def _hits(prompt: Prompt, said: Report, cached: int) -> dict[str, int]:
     """Tokens of stored parts that were found, by tier; of a prompt that was not woven, vLLM's cache had the first."""
-    if reported is not None and _woven(reported):
-        return {str(tier): int(tokens) for tier, tokens in (reported.get("hits") or {}).items()}
+    if _woven(said):
+        return {str(tier): int(tokens) for tier, tokens in (said.get("hits") or {}).items()}
     stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
     found = sum(max(0, min(span.stop, cached) - span.start) for span in stored)
     return {"vllm": found} if found else {}

@@ -1,0 +1,288 @@
+"""The segments that prompts are woven from, for every backend: planned with, pinned, read, and counted."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+
+from chunkweave.kv.request_cache import Placement
+from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
+from chunkweave.planning.cost import CostModel, preload_depth, too_slow
+from chunkweave.planning.method import ReuseMethod, with_history, without
+from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.store.index import PromptLookup
+from chunkweave.store.lease import TieredLease
+from chunkweave.store.store import TieredStore
+from chunkweave.tiers.device import BlockSegment, HostMemory, Send
+from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
+from chunkweave.types import Geometry, SegmentId
+
+
+class Prefetch:
+    """Pins a waiting request's segments and reads their first layers. Give it to `WeavingStore.pin`, then close it.
+
+    It helps as far as it goes: a plan that is made later takes from it what it still wants and reads the rest itself.
+    """
+
+    def __init__(self, lease: TieredLease, loader: LayerLoader) -> None:
+        self._lease = lease
+        self._loader = loader
+        self._by_id = {SegmentId(segment.name): segment for segment in loader.segments}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its segments take once their first layers are in."""
+        return sum(segment.nbytes for segment in self._loader.segments)
+
+    def find(self, segment: SegmentId) -> LoadingSegment | None:
+        """The segment on its way, if it is one of these; not one that is behind another which is late."""
+        found = self._by_id.get(segment)
+        return None if found is None or (self._loader.late and not found.complete) else found
+
+    def start_using(self) -> None:
+        """The request's turn has come: read on without bound."""
+        self._loader.release()
+
+    def close(self) -> None:
+        """Stop reading and unpin."""
+        self._loader.close()
+        self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeavingStore:
+    """A store of segments as a backend weaves from it: on the `device` that computes, of a model's `geometry`.
+
+    With a `cost` model, segments that take longer to load than to compute are left out of plans, and a layer that comes
+    later than that is given up. `order` is for comparison only. What is read goes into `memory` (None: plain) and by
+    `send` to the device (None: it is the host).
+    """
+
+    store: TieredStore[SegmentSource]
+    geometry: Geometry
+    device: torch.device
+    cost: CostModel | None = None
+    order: LoadOrder = LoadOrder.LAYERS
+    send: Send | None = None
+    memory: HostMemory | None = None
+
+    def plan(
+        self,
+        found: PromptLookup,
+        method: ReuseMethod,
+        *,
+        given_up: Collection[SegmentId] = (),
+        history: Mapping[int, SegmentId] | None = None,
+    ) -> Plan:
+        """Plan with what was `found`, but for what was given up or takes longer to load than to compute.
+
+        `history` has the segments of a conversation's earlier turns by the index of their part.
+        """
+        lookup = without(found, given_up)
+        if history:
+            records = ((place, self.store.record(segment)) for place, segment in history.items())
+            kept = {place: one for place, one in records if one is not None and one.id not in given_up}
+            lookup = with_history(lookup, kept)
+        if self.cost is not None:
+            lookup = without(lookup, too_slow(lookup, self.cost, self.store.tier_of))
+        plan = method.plan(lookup, self.geometry)
+        plan.validate(self.geometry.num_layers)
+        return plan
+
+    def pin(
+        self, plan: Plan, *, prefetched: Prefetch | None = None, windows: Sequence[int | None] = ()
+    ) -> "PlanSources":
+        """Pin the segments of a plan and start to read them; what was `prefetched` comes from there.
+
+        `windows` are those of the layers; with them, layers of a segment that nothing will look at are not read.
+        """
+        lease = self.store.lease(plan.segments())
+        try:
+            return PlanSources(self, plan, lease, prefetched, unseen_layers(plan, windows))
+        except BaseException:
+            lease.release()
+            raise
+
+    def prefetch(
+        self,
+        plan: Plan,
+        *,
+        max_bytes: int | None = None,
+        windows: Sequence[int | None] = (),
+        from_memory: bool = True,
+    ) -> Prefetch:
+        """Start reading what `pin` would read, while the request still waits.
+
+        With a cost model only the first layers, as many as keep the later ones from being waited for (Cache-Craft
+        eq. 16), so that a queue of waiting requests fills memory no further than it helps. Of segments that together
+        take more than `max_bytes` the first ones of the prompt are read, as many as fit. Without `from_memory`, what
+        lies in the host's memory stays there.
+        """
+        lease = self.store.lease(plan.segments())
+        unseen = unseen_layers(plan, windows)
+        exact = _exact_segments(plan)
+        found = ((segment, self.store.get(segment, exact=segment in exact)) for segment in plan.segments())
+        slow = [(segment, source) for segment, source in found if source and is_slow(source, self.device)]
+        if not from_memory:
+            slow = [(segment, source) for segment, source in slow if not isinstance(source, SegmentKV | BlockSegment)]
+        if max_bytes is not None:
+            layers = self.geometry.num_layers
+            totals = accumulate(source.nbytes * (layers - len(unseen[segment])) // layers for segment, source in slow)
+            slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
+        return Prefetch(lease, self.loader(slow, unseen, depth=self._preload_depth(plan, slow, windows)))
+
+    def loader(
+        self,
+        slow: Sequence[tuple[SegmentId, SegmentSource]],
+        unseen: Mapping[str, frozenset[int]],
+        *,
+        depth: int | None = None,
+    ) -> LayerLoader:
+        """Read segments to the device on a thread. None of their layers is waited for longer than computing takes."""
+        wait_s = self.cost.prefill(max(source.tokens for _, source in slow)) if self.cost and slow else None
+        return LayerLoader(
+            slow,
+            self.geometry.num_layers,
+            order=self.order,
+            depth=depth,
+            wait_s=wait_s,
+            send=self.send,
+            memory=self.memory,
+            unseen=unseen,
+        )
+
+    def note_reuse(self, plan: Plan) -> None:
+        """Count how much each segment saved. Where the method does not score them, a use is just a use."""
+        for part in plan.parts:
+            if part.segment is not None:
+                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
+                self.store.note_reuse(part.segment, part.score.impact if part.score is not None else unscored)
+
+    def _preload_depth(
+        self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]], windows: Sequence[int | None]
+    ) -> int | None:
+        if self.cost is None:
+            return None
+        layers = self.geometry.num_layers
+        load_s = plan.loaded_fraction(windows) * sum(
+            self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow
+        )
+        return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)
+
+
+def is_slow(source: SegmentSource, device: torch.device) -> bool:
+    """Whether a segment is not yet where it is computed with: in a slower tier, or on the host of a GPU."""
+    return not isinstance(source, SegmentKV | BlockSegment) or source.device.type != device.type
+
+
+def _exact_segments(plan: Plan) -> set[SegmentId | None]:
+    return {part.segment for part in plan.parts if part.kv_source is KVSource.EXACT}
+
+
+def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozenset[int]]:
+    """By segment, the layers on which nothing looks at it, wherever in the prompt it is placed."""
+    unseen: dict[str, frozenset[int]] = {}
+    for part in plan.parts:
+        if part.segment is not None:
+            here = plan.unseen_layers(part, windows)
+            unseen[part.segment] = unseen.get(part.segment, here) & here
+    return unseen
+
+
+class PlanSources:
+    """The pinned segments of one plan; those not on the device are read layer by layer on a thread. Close it.
+
+    `placements` says where every segment goes; a segment that left its store meanwhile is `Gone`. Owned by the request
+    whose plan it is.
+    """
+
+    def __init__(
+        self,
+        store: WeavingStore,
+        plan: Plan,
+        lease: TieredLease,
+        prefetched: Prefetch | None,
+        unseen: Mapping[str, frozenset[int]],
+    ) -> None:
+        """Start to read; `WeavingStore.pin` makes one."""
+        self._num_layers = store.geometry.num_layers
+        self._lease = lease
+        self._loader: LayerLoader | None = None
+        exact = _exact_segments(plan)
+        sources: dict[SegmentId, SegmentSource] = {}
+        for segment in plan.segments():
+            ahead = None if prefetched is None else prefetched.find(segment)
+            if ahead is not None and not ahead.unseen <= unseen[segment]:
+                ahead = None  # it was planned otherwise then
+            sources[segment] = ahead or store.store.get(segment, exact=segment in exact) or Gone(segment)
+        slow = [
+            (segment, source)
+            for segment, source in sources.items()
+            if not isinstance(source, LoadingSegment | Gone) and is_slow(source, store.device)
+        ]
+        if prefetched is not None:
+            prefetched.start_using()
+        if slow:
+            self._loader = store.loader(slow, unseen)
+            sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
+            self._loader.release()
+        chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
+        self.placements = [Placement(span, sources[segment], unseen[segment]) for span, segment in chosen]
+
+    @property
+    def layers_in(self) -> int:
+        """How many of the first layers of every segment are in memory."""
+        return min((segment.layers_in for segment in self._from_below()), default=self._num_layers)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer of every segment is in memory."""
+        return self.layers_in == self._num_layers
+
+    @property
+    def reading(self) -> bool:
+        """Whether a segment is still being read, and may yet come in or be lost."""
+        return any(not segment.complete and segment.failure is None for segment in self._from_below())
+
+    @property
+    def failure(self) -> SegmentLost | None:
+        """Why a segment is known to be lost, or late; None as long as none is."""
+        sources = (placement.segment for placement in self.placements)
+        read = [source for source in sources if isinstance(source, LoadingSegment | Gone)]
+        losses = [*(source.failure or source.late for source in read), *(source.held_up for source in read)]
+        return next((loss for loss in losses if loss is not None), None)
+
+    def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
+        """The segments that were read from a slower tier, as far as they came in whole."""
+        for segment in self._from_below():
+            whole = segment.whole()
+            if whole is not None:
+                yield SegmentId(segment.name), whole
+
+    def keep_lease(self) -> TieredLease:
+        """Stop reading; what was found stays pinned until the lease is released."""
+        self._stop_reading()
+        lease, self._lease = self._lease, TieredLease((), ())
+        return lease
+
+    def close(self) -> None:
+        """Stop reading and unpin; idempotent."""
+        self._stop_reading()
+        self._lease.release()
+
+    def _stop_reading(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _from_below(self) -> tuple[LoadingSegment, ...]:
+        sources = (placement.segment for placement in self.placements)
+        return tuple(dict.fromkeys(source for source in sources if isinstance(source, LoadingSegment)))

@@ -1,0 +1,44 @@
+"""Commands of the server and the laboratory are found by entry point, or say what to install."""
+
+import subprocess
+import sys
+
+import pytest
+
+from chunkweave.cli import app
+from tests.integration.command_line import invoke
+
+
+@pytest.fixture(autouse=True)
+def looked_up_anew():
+    app._command_elsewhere.cache_clear()
+    yield
+    app._command_elsewhere.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("serve", "server"), ("vllm-serve", "server"), ("bench", "bench"), ("adapt", "adapt")]
+)
+def test_a_command_whose_package_is_missing_says_which_extra_brings_it(monkeypatch, name, extra):
+    monkeypatch.setattr(app, "entry_points", lambda **_: ())
+    done = invoke(name, "--whatever", "1")
+    assert done.exit_code == 2
+    assert f"`chunkweave {name}` is not installed" in done.output
+    assert f"'.[{extra}]'" in done.output
+
+
+def test_a_missing_package_leaves_the_help_of_the_others(monkeypatch):
+    monkeypatch.setattr(app, "entry_points", lambda **_: ())
+    done = invoke("--help")
+    assert done.exit_code == 0
+    assert "calibrate" in done.output
+    assert "not installed" in done.output
+
+
+def test_a_command_of_another_package_is_imported_when_it_is_called():
+    code = (
+        "import sys, chunkweave.cli.app\n"
+        "print(sorted(name for name in sys.modules if name.startswith('chunkweave_server')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,86 @@
+"""benchmarks/structure.py: what counts as a line of code and as a cycle, and that figures above a limit are found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from structure import above, code_lines, cycles, imports  # noqa: E402
+
+LIMITS = """[tool.chunkweave.structure]
+code_lines = {{ one = {one}, all = 12 }}
+files_in_cycles = {cycles}
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A package with two cycles: one by a function's import and one by a type-checking import and a package."""
+    package = tmp_path / "src" / "one"
+    (package / "sub").mkdir(parents=True)
+    files = {
+        "__init__.py": '"""The package."""\n',
+        "a.py": '"""A."""\n\nfrom one import b  # a comment\n\nx = """no\ndocstring"""\n',
+        "b.py": "def late() -> None:\n    import one.a\n",
+        "c.py": "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from one.sub import name\n",
+        "sub/__init__.py": "from one import a, c\n",
+        "alone.py": "import one.a\n",
+    }
+    for name, text in files.items():
+        (package / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def structure(root: Path, **limits: int) -> tuple[int, str]:
+    (root / "pyproject.toml").write_text(LIMITS.format(**limits), encoding="utf-8")
+    command = [sys.executable, str(ROOT / "benchmarks" / "structure.py"), "--no-rooms", "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_blank_lines_comments_and_docstrings_are_no_code(tree):
+    path = tree / "src" / "one" / "a.py"
+    assert code_lines(path) == 3
+    path.write_text('class A:\n    """A."""\n\n    x: int  # one\n    """Its x."""\n', encoding="utf-8")
+    assert code_lines(path) == 2
+
+
+def test_cycles_are_found_where_types_functions_and_packages_import(tree):
+    graph = imports(tree / "src")
+    assert graph["one.a"] == {"one.b"}
+    assert graph["one.sub"] == {"one.a", "one.c"}
+    assert cycles(graph) == [["one.a", "one.b"], ["one.c", "one.sub"]]
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_it_fails_above_a_limit_and_says_by_how_much(tree):
+    assert structure(tree, one=10, cycles=4)[0] == 0
+    code, said = structure(tree, one=8, cycles=4)
+    assert code == 1
+    assert "code_lines of one: 10, 2 above the limit of 8" in said
+    code, said = structure(tree, one=10, cycles=1)
+    assert code == 1
+    assert "files_in_cycles: 4, 3 above the limit of 1" in said
+    assert "cycle of 2: one.c, one.sub" in said
+
+
+def test_a_figure_without_a_limit_is_found():
+    assert list(above({"lines": {"a": 1, "b": 2}}, {"lines": {"a": 1}})) == [
+        "lines of b: 2, and pyproject.toml has no limit"
+    ]
+    assert list(above({"lines": {"a": 1}}, {})) == ["lines of a: 1, and pyproject.toml has no limit"]
+
+
+def test_the_limits_of_this_tree_name_every_figure():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "structure.py"), "--no-rooms"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "no limit" not in done.stdout
+    assert "code lines chunkweave_server" in done.stdout
