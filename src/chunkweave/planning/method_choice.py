@@ -153,8 +153,8 @@ class Kept:
 
     `kv` is that of the parts that it computed, `profiles` what their tokens attended to. Both cost time to the first
     token, and a request is not to pay for methods that nobody has chosen. So what a method finds of another one's
-    chunks depends on the usual method: where that keeps no profiles, `cachecraft` and `h2o` find none for chunks that
-    others computed, and fall back as they say there.
+    chunks depends on the usual method: where that keeps no profiles, `cachecraft` finds none for chunks that others
+    computed, and falls back as it says there.
     """
 
     kv: bool = True
